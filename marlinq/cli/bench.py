@@ -86,9 +86,9 @@ def command() -> None:
 )
 @click.option(
     "--scheme",
-    type=click.Choice(("int4", "int8", "fp8")),
+    type=click.Choice(("int4", "int8", "fp8", "mxfp4", "nvfp4")),
     default="int4",
-    help="Element of the weights; fp8 is E4M3, by default with one scale per channel.",
+    help="Kind of the weights; by default fp8 has one scale per channel, mxfp4 groups of 32, nvfp4 of 16.",
 )
 @_weight_options
 @click.option(

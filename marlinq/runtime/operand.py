@@ -54,7 +54,7 @@ def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None
         return f"{scheme.element.name} weights; kernels multiply {', '.join(_multiplied())}"
     if scheme.stores_zeros and not weight_format.stores_zeros:
         return f"zero points; {weight_format.name} weights have none in kernels"
-    if scheme.tensor_scale != "none":
+    if scheme.tensor_scale != "none" and weight_format == KERNEL_FORMAT:
         return "a second-level scale; the kernel has scales of one level"
     if _kernel_granularity(scheme) is None:
         return (
@@ -152,9 +152,14 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
     # Few operations take scales of eight bits.
     wide = q.scales if q.scales.itemsize > 1 else q.scales.to(torch.float32)
     scales, zeros = (q.per_output(_regrouped(q, values, granularity)) for values in (wide, q.zeros))
-    if weight_format.scale_factor(dtype) != 1:
-        scales = scales.to(torch.float32) * weight_format.scale_factor(dtype)
+    factor = weight_format.scale_factor(dtype)
+    if q.tensor_scale is not None or factor != 1:
+        # Both levels are rounded once, to the dtype.
+        second = 1.0 if q.tensor_scale is None else q.tensor_scale.to(torch.float64)
+        wide = scales.to(torch.float64) * factor
+        scales = (wide / second if q.tensor_scale_divides else wide * second).to(torch.float32)
     scales = _cast_scales(scales, dtype, name)
+    _check_range(scales, weight_format, name)
     k, n = q.in_features, q.out_features
     size = granularity.channels_per_group(rows)
     groups = rows // size
@@ -192,7 +197,9 @@ def _kernel_granularity(scheme: Scheme) -> Granularity | None:
     granularity = scheme.granularity
     if granularity.channels == 0:
         return Granularity.channel()
-    return next((finer for finer in _REFINED if granularity.channels % finer.channels == 0), None)
+    smallest = WEIGHT_FORMATS[scheme.element.name].smallest_group
+    finer = (each for each in _REFINED if each.channels >= smallest)
+    return next((each for each in finer if granularity.channels % each.channels == 0), None)
 
 
 def _regrouped(q: QuantizedWeight | Grid, values: Tensor, granularity: Granularity) -> Tensor:
@@ -226,6 +233,16 @@ def _check_codes(q: QuantizedWeight, name: str) -> None:
     for code in missing:
         if bool((q.codes == code).any()):
             raise UnsupportedError(f"{name}: a weight is NaN (code {code:#04x} of {q.element.name})")
+
+
+def _check_range(scales: Tensor, weight_format: WeightFormat, name: str) -> None:
+    """Refuse scales that kernels could not multiply by their power of two in bfloat16."""
+    bound = weight_format.largest_bfloat16_scale
+    if scales.dtype == torch.bfloat16 and math.isfinite(bound) and bool((scales.abs() >= bound).any()):
+        raise UnsupportedError(
+            f"{name}: a scale of {float(scales.abs().max()):.6g}; {weight_format.name} kernels take scales "
+            f"below {bound:g}: run in float16, or with the dense operator"
+        )
 
 
 def _grow(matrix: Tensor, rows: int, columns: int, value: float) -> Tensor:

@@ -11,8 +11,8 @@ from emulation.faults import Planted, UnknownSite, sites
 from tests.emulation import (
     faults,
     test_attention,
-    test_byte_weights,
     test_expert_faults,
+    test_other_elements,
     test_panel,
     test_residual,
     test_router,
@@ -27,7 +27,7 @@ PLANTED: list[Planted] = [
     *(fault.planted for fault in faults.FAULTS),
     *(fault.planted for fault in test_expert_faults.FAULTS.values()),
     *(planted for planted, _ in test_attention.FAULTS.values()),
-    *(planted for planted, *_ in test_byte_weights.FAULTS.values()),
+    *(planted for planted, *_ in test_other_elements.FAULTS.values()),
     *test_panel.FAULTS.values(),
     *test_residual.FAULTS.values(),
     *test_router.CHOICE_FAULTS.values(),

@@ -297,10 +297,15 @@ def test_an_interrupt_leaves_the_gpu_usable(tmp_path: Path) -> None:
     assert generate(loaded, PROMPT, max_new_tokens=100).tokens == whole.tokens
 
 
-def test_float32_and_eight_bits_run_dense_with_a_warning(tmp_path: Path) -> None:
+def test_float32_runs_dense_with_a_warning_and_eight_bits_packed(tmp_path: Path) -> None:
     save_quantized(tmp_path / "4", tiny_model("llama"), "gptq", random_quantizer())
     with pytest.warns(UserWarning, match="dense weights on cuda:0.*not float32"):
         load(tmp_path / "4", device="cuda", dtype="float32")
     save_quantized(tmp_path / "8", tiny_model("llama"), "gptq", random_quantizer(bits=8))
-    with pytest.warns(UserWarning, match="dense weights on cuda:0.*int8 weights"):
-        load(tmp_path / "8", device="cuda", dtype="float16")
+    loaded = load(tmp_path / "8", device="cuda", dtype="float16", operator="w8a16")
+    assert {decision.operator for decision in loaded.decisions.values()} == {"w8a16"}
+    expected = load(tmp_path / "8", device="cuda", dtype="float16", operator="dense")
+    ids = torch.arange(8, device="cuda")[None]
+    with torch.no_grad():
+        found, wanted = (each.model(input_ids=ids).logits.float() for each in (loaded, expected))
+    assert (found - wanted).norm() < 5e-3 * wanted.norm()

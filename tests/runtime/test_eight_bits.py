@@ -19,7 +19,7 @@ from tests.runtime.test_generation import wide_model
 from tests.testing.runnable_folders import save_plain, save_quantized, save_tokenizer
 from tests.testing.schemes import quantized
 
-REASON = "dense: torch's product with the dequantised weight; not w4a16: int8 weights"
+REASON = "dense: torch's product with the dequantised weight; not w8a16: a CPU runs its reference"
 TEXT = "It is a truth universally acknowledged, that a byte is a token.\n\nÄußerst schön! " * 8
 
 

@@ -114,7 +114,7 @@ def test_group_sizes_and_activation_order(group_size: int, act_order: bool, tmp_
     operators = {decision.operator for decision in loaded.decisions.values()}
     assert operators == ({"dense"} if group_size == 16 else {"w4a16"})
     if group_size == 16:
-        assert all("group size 16" in decision.reason for decision in loaded.decisions.values())
+        assert all("groups of 16" in decision.reason for decision in loaded.decisions.values())
     assert relative(logits(loaded.model), logits(reference)) < FLOAT32
 
 

@@ -87,7 +87,6 @@ def test_sorting_by_group_is_stable() -> None:
     [
         (random_tuple(64, 64, group_size=16), "groups of 16"),
         (random_tuple(160, 64, group_size=80), "groups of 80"),
-        (random_tuple(64, 64, group_size=32, bits=8), "int8 weights"),
         (
             replace(random_tuple(64, 64, group_size=32), g_idx=torch.arange(64, dtype=torch.int32) // 63),
             "order",
@@ -164,7 +163,7 @@ def no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(place, "unpack_rows", forbidden)
     for place in (layouts.words, layouts.marlin):
         monkeypatch.setattr(place, "pack_rows", forbidden)
-    monkeypatch.setattr(operand, "pack_tiles", forbidden)
+    monkeypatch.setattr(operand, "marlin_operand", forbidden)
     monkeypatch.setattr(layouts.marlin, "unpack_tiles", forbidden)
 
 

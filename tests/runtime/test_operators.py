@@ -104,7 +104,7 @@ def test_a_registered_operator_runs_a_model(layout: str, toy: Codes, tmp_path: P
     assert any("codes: the toy's product; not dense: torch's product" in note for note in result.notes)
     bench = bench_decode(loaded, contexts=(4,), new_tokens=2).render()
     assert "codes: the toy's product" in bench
-    assert "not w4a16: int8 weights" in bench
+    assert "not w8a16: a CPU runs its reference" in bench
 
 
 def test_what_it_refuses_goes_to_another(toy: Codes, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_checkpoint_in_the_kernels_layout_is_taken_as_stored(
     monkeypatch.setattr(ReadAhead, "tensor", tensor)
     for method in ("pack", "pack_grid", "unpack", "unpack_grid", "from_natural", "to_natural"):
         monkeypatch.setattr(layout, method, forbidden)
-    for function in ("permute_scales", "pack_tiles"):
+    for function in ("permute_scales", "marlin_operand"):
         monkeypatch.setattr(f"marlinq.runtime.operand.{function}", forbidden)
     loaded = load(tmp_path, device="cpu", dtype="float16", operator="w4a16")
     assert len(loaded.decisions) > 0

@@ -75,7 +75,8 @@ def _decide(
             f"{problem.format.operator}: K={problem.k} and N={problem.n} must be multiples of 64; "
             "pad the weight at load"
         )
-    if problem.granularity not in GRANULARITIES or not problem.granularity.divides(problem.k):
+    too_small = 0 < problem.quant_group < problem.format.smallest_group
+    if too_small or problem.granularity not in GRANULARITIES or not problem.granularity.divides(problem.k):
         raise UnsupportedError(
             f"{problem.format.operator}: {problem.granularity.describe()} with K={problem.k}; "
             "expected one scale per channel, or groups of 32, 64 or 128 that divide K"

@@ -9,10 +9,11 @@ from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.instantiation import Parameters
 from marlinq.kernels.contract.weight_formats import WeightFormat
 
-GRANULARITIES = (*map(Granularity.group, (32, 64, 128)), Granularity.channel())
-"""Granularities that kernels have configurations for."""
-GROUP_SIZES = tuple(granularity.group_size for granularity in GRANULARITIES)
-"""The same as the operators' ``group_size`` and configs write them."""
+GRANULARITIES = (*map(Granularity.group, (16, 32, 64, 128)), Granularity.channel())
+"""Granularities that kernels have configurations for; groups of 16 for some formats only
+(:attr:`WeightFormat.smallest_group`)."""
+GROUP_SIZES = tuple(each.group_size for each in GRANULARITIES[1:])
+"""Those of every format, as the operators' ``group_size`` and configs write them."""
 
 
 @dataclass(frozen=True)

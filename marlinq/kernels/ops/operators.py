@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from marlinq.kernels.contract.weight_formats import E4M3, INT4, INT8
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8
 from marlinq.kernels.ops.direct import nobody_watches
 from marlinq.kernels.ops.gemm import GemmOperator
 from marlinq.kernels.ops.w4a16 import w4a16_gemm
@@ -42,7 +42,7 @@ def _gemm(operator: GemmOperator) -> Callable[..., Tensor]:
 
 GEMMS: dict[str, Callable[..., Tensor]] = {
     INT4.name: w4a16_gemm,
-    **{each.name: _gemm(GemmOperator(each)) for each in (INT8, E4M3)},
+    **{each.name: _gemm(GemmOperator(each)) for each in (INT8, E4M3, E2M1)},
 }
 """``GEMMS[format.name](x, words, scales, zeros, bias, group_size, out_features, order)``; arguments as
 :func:`marlinq.kernels.w4a16_gemm`, with the format's words and its stored scales."""

@@ -34,6 +34,7 @@ _ROWS_MOST = 8
 # By (BLOCKS_M, SCALE_SUMS). Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py).
 _REGISTERS_NEEDED = {
     (1, True): 128,
+    (1, False): 128,
     (2, True): 208,
     (2, False): 128,
     (4, True): 255,
@@ -260,6 +261,8 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
 
 def _ways_of_scaling(problem: Problem, device: Device, blocks_m: int) -> tuple[bool, ...]:
     """Whether sums can be scaled: that takes a second set of accumulators and work at every group's end."""
+    if problem.quant_group == 16:
+        return (False,)
     if blocks_m == 1:
         return (True,)
     if blocks_m == 2 and device.has_warpgroups and problem.quant_group in (0, 128):

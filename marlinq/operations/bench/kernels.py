@@ -16,7 +16,7 @@ from marlinq.core.errors import UsageError
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import GEMMS, GROUP_SIZES, Problem, explain, precompile
-from marlinq.kernels.contract.weight_formats import E4M3, INT4, INT8, WeightFormat
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, Weight, random_weight
 from marlinq.operations.bench.report import OURS, Cell, KernelBench
@@ -30,8 +30,15 @@ from marlinq.operations.bench.timing import (
     time_in_turn,
 )
 
-SCHEMES = {"int4": INT4, "int8": INT8, "fp8": E4M3}
-"""What weights may be made of."""
+SCHEMES: dict[str, tuple[WeightFormat, int | None]] = {
+    "int4": (INT4, None),
+    "int8": (INT8, None),
+    "fp8": (E4M3, -1),
+    "mxfp4": (E2M1, 32),
+    "nvfp4": (E2M1, 16),
+}
+"""What weights may be made of, and the group size where nothing else is asked for; None for the largest that
+divides every layer."""
 DEFAULT_BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -98,8 +105,8 @@ def bench_kernels(
         against: names of :data:`marlinq.operations.bench.peers.PEERS`; one that can't run is noted.
         dtype: float16 or bfloat16.
         scheme: element of the weights, a key of :data:`SCHEMES`.
-        group_size: 32, 64, 128 or -1; None is the largest of 128, 64 and 32 that divides every layer, -1 for
-            FP8 weights.
+        group_size: 32, 64, 128 or -1; None is the largest of 128, 64 and 32 that divides every layer, or
+            what the scheme has.
         asymmetric: measure weights with zero points.
         explain: keep the reason of every decision.
         sustained: replay without rests, so that large products run at the GPU's power limit. The limits that
@@ -115,14 +122,14 @@ def bench_kernels(
         raise UsageError(f"dtype {dtype!r}: expected float16 or bfloat16")
     if scheme not in SCHEMES:
         raise UsageError(f"scheme {scheme!r}: expected one of {', '.join(SCHEMES)}")
-    weight_format = SCHEMES[scheme]
+    weight_format, usual = SCHEMES[scheme]
     if asymmetric and not weight_format.stores_zeros:
         raise UsageError(f"scheme {scheme}: its weights have no zero points; leave out --asymmetric")
-    if group_size is None and not weight_format.stores_zeros:
-        group_size = Granularity.channel().group_size
+    if group_size is None:
+        group_size = usual
     if group_size is None:
         group_size = dividing_group_size(models, shapes)
-    if group_size not in GROUP_SIZES:
+    if group_size not in (*GROUP_SIZES, usual):
         raise UsageError(f"group size {group_size}: expected one of 32, 64, 128, -1")
     unknown = [name for name in against if name not in PEERS]
     if unknown:

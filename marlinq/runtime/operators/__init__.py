@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marlinq.kernels.contract.weight_formats import E4M3, INT4, INT8
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8
 from marlinq.runtime.operators.base import Estimate, Operator, Setting
 from marlinq.runtime.operators.dense import Dense
 from marlinq.runtime.operators.int4pack import Int4Pack
@@ -18,7 +18,13 @@ def register_operator(operator: Operator) -> Operator:
     return operator
 
 
-for _operator in (Dense(), Packed("w4a16", [INT4]), Packed("w8a16", [INT8, E4M3]), Int4Pack()):
+for _operator in (
+    Dense(),
+    Packed("w4a16", [INT4]),
+    Packed("w8a16", [INT8, E4M3]),
+    Packed("fp4a16", [E2M1]),
+    Int4Pack(),
+):
     register_operator(_operator)
 
 __all__ = ["OPERATORS", "Estimate", "Operator", "Setting", "register_operator"]

@@ -27,7 +27,12 @@ def weight_of(group_size: int, *, asymmetric: bool = False, dtype: torch.dtype =
     torch.manual_seed(0)
     granularity = Granularity.from_group_size(group_size)
     return random_weight(
-        Layer("small", 192, 256), granularity, asymmetric=asymmetric, dtype=dtype, device=CPU
+        Layer("small", 192, 256),
+        granularity,
+        asymmetric=asymmetric,
+        dtype=dtype,
+        device=CPU,
+        weight_format=INT4,
     )
 
 

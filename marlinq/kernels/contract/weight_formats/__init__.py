@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from marlinq.kernels.contract.weight_formats.e2m1 import E2M1
 from marlinq.kernels.contract.weight_formats.e4m3 import E4M3
 from marlinq.kernels.contract.weight_formats.int4 import INT4
 from marlinq.kernels.contract.weight_formats.int8 import INT8
@@ -12,4 +13,13 @@ from marlinq.kernels.contract.weight_formats.weight_format import (
     register_weight_format,
 )
 
-__all__ = ["E4M3", "INT4", "INT8", "WEIGHT_FORMATS", "ScaleKind", "WeightFormat", "register_weight_format"]
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "INT4",
+    "INT8",
+    "WEIGHT_FORMATS",
+    "ScaleKind",
+    "WeightFormat",
+    "register_weight_format",
+]

@@ -34,5 +34,6 @@ E4M3 = register_weight_format(
         unpack=(14, 18),
         # One pass orders the bytes (1 + 2); the power of two and scales take 4 each.
         dequantizing_bytes=11.0,
+        largest_bfloat16_scale=2.0**8,
     )
 )

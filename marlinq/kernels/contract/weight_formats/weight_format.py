@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -39,6 +40,8 @@ class WeightFormat:
         dequantizing_bytes: bytes of device memory that :meth:`dequantize` moves a weight, in 16 bits.
         sums_codes: whether kernels can multiply codes and apply zero points to sums, in digits, too.
         fuses: whether one instruction subtracts the midpoint and scales.
+        smallest_group: channels of the smallest group that kernels take, 16 or 32.
+        largest_bfloat16_scale: bound that bfloat16 scales have to stay below.
     """
 
     name: str
@@ -57,6 +60,8 @@ class WeightFormat:
     dequantizing_bytes: float
     sums_codes: bool = False
     fuses: bool = False
+    smallest_group: int = 32
+    largest_bfloat16_scale: float = math.inf
 
     @property
     def bytes_per_weight(self) -> float:

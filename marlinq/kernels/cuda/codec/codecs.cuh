@@ -10,6 +10,7 @@
 //   weights        the same times scales, in 16 bits
 //   STORED_POWER   scales are stored times 2^STORED_POWER, so that both are in the range of the element
 #pragma once
+#include "codec/e2m1.cuh"
 #include "codec/e4m3.cuh"
 #include "codec/int4.cuh"
 #include "codec/int8.cuh"

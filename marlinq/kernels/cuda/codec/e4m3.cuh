@@ -10,13 +10,11 @@
 #pragma once
 #include "fault_site.cuh"
 #include "codec/byte_order.cuh"
+#include "codec/no_offsets.cuh"
 #include "codec/scale_fragment.cuh"
 #include "element/bfloat16.cuh"
 #include "element/half.cuh"
 #include "ptx/bits.cuh"
-
-// FP8 has no zero points.
-struct NoOffsets {};
 
 template <typename E>
 struct E4m3;

@@ -48,7 +48,9 @@ struct BulkGemm {
     static_assert(C::SHARED_BYTES == SHARED_BYTES, "host and kernel count different bytes of shared memory");
 
     typedef Accumulators<BLOCKS_M> Sums;
-    typedef QuantGroupSums<Codec, BLOCKS_M, ZEROS, true> GroupSums;
+    // Sums are those of two rows; where each row is a quantisation group, weights are scaled.
+    static constexpr bool SCALE_SUMS = QUANT_GROUP_ROWS > 1;
+    typedef QuantGroupSums<Codec, BLOCKS_M, ZEROS, SCALE_SUMS> GroupSums;
 
     // B fragments of the k16 rows `row` and `row + 1`, by column block; `slabs` is the chunk's activations.
     static __device__ __forceinline__ void load_activations(u32 (&x)[BLOCKS_M][2][2], u32 slabs, int row, int lane) {
@@ -134,13 +136,25 @@ struct BulkGemm {
                 const u16* group_zeros = group_scales + (Layout::ZEROS_AT - Layout::SCALES_AT) / 2;
                 const auto scale = [&] { return load_group_scales(group_scales, lane); };
                 const auto zero = [&] { return ZEROS ? load_group_scales(group_zeros, lane) : Scales<4>(); };
-                if (QUANT_GROUP != 0 && i % QUANT_GROUP_ROWS == 0) {
+                if (SCALE_SUMS && QUANT_GROUP != 0 && i % QUANT_GROUP_ROWS == 0) {
                     group_sums.clear();
                     group_sums.begin(scale(), zero());
                 }
                 u32 fragments[BLOCKS_M][2][2];
                 load_activations(fragments, activations, i, lane);
                 LaneWords<Codec, 4> two[2];
+                if constexpr (!SCALE_SUMS) {
+#pragma unroll
+                    for (int row = 0; row < 2; ++row) {
+                        const u16* row_scales = group_scales + row * (Layout::SCALE_BYTES / 2);
+                        const u16* row_zeros = group_zeros + row * (Layout::SCALE_BYTES / 2);
+                        group_sums.begin(load_group_scales(row_scales, lane),
+                                         ZEROS ? load_group_scales(row_zeros, lane) : Scales<4>());
+                        two[row].load(my_words + (i + row) * (Layout::ROW_BYTES / 16));
+                        group_sums.add_row(total, two[row], row, fragments);
+                    }
+                    continue;
+                }
                 two[0].load(my_words + i * (Layout::ROW_BYTES / 16));
                 two[1].load(my_words + (i + 1) * (Layout::ROW_BYTES / 16));
                 group_sums.add(total, two, fragments);

@@ -82,6 +82,7 @@ struct StreamGemm {
     static constexpr int QUANT_GROUPS = QUANT_GROUP == 0 || QUANT_GROUP > CHUNK ? 1 : CHUNK / QUANT_GROUP;  // of a chunk
     static constexpr int QUANT_GROUP_ROWS = ROWS / QUANT_GROUPS;
     static_assert(!SCALE_SUMS || QUANT_GROUP <= CHUNK, "sums are scaled at ends of quantisation groups, which end chunks");
+    static_assert(!SCALE_SUMS || QUANT_GROUP_ROWS > 1, "sums are those of two rows");
     static_assert(PIECES >= 8, "the swizzle permutes eight pieces");
     static_assert(!DIGITS || Codec::PLANES == 1, "digits are multiplied with 4-bit codes");
     static_assert(!DIGITS || (BLOCKS_M == 1 && ROWS == 8 && SCALE_SUMS), "digits are made of eight rows");
@@ -258,6 +259,18 @@ struct StreamGemm {
                 u32 fragments[BLOCKS_M][2][2];
                 FAULT_SITE(stream_activations, load_activations(fragments, ring + activations, i, lane);)
                 const u16* group_scales = my_scales + i / QUANT_GROUP_ROWS * KINDS * 64;
+                if constexpr (QUANT_GROUP_ROWS == 1) {
+                    // Each row is a quantisation group.
+#pragma unroll
+                    for (int row = 0; row < 2; ++row) {
+                        const u16* row_scales = group_scales + FAULT_SITE(stream_row_scales, row * KINDS * 64);
+                        group_sums.begin(load_scales(row_scales, lane), load_zeros(row_scales, lane));
+                        LaneWords<Codec, 4> one;
+                        one.load(my_weights + (i + row) * (Codec::TILE_BYTES / 16));
+                        group_sums.add_row(total, one, row, fragments);
+                    }
+                    continue;
+                }
                 if (i % QUANT_GROUP_ROWS == 0) {
                     if (QUANT_GROUP != 0) group_sums.clear();
                     group_sums.begin(load_scales(group_scales, lane), load_zeros(group_scales, lane));

@@ -89,21 +89,24 @@ struct QuantGroupSums {
                 }
             }
         } else {
-            Accumulators<BlocksM>& target = ScaleSums ? sums[0] : total;
 #pragma unroll
-            for (int row = 0; row < 2; ++row)
+            for (int row = 0; row < 2; ++row) add_row(total, words[row], row, x);
+        }
+    }
+    // Words of the first or second row alone, which multiply without codes.
+    __device__ __forceinline__ void add_row(Accumulators<BlocksM>& total, const LaneWords<Codec, 4>& words, int row,
+                                            const u32 (&x)[BlocksM][2][2]) {
+        Accumulators<BlocksM>& target = ScaleSums ? sums[0] : total;
 #pragma unroll
-                for (int q = 0; q < 4; ++q) {
-                    u32 a[4];
-                    const auto offsets = Zeros ? Codec::offsets(zero.pair[q]) : Codec::offsets();
-                    if (ScaleSums)
-                        Codec::dequantize(words[row].block(q), a, offsets);
-                    else
-                        Codec::weights(words[row].block(q), a, offsets, scale.pair[q]);
+        for (int q = 0; q < 4; ++q) {
+            u32 a[4];
+            const auto offsets = Zeros ? Codec::offsets(zero.pair[q]) : Codec::offsets();
+            if (ScaleSums)
+                Codec::dequantize(words.block(q), a, offsets);
+            else
+                Codec::weights(words.block(q), a, offsets, scale.pair[q]);
 #pragma unroll
-                    for (int b = 0; b < BlocksM; ++b)
-                        E::multiply_accumulate(target.value[q][b], a, x[b][row][0], x[b][row][1]);
-                }
+            for (int b = 0; b < BlocksM; ++b) E::multiply_accumulate(target.value[q][b], a, x[b][row][0], x[b][row][1]);
         }
     }
 

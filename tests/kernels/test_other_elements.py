@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.core.float_elements import E4M3
+from marlinq.core.float_elements import E2M1, E4M3
 from marlinq.core.granularity import Granularity
-from marlinq.core.scheme import INT8, Element, Scheme
+from marlinq.core.scheme import INT8, Element, Scheme, TensorScale
 from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels import GEMMS
 from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
@@ -96,3 +96,34 @@ def test_what_has_no_value_is_refused() -> None:
     large = random_weight(E4M3, Granularity.channel(), 64, 64, size=1000.0)
     with pytest.raises(UnsupportedError, match="overflows float16; run in bfloat16"):
         marlin_operand(large, torch.float16)
+
+
+@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_two_levels_of_scales_are_rounded_once(dtype: torch.dtype, divides: bool) -> None:
+    codes = torch.randint(0, 16, (128, 64), dtype=torch.uint8)
+    second = torch.tensor(3.0e-5 if not divides else 3.0e4)
+    use: TensorScale = "divides" if divides else "multiplies"
+    scheme = Scheme(E2M1, Granularity.group(16), "none", "float8_e4m3fn", use)
+    scales = (torch.rand(8, 64) * 400 + 1).to(torch.float8_e4m3fn)
+    q = QuantizedWeight.from_codes(scheme, codes, scales=scales, tensor_scale=second)
+    operand = marlin_operand(q, dtype)
+    assert operand.granularity == Granularity.group(16)
+    torch.testing.assert_close(
+        operand.dequantize(torch.float32), q.dequantize().t(), rtol=torch.finfo(dtype).eps / 2 * 1.001, atol=0
+    )
+
+
+def test_powers_of_two_are_exact_scales() -> None:
+    codes = torch.randint(0, 16, (128, 64), dtype=torch.uint8)
+    scheme = Scheme(E2M1, Granularity.group(32), "none", "float8_e8m0fnu")
+    scales = torch.exp2(torch.randint(-14, 0, (4, 64)).float()).to(torch.float8_e8m0fnu)
+    q = QuantizedWeight.from_codes(scheme, codes, scales=scales)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert torch.equal(marlin_operand(q, dtype).dequantize(torch.float32), q.dequantize().t())
+
+
+def test_scales_that_bfloat16_can_not_take_along_are_refused() -> None:
+    large = random_weight(E4M3, Granularity.channel(), 64, 64, size=1000.0)
+    with pytest.raises(UnsupportedError, match="below 256: run in float16"):
+        marlin_operand(large, torch.bfloat16)

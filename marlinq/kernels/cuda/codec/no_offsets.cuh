@@ -1,0 +1,4 @@
+// In the place of zero points, for elements that have none.
+#pragma once
+
+struct NoOffsets {};
