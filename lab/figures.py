@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from marlinq.operations.bench.serve_plot import steps_plot
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (DOCS / "results.md", DOCS.parent / "README.md")
 PLOTS = DOCS / "plots"
@@ -129,38 +131,14 @@ def quality_plot() -> str:
     return _svg(780, top + len(rows) * step + 10, parts)
 
 
-def decode_plot() -> str:
-    """Tokens per second of each sequence by batch, beside the unquantised model's."""
-    found = result("decode-shapes-h200")["against"]
-    cells = found["cells"]
-    left, top, width, step = 170, 84, 330, 74
-    longest = max(1 / cell["step_seconds"] for cell in cells)
-    parts = [
-        _text("title", 26, "Decoding: tokens per second of each sequence (higher is better)"),
-        _text("small", 46, f"{found['checkpoint']}, context {cells[0]['context']};"),
-        _text("small", 62, found["hardware"]),
-    ]
-    for index, cell in enumerate(cells):
-        y = top + index * step
-        parts.append(f'<text x="20" y="{y + 28}">batch {cell["batch"]}</text>')
-        for place, (kind, name, seconds) in enumerate(
-            (
-                ("ours", "INT4", cell["step_seconds"]),
-                ("second", "FP16", cell["peer_step_seconds"]),
-            )
-        ):
-            at = y + 26 * place
-            long = width / seconds / longest
-            times = f" ({cell['peer_step_seconds'] / seconds:.1f}x)" if kind == "ours" else ""
-            parts.append(
-                f'<text x="{left - 10}" y="{at + 15}" text-anchor="end">{name}</text>'
-                f'<rect class="{kind}" x="{left}" y="{at}" width="{long:.1f}" height="20" rx="2"/>'
-                f'<text x="{left + long + 8:.1f}" y="{at + 15}">{1 / seconds:,.0f}{times}</text>'
-            )
-    bottom = top + len(cells) * step
-    told = "INT4: marlinq. FP16: transformers, compiled, static cache, in the same process."
-    parts.append(_text("small", bottom, told))
-    return _svg(680, bottom + 16, parts)
+def serve_plot() -> str:
+    """Tokens per second of each sequence in vLLM by batch, with its own kernels and with marlinq's."""
+    found = result("decode-plugin-h200")
+    steps = {
+        name: {str(batch): 1e-3 * value for batch, value in zip(found["batches"], values, strict=True)}
+        for name, values in found["rows"].items()
+    }
+    return steps_plot(steps, (found["shown"], f"{found['hardware']}; vLLM {found['versions']['vLLM']}"))
 
 
 def _text(kind: str, y: int, words: str) -> str:
@@ -419,7 +397,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 DRAWINGS: dict[str, Callable[[], str]] = {
     "speed.svg": speed_plot,
-    "decode.svg": decode_plot,
+    "serve.svg": serve_plot,
     "quality.svg": quality_plot,
 }
 

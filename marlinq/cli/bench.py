@@ -22,15 +22,17 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     return tuple(int(part) for part in parts)
 
 
-def _rows_option(default: str) -> Callable[[_Command], _Command]:
-    """``--batch`` of a bench of kernels."""
+def _rows_option(
+    default: str, words: str = "Rows of activations to measure."
+) -> Callable[[_Command], _Command]:
+    """``--batch``."""
     return click.option(
         "--batch",
         "batches",
         metavar="M,M,...",
         callback=_numbers,
         default=default,
-        help="Rows of activations to measure.",
+        help=words,
     )
 
 
@@ -57,9 +59,9 @@ def _names(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
     return [name.strip() for name in value.split(",") if name.strip()]
 
 
-@click.group("bench", short_help="Measure speed: kernels or decoding.")
+@click.group("bench", short_help="Measure speed: kernels, decoding or vLLM.")
 def command() -> None:
-    """Measure speed: of single matrix multiplications, or of decoding with a checkpoint."""
+    """Measure speed: of matrix multiplications, of decoding, of vLLM with and without the plugin."""
 
 
 @command.command(
@@ -284,4 +286,79 @@ def decode(
             dtype=dtype,
             progress=progress,
         )
+    print_report(report, as_json=as_json)
+
+
+@command.command(
+    "serve", short_help="Time vLLM with and without marlinq.", context_settings={"show_default": True}
+)
+@click.argument("checkpoint", type=click.Path(file_okay=False), metavar="CKPT")
+@_rows_option("1,4,16,64", "Sequences decoded together.")
+@click.option(
+    "--context", type=click.IntRange(1), default=128, help="Mean tokens of context of a timed step."
+)
+@click.option(
+    "--prompts",
+    metavar="P,P,...",
+    callback=_numbers,
+    default="1,8",
+    help="Prompts whose first tokens are timed together.",
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1), default=2048, help="Tokens of each of those prompts."
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(0),
+    default=256,
+    help="Requests of a mixed load for throughput; 0 leaves it out.",
+)
+@click.option("--repeats", type=click.IntRange(1), default=3, help="Runs of which the median counts.")
+@click.option(
+    "--gpus", type=click.IntRange(1), default=1, help="GPUs that share the model by tensor parallelism."
+)
+@click.option(
+    "--dtype",
+    type=OneOf(("float16", "bfloat16"), {"fp16": "float16", "bf16": "bfloat16"}),
+    default="bfloat16",
+    help="Type of activations.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw the steps, as SVG.")
+@output_options
+def serve(
+    checkpoint: str,
+    batches: tuple[int, ...],
+    context: int,
+    prompts: tuple[int, ...],
+    prompt_tokens: int,
+    requests: int,
+    repeats: int,
+    gpus: int,
+    dtype: str,
+    plot: str | None,
+    as_json: bool,
+) -> None:
+    """Time vLLM's offline engine on the folder CKPT, with its own kernels and with marlinq's.
+
+    Both run one after the other in processes of their own: decode steps, time to first tokens, and new
+    tokens a second of a mixed load. Prompts are random, so a folder without a tokenizer will do.
+    """
+    from marlinq.operations.bench import Workload, bench_serve
+    from marlinq.operations.bench.serve_plot import save_plot
+
+    workload = Workload(
+        checkpoint=checkpoint,
+        batches=batches,
+        context=context,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        requests=requests,
+        repeats=repeats,
+        dtype=dtype,
+        gpus=gpus,
+    )
+    with showing_progress() as progress:
+        report = bench_serve(workload, progress)
+    if plot is not None:
+        save_plot(report, plot)
     print_report(report, as_json=as_json)

@@ -3,7 +3,7 @@
 vLLM calls :func:`register` in its front end, its engine and every worker, before a model is built. From then
 on its choice of a kernel for 4-bit linear layers asks
 :class:`~marlinq.integrations.vllm.linear.Int4LinearKernel` first, and 4-bit mixtures get
-:class:`~marlinq.integrations.vllm.experts.Int4Experts`; vLLM's own kernels run where those refuse.
+the experts of :mod:`marlinq.integrations.vllm.experts`; vLLM's own kernels run where those refuse.
 Nothing here initialises CUDA: workers may be forked later.
 
 ``MARLINQ_VLLM`` says what is taken over: ``all`` (the default), ``linear``, ``experts``, or ``off``.

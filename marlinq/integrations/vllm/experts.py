@@ -125,11 +125,6 @@ def _config_with_experts(config: Any) -> Any:
     return type(config.__name__, (config,), {"get_quant_method": get_quant_method})
 
 
-def _method_with_kernels(method: Any) -> Any:
-    """A class of vLLM's with :class:`Int4Experts` before it; of the same name, which vLLM compares."""
-    return type(method.__name__, (Int4Experts, method), {})
-
-
 def experts_refusal(method: Any, layer: Any) -> str | None:
     """Why the kernels can't run the experts that vLLM is about to make parameters for, or None."""
     moe = layer.moe_config
@@ -161,63 +156,80 @@ def experts_refusal(method: Any, layer: Any) -> str | None:
     return None if current_platform.is_cuda() and (why := missing_package()) is None else why
 
 
-class Int4Experts:
-    """Goes before a class of :data:`EXPERT_METHODS`; replaces what is done after loading, and the product."""
+def _method_with_kernels(method: Any) -> Any:
+    """A class of vLLM's for experts with two functions replaced; of the same name, which vLLM compares.
 
-    _weights_on: tuple[str, ...] = ()
-    _group_size = -1
-    _activation = ""
+    Derived from it alone: only then may an object of the one class become one of the other.
+    """
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the parameters by the kernels' operands; where that fails, vLLM's own way."""
-        try:
-            weights = expert_weights(self, layer)
-        except (MarlinqError, AttributeError, KeyError) as error:
-            logger.warning(
-                "marlinq: %s: %s; vLLM's kernels run", getattr(layer, "layer_name", "experts"), error
+    class Int4Experts(method):  # type: ignore[misc]
+        """What :data:`EXPERT_METHODS` do until weights are loaded, and marlinq's kernels from then on."""
+
+        _operands: Operands | None = None
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            """Replace the parameters by the kernels' operands; where that fails, vLLM's own way."""
+            try:
+                weights = expert_weights(self, layer)
+            except (MarlinqError, AttributeError, KeyError) as error:
+                logger.warning("marlinq: %s: %s; vLLM's kernels run", layer.layer_name, error)
+                super().process_weights_after_loading(layer)
+                return
+            self._operands = put_operands(layer, weights)
+            prepare(weights, self._operands.activation, layer.moe_config.experts_per_token)
+
+        def get_fused_moe_quant_config(self, layer: Any) -> Any:
+            """None: there is nothing that a kernel of vLLM would read."""
+            return super().get_fused_moe_quant_config(layer) if self._operands is None else None
+
+        def apply(
+            self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any, **named: Any
+        ) -> Any:
+            """The routed experts' sum for rows ``x`` [M, H]; over ranks it is added by vLLM."""
+            if self._operands is None:
+                return super().apply(layer, x, topk_weights, topk_ids, *others, **named)
+            return torch.ops.marlinq.w4a16_experts(
+                x,
+                topk_ids.contiguous(),
+                topk_weights.float().contiguous(),
+                *(getattr(layer, name) for name in self._operands.names),
+                self._operands.group_size,
+                self._operands.activation,
+                layer.expert_map,
             )
-            super().process_weights_after_loading(layer)  # type: ignore[misc]
-            return
-        for name, _ in list(layer.named_parameters(recurse=False)):
-            if name.startswith(("w13_", "w2_")):
-                delattr(layer, name)
-        names = []
-        for product, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
-            for kind in ("words", "scales", "zeros"):
-                value = getattr(stored, kind)
-                name = f"{_PREFIX}{product}_{kind}"
-                layer.register_parameter(
-                    name, None if value is None else nn.Parameter(value, requires_grad=False)
-                )
-                names.append(name)
-        self._weights_on = tuple(names)
-        self._group_size = weights.granularity.group_size
-        self._activation = _ACTIVATIONS[getattr(layer.activation, "value", layer.activation)]
-        prepare(weights, self._activation, layer.moe_config.experts_per_token)
 
-    def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        """None: there is nothing that a kernel of vLLM would read."""
-        if self._weights_on:
-            return None
-        return super().get_fused_moe_quant_config(layer)  # type: ignore[misc]
+    Int4Experts.__name__ = method.__name__
+    return Int4Experts
 
-    def apply(
-        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any, **named: Any
-    ) -> Tensor:
-        """The routed experts' sum for rows ``x`` [M, H]; over ranks it is added by vLLM."""
-        if not self._weights_on:
-            found: Tensor = super().apply(layer, x, topk_weights, topk_ids, *others, **named)  # type: ignore[misc]
-            return found
-        out: Tensor = torch.ops.marlinq.w4a16_experts(
-            x,
-            topk_ids.contiguous(),
-            topk_weights.float().contiguous(),
-            *(getattr(layer, name) for name in self._weights_on),
-            self._group_size,
-            self._activation,
-            layer.expert_map,
-        )
-        return out
+
+class Operands(NamedTuple):
+    """What a product of a layer's experts is called with.
+
+    Attributes:
+        names: parameters of the layer: words, scales and zero points of gate with up, then of down.
+        group_size: as ``torch.ops.marlinq.w4a16_experts`` takes it.
+        activation: its name there.
+    """
+
+    names: tuple[str, ...]
+    group_size: int
+    activation: str
+
+
+def put_operands(layer: Any, weights: ExpertWeights) -> Operands:
+    """Put ``weights`` in the place of vLLM's parameters of ``layer``."""
+    for name, _ in list(layer.named_parameters(recurse=False)):
+        if name.startswith(("w13_", "w2_")):
+            delattr(layer, name)
+    names = []
+    for product, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
+        for kind in ("words", "scales", "zeros"):
+            value = getattr(stored, kind)
+            names.append(f"{_PREFIX}{product}_{kind}")
+            parameter = None if value is None else nn.Parameter(value, requires_grad=False)
+            layer.register_parameter(names[-1], parameter)
+    activation = _ACTIVATIONS[getattr(layer.activation, "value", layer.activation)]
+    return Operands(tuple(names), weights.granularity.group_size, activation)
 
 
 def expert_weights(method: Any, layer: Any) -> ExpertWeights:

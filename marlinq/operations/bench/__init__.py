@@ -6,6 +6,7 @@ from marlinq.operations.bench.decode import DecodeBench, DecodeCell, bench_decod
 from marlinq.operations.bench.experts import bench_experts
 from marlinq.operations.bench.kernels import bench_kernels
 from marlinq.operations.bench.report import Cell, KernelBench
+from marlinq.operations.bench.serve import ServeBench, Workload, bench_serve
 from marlinq.operations.bench.synthetic import SYNTHETIC, Synthetic, synthetic_model
 
 __all__ = [
@@ -14,9 +15,12 @@ __all__ = [
     "DecodeBench",
     "DecodeCell",
     "KernelBench",
+    "ServeBench",
     "Synthetic",
+    "Workload",
     "bench_decode",
     "bench_experts",
     "bench_kernels",
+    "bench_serve",
     "synthetic_model",
 ]

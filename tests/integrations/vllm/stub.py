@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import sys
 import types
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +112,12 @@ class RoutedExperts(nn.Module):
         self.expert_map: torch.Tensor | None = None
 
 
-class ExpertsMethod:
+class FusedMoEMethodBase(ABC):
+    @abstractmethod
+    def apply(self, layer: nn.Module, x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor: ...
+
+
+class ExpertsMethod(FusedMoEMethodBase):
     """What vLLM's methods for experts have in common; ``ran`` says that vLLM's own way was taken."""
 
     ran = False

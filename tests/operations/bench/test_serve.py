@@ -1,0 +1,125 @@
+"""Both of vLLM's engines timed one after the other, with a stand-in for vLLM in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from marlinq.core.errors import EnvironmentProblem, UsageError
+from marlinq.operations.bench import Workload, bench_serve
+from marlinq.operations.bench.serve import ENGINES
+from marlinq.operations.bench.serve_engine import requests
+from marlinq.operations.bench.serve_plot import save_plot, steps_plot
+
+# Its clock advances by what it is asked to do: 3 s to start, 2 ms a step without the plugin, 1 ms with it,
+# and 10 us a token of a prompt. It leaves a process behind, as vLLM's engine does.
+VLLM = """
+import os, subprocess, sys, time
+from types import SimpleNamespace
+__version__ = "0.0"
+now = 0.0
+time.perf_counter = lambda: now
+step = 2e-3 if os.environ["MARLINQ_VLLM"] == "off" else 1e-3
+class SamplingParams(SimpleNamespace): pass
+class LLM:
+    def __init__(self, model, **options):
+        global now
+        now += 3
+        if os.path.exists(os.path.join(model, "broken")):
+            raise SystemExit("no kernel for this model")
+        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        with open(os.path.join(model, "left"), "a") as file:
+            print(left.pid, file=file)
+        print("INFO Using " + ("A" if step > 1e-3 else "B") + "Kernel for Something")
+        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 100))
+        self.longest = options["max_model_len"]
+    def generate(self, prompts, sampling, use_tqdm):
+        global now
+        lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
+        new = [each.max_tokens for each in sampling]
+        assert all(a + b <= self.longest for a, b in zip(lengths, new))
+        now += step * max(new) + 1e-5 * sum(lengths)
+"""
+WORK = {"batches": (1, 4), "prompts": (1, 2), "prompt_tokens": 200, "requests": 3, "repeats": 2}
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path of this process and its children that holds the stand-in."""
+    room = tmp_path / "packages"
+    (room / "vllm").mkdir(parents=True)
+    (room / "vllm" / "__init__.py").write_text(VLLM)
+    monkeypatch.syspath_prepend(str(room))
+    monkeypatch.setenv("PYTHONPATH", f"{room}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return room
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    return folder
+
+
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    # A killed process whose parent has not asked for it yet is a zombie.
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.usefixtures("vllm")
+def test_times_are_the_engines_own(checkpoint: Path, tmp_path: Path) -> None:
+    report = bench_serve(Workload(str(checkpoint), **WORK))
+    own, plugin = report.engines.values()
+    assert own.step_seconds == pytest.approx({"1": 2e-3, "4": 2e-3})
+    assert plugin.step_seconds == pytest.approx({"1": 1e-3, "4": 1e-3})
+    assert own.first_token_seconds == pytest.approx({"1": 4e-3, "2": 6e-3})
+    lengths, new = requests(3)
+    assert own.tokens_per_second == pytest.approx(sum(new) / (2e-3 * max(new) + 1e-5 * sum(lengths)))
+    assert (own.said, plugin.said) == (("Using AKernel for Something",), ("Using BKernel for Something",))
+    ratios = [round(row[3], 2) for row in report.rows()[:2]]
+    assert ratios == [0.5, 0.5]
+    assert report.render().count("0.50") >= 2
+    assert json.loads(json.dumps(report.to_dict()))["engines"]["vLLM"]["step_seconds"]["4"] == pytest.approx(
+        2e-3
+    )
+    # Nothing that an engine left behind runs on.
+    left = [int(line) for line in (checkpoint / "left").read_text().split()]
+    assert len(left) == len(ENGINES)
+    assert not [pid for pid in left if alive(pid)]
+    save_plot(report, tmp_path / "steps.svg")
+    drawn = ElementTree.fromstring((tmp_path / "steps.svg").read_text())
+    bars = [float(bar.attrib["width"]) for bar in drawn.iter("{http://www.w3.org/2000/svg}rect")]
+    assert bars == pytest.approx([165, 330, 165, 330])
+
+
+def test_a_name_in_a_plot_is_text() -> None:
+    drawn = steps_plot({"<a & b>": {"1": 2.0}, "c": {"1": 1.0}}, ("<", "&"))
+    words = "".join(ElementTree.fromstring(drawn).itertext())
+    assert "<a & b>" in words
+
+
+@pytest.mark.usefixtures("vllm")
+def test_an_engine_that_fails_shows_its_log(checkpoint: Path) -> None:
+    (checkpoint / "broken").touch()
+    with pytest.raises(
+        EnvironmentProblem, match="vLLM ended with 1; the end of its log:\nno kernel for this model"
+    ):
+        bench_serve(Workload(str(checkpoint), **WORK))
+
+
+@pytest.mark.usefixtures("vllm")
+def test_what_cannot_be_timed(checkpoint: Path) -> None:
+    with pytest.raises(UsageError, match="--context 80: expected more than 80"):
+        bench_serve(Workload(str(checkpoint), context=80))
+    with pytest.raises(UsageError, match="not a folder"):
+        bench_serve(Workload(str(checkpoint / "absent")))
+
+
+def test_without_vllm(checkpoint: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="pip install vllm"):
+        bench_serve(Workload(str(checkpoint)))
