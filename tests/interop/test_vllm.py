@@ -71,14 +71,14 @@ class Case:
 
 
 SKIPPED = (Override(r"layers\.1\.mlp\.down_proj$", skip=True),)
-MIXED_BITS = (Override(r"layers\.1\.mlp\.down_proj$", settings={"bits": 8}),)
+MIXED_BITS = (Override(r"layers\.1\.mlp\.down_proj$", settings={"scheme": "int8"}),)
 # vLLM for CPUs takes GPTQ in 4 bits alone.
 NO_8_BITS = {"gptq": "uint8b128"}
 
 CASES = {
     "symmetric": Case(settings={"group_size": 64}, also=("gptq", "gptq-v2", "awq")),
     "zero points": Case(settings={"group_size": 32, "symmetric": False}, also=("awq",)),
-    "8 bits": Case(settings={"bits": 8, "group_size": 64}, also=("gptq",), refused=NO_8_BITS),
+    "8 bits": Case(settings={"scheme": "int8", "group_size": 64}, also=("gptq",), refused=NO_8_BITS),
     "mixed bits": Case(
         settings={"group_size": 64, "overrides": MIXED_BITS}, also=("gptq",), refused=NO_8_BITS
     ),
