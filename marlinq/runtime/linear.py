@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -54,6 +56,15 @@ class QuantLinear(nn.Module):
             self.in_features,
             self.out_features,
         )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As a module's; the power of two that scales are stored with follows their dtype."""
+        held = self.scales
+        before, after = (self.format.scale_factor(each.dtype) for each in (held, fn(held.new_empty(0))))
+        if before != after:
+            self.scales = held.to(torch.float32) * (after / before)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N], in the dtype of x."""

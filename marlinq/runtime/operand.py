@@ -49,6 +49,19 @@ _REFINED = sorted((each for each in GRANULARITIES if each.kind == "group"), reve
 def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None:
     """Why there is no operand that holds ``weight``, or None."""
     scheme = weight.scheme
+    reason = scheme_refusal(scheme)
+    if reason is not None:
+        return reason
+    if scheme.act_order:
+        size = scheme.channels_per_group(weight.in_features)
+        groups = weight.g_idx.sort().values
+        if not torch.equal(groups, trivial_g_idx(weight.in_features, size, groups.device)):
+            return f"activation order: sorting g_idx does not give groups of {size} channels each"
+    return None
+
+
+def scheme_refusal(scheme: Scheme) -> str | None:
+    """Why no kernel multiplies with weights of ``scheme``, whatever their values, or None."""
     weight_format = WEIGHT_FORMATS.get(scheme.element.name)
     if weight_format is None or weight_format.codec is None:
         return f"{scheme.element.name} weights; kernels multiply {', '.join(_multiplied())}"
@@ -56,15 +69,10 @@ def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None
         return f"zero points; {weight_format.name} weights have none in kernels"
     if scheme.tensor_scale != "none" and weight_format == KERNEL_FORMAT:
         return "a second-level scale; the kernel has scales of one level"
-    if _kernel_granularity(scheme) is None:
+    if kernel_granularity(scheme) is None:
         return (
             f"{scheme.granularity.describe()}: neither one scale per channel nor groups of a multiple of 32"
         )
-    if scheme.act_order:
-        size = scheme.channels_per_group(weight.in_features)
-        groups = weight.g_idx.sort().values
-        if not torch.equal(groups, trivial_g_idx(weight.in_features, size, groups.device)):
-            return f"activation order: sorting g_idx does not give groups of {size} channels each"
     return None
 
 
@@ -80,7 +88,7 @@ def format_of(scheme: Scheme) -> WeightFormat:
 
 def operand_shape(weight: StoredWeight | QuantizedWeight) -> tuple[int, int, Granularity]:
     """K and N after padding and the kernel's granularity, for a weight that is not refused."""
-    granularity = _kernel_granularity(weight.scheme) or Granularity.channel()
+    granularity = kernel_granularity(weight.scheme) or Granularity.channel()
     step = max(PAD_MULTIPLE, granularity.channels)
     return _round_up(weight.in_features, step), _round_up(weight.out_features, PAD_MULTIPLE), granularity
 
@@ -192,7 +200,7 @@ def _kernel_words(stored: StoredWeight, device: torch.device) -> Tensor:
     return transcode(words, stored.spec, stored.layout, KERNEL_LAYOUT)
 
 
-def _kernel_granularity(scheme: Scheme) -> Granularity | None:
+def kernel_granularity(scheme: Scheme) -> Granularity | None:
     """The granularity of a kernel's configuration, or None where no kernel takes such groups."""
     granularity = scheme.granularity
     if granularity.channels == 0:

@@ -21,10 +21,12 @@ from marlinq.kernels import (
     dependent_launches,
     forced_kernel,
 )
+from marlinq.kernels.choose.decision import available
 from marlinq.kernels.contract import device as known
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.device import registers_of_a_thread
 from marlinq.kernels.contract.instantiation import Instantiation, unit
+from marlinq.kernels.contract.weight_formats import INT4, WEIGHT_FORMATS
 from marlinq.kernels.driver.compiler import compile_text
 from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.stream import StreamConfig
@@ -99,6 +101,27 @@ def test_no_variant_with_an_activation_spills(architecture: str) -> None:
     wrong = [
         found for variant, compiled in compile_all(chosen.values()) if (found := trouble(variant, compiled))
     ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_variant_of_another_element_spills(architecture: str) -> None:
+    device = DEVICES[architecture]
+    formats = [each for each in WEIGHT_FORMATS.values() if each.codec is not None and each != INT4]
+    chosen = {}
+    for weight_format, kernel in itertools.product(formats, available(device)):
+        groups = [size for size in (16, 32, 128, -1) if size < 0 or size >= weight_format.smallest_group]
+        batches = {"stream": (4, 16, 64), "bulk": (8, 16), "warpgroup": (16, 64, 144, 512)}[kernel]
+        for turn, (m, group) in enumerate(itertools.product(batches, groups)):
+            zeros, bfloat16 = weight_format.stores_zeros and turn % 3 == 0, turn % 2 == 0
+            problem = int4_problem(m, 4096, 4096, group, zeros, bfloat16, weight_format)
+            with forced_kernel(kernel):
+                config = decide(problem, device).config
+            if config is not None:
+                variant = Variant(architecture, kernel, problem, config, (m,))
+                chosen[config.instantiation(problem)] = variant
+    listed = list(chosen.values())[ARCHITECTURES.index(architecture) % 2 :: 2]
+    wrong = [found for variant, compiled in compile_all(listed) if (found := trouble(variant, compiled))]
     assert not wrong
 
 

@@ -13,6 +13,8 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels import GEMMS
 from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
 from marlinq.kernels.contract.weight_formats.byte_order import pack_bytes, unpack_bytes
+from marlinq.operations.inspect.eligibility import OWN_ELEMENTS
+from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.operand import marlin_operand
 
 GRANULARITIES = {
@@ -81,6 +83,17 @@ def test_the_operators_reference_multiplies_with_it(element: Element, dtype: tor
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("element", [INT8, E4M3], ids=lambda element: element.name)
+def test_a_linear_keeps_its_weight_in_another_dtype(element: Element) -> None:
+    q = random_weight(element, Granularity.group(64), 256, 128)
+    linear = QuantLinear(marlin_operand(q, torch.float32))
+    for dtype in (torch.float16, torch.bfloat16, torch.float16):
+        linear = linear.to(dtype)
+        assert linear.scales.dtype == dtype
+        found = linear.operand.dequantize(torch.float32)
+        torch.testing.assert_close(found, q.dequantize().t(), rtol=2.0**-7, atol=0)
+
+
 def test_small_scales_keep_their_bits_in_float16() -> None:
     # A tensor's scale of 2^-15 would be subnormal, with few bits left.
     q = random_weight(E4M3, Granularity.channel(), 64, 64, size=2.0**-16)
@@ -127,3 +140,7 @@ def test_scales_that_bfloat16_can_not_take_along_are_refused() -> None:
     large = random_weight(E4M3, Granularity.channel(), 64, 64, size=1000.0)
     with pytest.raises(UnsupportedError, match="below 256: run in float16"):
         marlin_operand(large, torch.bfloat16)
+
+
+def test_inspect_knows_the_elements_that_have_kernels() -> None:
+    assert set(OWN_ELEMENTS) == {name for name, each in WEIGHT_FORMATS.items() if each.codec is not None}

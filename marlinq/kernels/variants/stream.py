@@ -27,6 +27,8 @@ from marlinq.kernels.variants.tiles import (
 )
 
 _REGISTERS = 65536
+# Shared memory of a block with which chunks of 8-bit codes have eight rows.
+_LONG_CHUNKS_BYTES = 160_000
 # Largest batch that it is considered for beside others, where a GPU has others for all batches.
 _MOST_BATCH = 16
 # Largest tile that works on whole rows.
@@ -242,7 +244,7 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     single_or_smallest = problem.quant_group in (0, 32)
     spills = problem.zeros and single_or_smallest
     if device.capability // 10 == 10:
-        spills = single_or_smallest
+        spills = single_or_smallest or not problem.format.fuses
     largest = 4 if spills else 8
     blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), largest)
     # Other GPUs have what it takes, but nobody has measured them.
@@ -250,7 +252,9 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         registers = _REGISTERS_DIGITS[problem.quant_group in (0, 128)]
         yield from _splits(problem, device, 1, scale_sums=True, registers=registers, digits=True)
         return
-    for scale_sums in _ways_of_scaling(problem, device, blocks_m):
+    for wanted in _ways_of_scaling(problem, device, blocks_m):
+        # Short chunks end within such a group, whose sums then can't be scaled.
+        scale_sums = wanted and not (problem.quant_group == 128 and _takes_short_chunks(problem, device))
         registers = _REGISTERS_NEEDED[blocks_m, scale_sums]
         if blocks_m == 1 and problem.quant_group in (32, 64):
             registers = 160  # with several groups a chunk
@@ -267,9 +271,15 @@ def _ways_of_scaling(problem: Problem, device: Device, blocks_m: int) -> tuple[b
         return (True,)
     if blocks_m == 2 and device.has_warpgroups and problem.quant_group in (0, 128):
         return (True,)  # where scaling weights is the faster way, other kernels are faster still
-    if blocks_m == 2 or (blocks_m == 4 and problem.quant_group in (0, 128)):
+    spills = device.capability // 10 == 10 and not problem.format.fuses
+    if blocks_m == 2 or (blocks_m == 4 and problem.quant_group in (0, 128) and not spills):
         return (False, True)
     return (False,)
+
+
+def _takes_short_chunks(problem: Problem, device: Device) -> bool:
+    """Whether chunks have four rows of 16 channels: three stages with eight rows of 8-bit codes don't fit."""
+    return problem.format.bits == 8 and device.shared_bytes < _LONG_CHUNKS_BYTES
 
 
 def _splits(
@@ -282,7 +292,7 @@ def _splits(
     digits: bool = False,
 ) -> Iterator[StreamConfig]:
     """With ``every`` also clusters that don't all run at once; for a batch alone they never win."""
-    rows = 4 if blocks_m == 8 else 8
+    rows = 4 if blocks_m == 8 or _takes_short_chunks(problem, device) else 8
     chunks = -(-problem.k // (16 * rows))
     for (warps_n, warps_k), listed in _SHAPES.items():
         most = min(3, _REGISTERS // (registers * 32 * warps_n * warps_k))

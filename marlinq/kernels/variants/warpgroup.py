@@ -424,9 +424,6 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
             # all of K spill.
             if (words == 1 and tile_m % 16) or (words == 4 and problem.zeros and problem.quant_group == 0):
                 continue
-            # NVRTC 13.0 keeps fragments of this shape in local memory.
-            if words == 1 and problem.bfloat16 and problem.quant_group == 32 and not problem.format.fuses:
-                continue
             tiles = count * -(-problem.n // (warpgroups_n * words * 64))
             if tile_m == _FULL_TILE and warpgroups_n > 1 and tiles > device.multiprocessors:
                 continue
@@ -482,6 +479,9 @@ def _deepest(
     min_blocks: int,
 ) -> WarpgroupConfig | None:
     """The variant with as many stages as shared memory has room for, if it fits with two a part at least."""
+    # NVRTC 13.0 keeps fragments of this shape in local memory.
+    if words == 1 and problem.bfloat16 and problem.quant_group == 32 and not problem.format.fuses:
+        return None
     most = device.multiprocessors * min_blocks
     # The barriers, and what the driver keeps of every block, come on top.
     room = device.shared_bytes // min_blocks - 1024

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from marlinq.core.granularity import Granularity
-from marlinq.core.scheme import INT4, Scheme
+from marlinq.core.scheme import Scheme
 from marlinq.core.version import __version__
 from marlinq.formats import FORMATS
 from marlinq.formats.dialects import is_head
@@ -18,7 +18,7 @@ from marlinq.operations.inspect.parallel import Layer, Split, experts, fused, sp
 from marlinq.operations.inspect.servers import Kernel, Limits, Loading, Server, servers
 
 OWN = "marlinq"
-_OWN_KERNEL = "W4A16"
+_OWN_KERNEL = "packed kernels"
 _DENSE = "dense product"
 _NO_SERVER_MARK = "-"
 
@@ -352,13 +352,19 @@ def _own(layers: Mapping[str, Layer]) -> ServerVerdict:
     return ServerVerdict(OWN, __version__, True, chosen, why, kernels)
 
 
+OWN_ELEMENTS = ("int4", "int8", "fp8_e4m3", "fp4_e2m1")
+"""Elements that have kernels here: weight formats by name. Their own table needs torch,
+which ``inspect`` does without."""
+
+
 def _own_refusal(layer: Layer) -> str | None:
     """As :func:`marlinq.runtime.operand.operand_refusal`, from what ``inspect`` has read."""
-    if layer.element != INT4:
-        return f"{layer.element.name} weights; the kernel multiplies {INT4.name}"
+    if layer.element.name not in OWN_ELEMENTS:
+        return f"{layer.element.name} weights; kernels multiply {', '.join(OWN_ELEMENTS)}"
     size = layer.granularity.channels_per_group(layer.in_features)
-    if layer.groups > 1 and size % 32:
-        return f"group size {size} is neither one group nor a multiple of 32"
+    smallest = 16 if layer.element.name == "fp4_e2m1" else 32
+    if layer.groups > 1 and size % smallest:
+        return f"group size {size} is neither one group nor a multiple of {smallest}"
     if not layer.sortable:
         return f"activation order: sorting g_idx does not give groups of {size} channels each"
     return None

@@ -16,10 +16,8 @@ from marlinq.checkpoint.header import TensorInfo
 from marlinq.core.devices import resolve_device
 from marlinq.core.display import Block, Facts, Shown, Table, lines
 from marlinq.core.granularity import Granularity
-from marlinq.core.scheme import INT4
-from marlinq.kernels import GRANULARITIES, Device, Problem, decide, device_numbers
+from marlinq.kernels import Device, Problem, decide, device_numbers
 from marlinq.kernels.contract.device import H200
-from marlinq.kernels.contract.weight_formats import INT4 as KERNEL_FORMAT
 from marlinq.operations.inspect.eligibility import ServerVerdict
 from marlinq.operations.inspect.operation import planned_verdicts
 from marlinq.operations.quantize.budget import tuning_work, writing_dtype
@@ -32,6 +30,7 @@ from marlinq.operations.quantize.solve import TOKEN_BUDGET
 from marlinq.operations.quantize.text import PlannedText, planned_tuning_text, stored_dtype
 from marlinq.operations.quantize.tuning import tuning_bytes
 from marlinq.operations.quantize.watch import duration
+from marlinq.runtime.operand import format_of, kernel_granularity, scheme_refusal
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 """GPUs that share each layer, in the servers' rules."""
@@ -280,17 +279,16 @@ def _kernels(modules: Iterable[PlannedModule], gpu: Device, *, bfloat16: bool) -
 
 def _kernels_of(planned: PlannedModule, gpu: Device, *, bfloat16: bool) -> dict[int, str]:
     scheme, k, n = planned.spec.scheme, planned.spec.in_features, planned.spec.out_features
-    if scheme.element != INT4:
-        return {0: f"dense product: {scheme.element.name} weights; the kernel multiplies {INT4.name}"}
-    if planned.spec.granularity not in GRANULARITIES:
-        return {0: f"dense product: no kernel for {planned.spec.granularity.describe()}"}
-    granularity = planned.spec.granularity
+    reason = scheme_refusal(scheme)
+    if reason is not None:
+        return {0: f"dense product: {reason}"}
+    granularity = kernel_granularity(scheme) or Granularity.channel()
     unit = max(_PAD, granularity.channels)
     padded = -(-k // unit) * unit, -(-n // _PAD) * _PAD
     found = {}
     for rows in KERNEL_ROWS:
         problem = Problem(
-            rows, padded[1], padded[0], granularity, scheme.stores_zeros, bfloat16, KERNEL_FORMAT
+            rows, padded[1], padded[0], granularity, scheme.stores_zeros, bfloat16, format_of(scheme)
         )
         found[rows] = decide(problem, gpu).kernel
     return found

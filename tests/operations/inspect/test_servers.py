@@ -317,7 +317,7 @@ def test_our_own_verdict_is_the_operands(case: str) -> None:
         declared_symmetric=True, symmetric=True, in_order=q.has_trivial_g_idx, sortable=case != "unsortable",
     )  # fmt: skip
     able = operand_refusal(q) is None
-    assert judge(layer)["marlinq"].first == ((("W4A16" if able else "dense product"), 1),)
+    assert judge(layer)["marlinq"].first == ((("packed kernels" if able else "dense product"), 1),)
 
 
 def test_members_of_a_fused_layer_are_judged_together() -> None:
@@ -328,7 +328,7 @@ def test_members_of_a_fused_layer_are_judged_together() -> None:
     found = {v.server: v for v in verdicts(narrow, Whole("gptq", False, (), 8, 1))}
     # 64 alone is too narrow for Machete; 512 + 64 + 64 is not.
     assert found["vLLM"].first == (("Machete", 3),)
-    assert found["marlinq"].first == (("W4A16", 3),)
+    assert found["marlinq"].first == (("packed kernels", 3),)
     other = narrow | {f"{parent}.v_proj": replace(PLAIN, out_features=64, granularity=sized(64))}
     found = {v.server: v for v in verdicts(other, Whole("gptq", False, (), 8, 1))}
     assert "quantised in another way than" in found["vLLM"].reason

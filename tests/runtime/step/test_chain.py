@@ -18,7 +18,7 @@ from marlinq.runtime import QuantLinear, marlin_operand
 from marlinq.runtime.step import prompts, recorded_step, walk
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
-from marlinq.runtime.step.join import JoinedSlice
+from marlinq.runtime.step.join import JoinedLinear, JoinedSlice
 from marlinq.runtime.step.reference import ReferenceForward
 from tests.runtime.step import torch_kernels
 from tests.testing.runnable_folders import random_tuple
@@ -102,7 +102,9 @@ def test_logits_are_the_references(name: str) -> None:
     assert max(found) < TOLERANCE, found
 
 
-def quantized(model: PreTrainedModel, *, act_order: str = "", apart: str = "", group_size: int = 32) -> None:
+def quantized(
+    model: PreTrainedModel, *, act_order: str = "", apart: str = "", group_size: int = 32, bits: int = 4
+) -> None:
     """Replace the linears of the blocks by packed ones, in float32."""
     for seed, (name, module) in enumerate(list(model.named_modules())):
         if type(module) is not nn.Linear or "lm_head" in name:
@@ -113,6 +115,7 @@ def quantized(model: PreTrainedModel, *, act_order: str = "", apart: str = "", g
             group_size=64 if apart and apart in name else group_size,
             seed=seed,
             act_order=bool(act_order) and act_order in name,
+            bits=bits,
         )
         parent, _, leaf = name.rpartition(".")
         bias = None if module.bias is None else module.bias.detach()
@@ -140,8 +143,21 @@ def test_packed_weights_joined_and_apart(name: str, act_order: str, apart: str, 
     own = ChainForward(half, anatomy, batch=3, capacity=24)
     slices = [module for module in half.modules() if isinstance(module, JoinedSlice)]
     assert bool(slices) == joined
-    assert ("group sizes" in own.reason) == bool(apart)
+    assert ("groups of 32 and" in own.reason) == bool(apart)
     assert ("activation order" in own.reason) == (act_order == "q_proj")
+    reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
+    assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+
+
+def test_weights_of_eight_bits_are_joined_and_multiplied() -> None:
+    model = tiny("llama")
+    anatomy = recognised(model)
+    quantized(model, bits=8)
+    half, wide = halved(model)
+    own = ChainForward(half, anatomy, batch=3, capacity=24)
+    joined = [module for module in half.modules() if isinstance(module, JoinedLinear)]
+    assert joined
+    assert {module.format.name for module in joined} == {"int8"}
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
 

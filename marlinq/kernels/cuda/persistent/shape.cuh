@@ -25,7 +25,7 @@ struct StepShape {
 
     static constexpr int UNIT = 128;  // channels
     static constexpr int UNIT_ROWS = UNIT / 16, UNIT_GROUPS = UNIT / QUANT_GROUP, QUANT_GROUP_ROWS = UNIT_ROWS / UNIT_GROUPS;
-    static constexpr int UNIT_BYTES = UNIT_ROWS * 512, UNIT_SCALE_BYTES = UNIT_GROUPS * 128;
+    static constexpr int UNIT_BYTES = UNIT_ROWS * C::Codec::TILE_BYTES, UNIT_SCALE_BYTES = UNIT_GROUPS * 128;
     static constexpr int BYTES = TEAM * UNIT_BYTES;  // of a stage's words
     static constexpr int ZEROS_AT = TEAM * UNIT_SCALE_BYTES, SCALE_BYTES = (ZEROS ? 2 : 1) * ZEROS_AT;
     static constexpr int UNIT_COPIED_BYTES = UNIT_BYTES + (ZEROS ? 2 : 1) * UNIT_SCALE_BYTES;
