@@ -122,6 +122,21 @@ class Pattern:
 
 
 @dataclass(frozen=True)
+class Found:
+    """Matches the names that a pattern is found in, as ``re.search`` does."""
+
+    pattern: Pattern
+
+    def matches(self, name: str) -> bool:
+        """Whether the pattern is found in ``name``.
+
+        Raises:
+            MarlinqError: as :meth:`Pattern.found_in`.
+        """
+        return self.pattern.found_in(name)
+
+
+@dataclass(frozen=True)
 class Exact:
     """Matches one name only; no regular expression is involved."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marlinq.core.errors import ConversionRefused, UnsupportedError
+from marlinq.formats.dialects.auto_round import AutoRoundDialect
 from marlinq.formats.dialects.awq import AWQDialect
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig
 from marlinq.formats.dialects.compressed_tensors import CompressedTensorsDialect
@@ -27,7 +28,14 @@ def register_dialect(dialect: Dialect) -> Dialect:
     return dialect
 
 
-for _dialect in (GPTQDialect(), AWQDialect(), CompressedTensorsDialect(), FP8Dialect(), ModelOptDialect()):
+for _dialect in (
+    GPTQDialect(),
+    AWQDialect(),
+    CompressedTensorsDialect(),
+    FP8Dialect(),
+    ModelOptDialect(),
+    AutoRoundDialect(),
+):
     register_dialect(_dialect)
 
 

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from marlinq.core.errors import CheckpointError, ConversionRefused, UnsupportedError
-from marlinq.core.float_elements import E4M3
+from marlinq.core.float_elements import E2M1, E4M3
 from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import Activations, Scheme
+from marlinq.core.schemes import MX_GROUP
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import with_whole_experts
+from marlinq.formats.dialects.patterns import expert_layer, with_whole_experts
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
 
@@ -24,6 +25,16 @@ _GPTQMODEL_GRANULARITIES = {
     "tensor": Granularity.tensor(),
     "row": Granularity.channel(),
 }
+_EXPERTS = r"\.experts\.\d+\."
+_FP4 = Scheme(E2M1, MX_GROUP, E2M1.zero_point, "float8_e8m0fnu")
+"""Experts of ``expert_dtype: fp4``."""
+_BLOCKS = Scheme(
+    E4M3,
+    Granularity.block(128, 128),
+    E4M3.zero_point,
+    activations=Activations(E4M3, Granularity.group(128), dynamic=True),
+)
+"""What a config says of other modules where there are none."""
 _LARGEST_BLOCK = 1 << 20
 
 
@@ -40,6 +51,11 @@ class FP8Dialect(Dialect):
             Rule(keys.named(name), Keep(f"modules_to_not_convert: {name}")) for name in excluded
         )
         rules += tuple(_skips(keys))
+        expert_dtype = keys.raw.get("expert_dtype", "fp8")
+        if expert_dtype == "fp4":
+            rules += (Rule(keys.search(_EXPERTS), _FP4),)
+        elif expert_dtype != "fp8":
+            raise UnsupportedError(f"{keys.where}: expert_dtype {expert_dtype!r} is not supported")
         granularity = _granularity(keys)
         activations = None if inverse else _activations(keys, granularity)
         scheme = Scheme(E4M3, granularity, E4M3.zero_point, activations=activations)
@@ -48,7 +64,12 @@ class FP8Dialect(Dialect):
     def write(
         self, form: Format, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
     ) -> dict[str, Any]:
-        schemes = set(declared_schemes(form, modules).values())
+        declared = declared_schemes(form, modules)
+        small = [name for name, scheme in declared.items() if scheme.element == E2M1]
+        other = next((name for name in small if expert_layer(name) is None), None)
+        if other is not None:
+            raise ConversionRefused(f"{form.name}: {other} is FP4; its config says so of experts only")
+        schemes = {scheme for scheme in declared.values() if scheme.element == E4M3} or {_BLOCKS}
         if len(schemes) > 1:
             found = "; ".join(sorted(scheme.describe() for scheme in schemes))
             raise ConversionRefused(f"{form.name}: {found} in one checkpoint; its config says one scheme")
@@ -67,6 +88,7 @@ class FP8Dialect(Dialect):
             "activation_scheme": "dynamic" if inputs.dynamic else "static",
             "weight_block_size": [granularity.outputs, granularity.channels] if block else None,
             "modules_to_not_convert": with_whole_experts(unquantized, modules),
+            **({"expert_dtype": "fp4", "scale_fmt": "ue8m0"} if small else {}),
         }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.granularity import Granularity
-from marlinq.core.patterns import Containing, Exact, Glob, Named, Pattern, Patterns
+from marlinq.core.patterns import Containing, Exact, Found, Glob, Named, Pattern, Patterns
 from marlinq.core.scheme import Element, integer_element
 
 _LARGEST_GROUP = 1 << 24
@@ -75,6 +75,10 @@ class Keys:
     def pattern(self, text: str) -> Pattern:
         """A regular expression that a module's name has to begin with."""
         return self._patterns.compile(text)
+
+    def search(self, text: str) -> Found:
+        """A regular expression that is found anywhere in a name."""
+        return Found(self._patterns.compile(text))
 
     def exact(self, name: str) -> Exact:
         """A pattern that matches one name only."""
