@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, dequantized
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
@@ -66,6 +66,9 @@ class Comparison:
         self._view = view
         self._original = original
         self._other = QuantizedCheckpoint.of(original)
+        if self._other is not None and _elements(self._other) != _elements(view):
+            # Made from weights that were quantised otherwise before: those are the original's.
+            self._original, self._other = dequantized(original), None
         self._device = device
         self._names: TensorNames | None = None
         self._projections: dict[str, Projection] = {}
@@ -298,7 +301,7 @@ class Comparison:
         """The relative error of round-to-nearest of ``weight``, its channels in the order of their groups.
 
         None where the last group would be short."""
-        if not scheme.granularity.divides(weight.shape[1]):
+        if scheme.granularity.kind == "group" and not scheme.granularity.divides(weight.shape[1]):
             return None
         rounded = round_to_nearest(weight, scheme.for_channels(weight.shape[1]))
         return float((weight - rounded.dequantize()).norm()) / norm
@@ -341,6 +344,10 @@ class Comparison:
             )
         )
         return rows
+
+
+def _elements(view: QuantizedCheckpoint) -> set[str]:
+    return {spec.scheme.element.name for spec in view.modules.values()}
 
 
 def _by_chance(finding: Finding) -> str:

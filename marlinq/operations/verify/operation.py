@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, dequantized
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.checkpoint.reader import locate
 from marlinq.core.devices import resolve_device
 from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
@@ -69,7 +69,7 @@ def verify(
         raise UsageError("--logits compares with an original; name it with --against")
     folder = locate(checkpoint, revision=revision, progress=progress)
     chosen = resolve_device(device)
-    original = None if against is None else dequantized(Checkpoint.open(against, progress=progress))
+    original = None if against is None else Checkpoint.open(against, progress=progress)
     run = _Run(folder, original, chosen, trust_remote_code, progress)
     checks: list[Check] = []
     try:

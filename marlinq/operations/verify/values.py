@@ -50,6 +50,10 @@ class Values:
         if second is not None and not (math.isfinite(second) and second > 0):
             self._scales.failures.append(f"{name}: the second-level scale is {second}, expected above 0")
             return
+        inputs = None if q.input_scale is None else float(q.input_scale)
+        if inputs is not None and not (math.isfinite(inputs) and inputs > 0):
+            self._scales.failures.append(f"{name}: the activations' scale is {inputs}, expected above 0")
+            return
         scales = q.scales.float()
         finite = torch.isfinite(scales)
         if not bool(finite.all()):
