@@ -178,6 +178,16 @@ def answers(
     }
 
 
+def typical_error(errors: torch.Tensor, *, outliers: bool) -> float:
+    """Root mean square; with ``outliers`` that of the normal distribution of the same median.
+
+    In a mixture a router's near tie may fall the other way in bfloat16, and a token gets another expert.
+    """
+    if outliers:
+        return float(errors.abs().median()) / 0.6745
+    return float(errors.square().mean().sqrt())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_vllm_says_what_we_say(
     name: str,
@@ -198,7 +208,7 @@ def test_vllm_says_what_we_say(
             continue
         assert "error" not in answer, f"{layout}: {answer['error']}"
         found = torch.tensor(answer["logprobs"], dtype=torch.float64)
-        error = float((found - exact).square().mean().sqrt())
+        error = typical_error(found - exact, outliers=CASES[name].model != "llama")
         table.append(f"vLLM, {name:20} {layout:20} log probabilities off by {error:.1e} (bound {bound:.1e})")
         assert error <= bound
         # The same weights from every file, so the same arithmetic.
