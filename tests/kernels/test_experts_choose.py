@@ -32,7 +32,7 @@ from marlinq.kernels.experts.choose import (
 from marlinq.kernels.experts.launch import Workspace, instantiations, most_tiles
 from marlinq.kernels.variants.stream import StreamConfig
 from tests.emulation.gemm import AMPERE, H200
-from tests.testing.pairs import in_turn
+from tests.testing.architectures import EVERY_ARCHITECTURE
 
 of_size = Granularity.from_group_size
 QWEN = ExpertsShape(1, 8, 128, 2048, 768, Granularity.group(128), False, False, INT4)
@@ -98,14 +98,11 @@ def test_the_workspace_is_one_allocation_without_overlap() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EVERY_ARCHITECTURE)
 def test_kernels_for_few_rows_spill_nowhere(architecture: str, whole: bool) -> None:
-    """All on the architecture that kernels are written for; others share them but where it is slow."""
-    if architecture == "sm_90a":
-        spills(small_kernels(H200, GROUPS), architecture)
-        return
+    """Architectures share the groups but where it is slow."""
     # With two slots, which fit everywhere.
-    device = replace(AMPERE, architecture=architecture)
+    device = H200 if architecture == "sm_90a" else replace(AMPERE, architecture=architecture)
     groups = GROUPS if whole else GROUPS[ARCHITECTURES.index(architecture) % 4 :: 4]
     spills(small_kernels(device, groups), architecture)
 
@@ -122,11 +119,11 @@ def small_kernels(device: Device, groups: tuple[tuple[int, bool, bool], ...]) ->
     return found
 
 
-# The most and the fewest scales; what lies between takes registers between.
-EXTREME_GROUPS = [32, *(pytest.param(group, marks=pytest.mark.slow) for group in (64, 128)), -1]
+# The most scales, and so the most registers.
+GROUP_SIZES = [32, *(pytest.param(group, marks=pytest.mark.slow) for group in (64, 128, -1))]
 
 
-@pytest.mark.parametrize("group", EXTREME_GROUPS)
+@pytest.mark.parametrize("group", GROUP_SIZES)
 def test_shared_experts_spill_nowhere(group: int) -> None:
     """With as few registers as a variant may have."""
     found: list[Instantiation] = []
@@ -167,12 +164,13 @@ def test_rows_of_many_experts_are_not_compared() -> None:
     assert not any(decision.gate_up.columns for _, decision in direct_variants(many, H200))
 
 
-@pytest.mark.parametrize(("group", "zeros"), in_turn((32, 64, 128, -1), (True, False)))
-def test_grouped_products_spill_nowhere(group: int, zeros: bool) -> None:
+@pytest.mark.parametrize("group", GROUP_SIZES)
+def test_grouped_products_spill_nowhere(group: int) -> None:
     """Of compute capability 9.0 only: they are wgmma. All variants, with their tallest tiles and biases; of
     groups of 128 in both types, of the others in one."""
     found: list[Instantiation] = []
-    for bfloat16 in (False, True) if group == 128 else (zeros,):
+    for bfloat16 in (False, True) if group == 128 else (group == 32,):
+        zeros = bfloat16
         shape = replace(
             QWEN,
             m=300,
@@ -195,7 +193,7 @@ def test_grouped_products_spill_nowhere(group: int, zeros: bool) -> None:
     spills(found, "sm_90a")
 
 
-@pytest.mark.parametrize("group", EXTREME_GROUPS)
+@pytest.mark.parametrize("group", GROUP_SIZES)
 def test_blocks_that_sort_spill_nowhere(group: int) -> None:
     """As many pairs and experts as they sort at most, with ids of 64 bits and a map."""
     found: list[Instantiation] = []

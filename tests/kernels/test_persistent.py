@@ -16,14 +16,16 @@ SIZES = Sizes(1024, 2816, 16, 4, 64, 640)
 
 # Size of a head, group, zero points, bfloat16, and the cap of scores.
 FEATURES: list[tuple[int, int, bool, bool, float | None]] = [
-    (128, 128, False, False, None),
     (128, 64, True, False, 30.0),
+    (128, 128, False, False, None),
     (64, 32, True, True, None),
     (128, 128, False, True, None),
 ]
 
 
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize(
+    "features", [FEATURES[0], *(pytest.param(features, marks=pytest.mark.slow) for features in FEATURES[1:])]
+)
 def test_the_kernel_does_not_spill(features: tuple[int, int, bool, bool, float | None]) -> None:
     head_dim, group, zeros, bfloat16, softcap = features
     model = Model(32, 8, 1e-5, 0.1, softcap=softcap)
@@ -41,6 +43,7 @@ def test_the_kernel_does_not_spill(features: tuple[int, int, bool, bool, float |
     assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
 
 
+@pytest.mark.slow
 def test_the_kernel_for_gemma_does_not_spill() -> None:
     config = persistent.choose(
         [3840, 4096, 3840, 15360],
