@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels import compile_kernel
 from marlinq.kernels.launch import persistent
 from marlinq.kernels.launch.persistent import Model, PersistentLayers
@@ -33,7 +34,7 @@ def test_the_kernel_does_not_spill(features: tuple[int, int, bool, bool, float |
         [4096, 4096, 4096, 14336],
         model,
         head_dim,
-        group,
+        Granularity.from_group_size(group),
         zeros=zeros,
         bfloat16=bfloat16,
         shared_bytes=H200_SHARED_BYTES,
@@ -49,7 +50,7 @@ def test_the_kernel_for_gemma_does_not_spill() -> None:
         [3840, 4096, 3840, 15360],
         Model(16, 8, 1e-6, 0.1, "gelu_tanh", narrow_first=False, post_norms=True),
         256,
-        128,
+        Granularity.group(128),
         zeros=False,
         bfloat16=True,
         shared_bytes=H200_SHARED_BYTES,
@@ -65,7 +66,7 @@ def test_shared_memory_is_enough_for_what_is_chosen() -> None:
             channels,
             Model(32, 8, 1e-5, 0.1),
             128,
-            128,
+            Granularity.group(128),
             zeros=False,
             bfloat16=False,
             shared_bytes=H200_SHARED_BYTES,
