@@ -204,6 +204,12 @@ def experts(
     help="Of the synthetic model's weights, at most.",
 )
 @click.option(
+    "--scheme",
+    type=click.Choice(("int4", "int8", "fp8", "mxfp4", "nvfp4")),
+    default="int4",
+    help="Kind of the synthetic model's weights.",
+)
+@click.option(
     "--head",
     type=click.Choice(("16", "int4")),
     default="16",
@@ -246,6 +252,7 @@ def decode(
     synthetic: str | None,
     layers: int | None,
     group_size: str,
+    scheme: str,
     head: Literal["16", "int4"],
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
@@ -266,10 +273,12 @@ def decode(
 
     measured: str | Synthetic
     if synthetic is not None and checkpoint is None:
-        measured = Synthetic(synthetic, layers, int(group_size), head)
+        measured = Synthetic(synthetic, layers, int(group_size), head, scheme)
     elif checkpoint is not None and synthetic is None:
-        if layers is not None or head != "16" or group_size != "128":
-            raise UsageError("--layers, --head and --group-size go with --synthetic; leave them out")
+        if layers is not None or (head, group_size, scheme) != ("16", "128", "int4"):
+            raise UsageError(
+                "--layers, --head, --scheme and --group-size go with --synthetic; leave them out"
+            )
         measured = checkpoint
     else:
         raise UsageError("expected a checkpoint folder or --synthetic MODEL, one of the two")

@@ -20,12 +20,13 @@ from tests.emulation.gemm import Case, bound, run
 CONFIGS: dict[str, Configuration] = {
     "stream, a row": StreamConfig(2, 2, 1, 8, True, 2, 3, 1),
     "stream, scaled weights": StreamConfig(1, 4, 2, 8, False, 1, 3, 1),
+    "stream, short chunks": StreamConfig(2, 2, 1, 4, False, 2, 3, 1),
     "bulk": BulkConfig(2, 2, 2, 4, 2, 6, 1),
     "warpgroup, a word": WarpgroupConfig(16, 1, 1, 2, 8, 1, 4, 1, 132),
     "warpgroup, two words": WarpgroupConfig(32, 2, 1, 1, 8, 2, 4, 1, 132),
     "warpgroup, four words": WarpgroupConfig(32, 4, 1, 1, 8, 1, 4, 1, 132),
 }
-ROWS = {"stream, a row": 3, "stream, scaled weights": 11, "bulk": 13}
+ROWS = {"stream, a row": 3, "stream, short chunks": 5, "stream, scaled weights": 11, "bulk": 13}
 # Group size, zero points, bfloat16: every way of scaling with every element.
 FEATURES = {
     "int8": ((128, False, False), (64, True, True), (-1, True, False), (32, False, True)),

@@ -20,14 +20,19 @@ from marlinq.core.scheme import INT4, Scheme
 from marlinq.formats import StoredWeight
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin
+from marlinq.kernels import explain
 from marlinq.kernels.contract import weight_formats
 from marlinq.models import Blueprint, Experts, Projection, build_blueprint
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
+from marlinq.operations.bench.kernels import SCHEMES
 from marlinq.operations.bench.peers import random_weight
 from marlinq.operations.bench.shapes import Layer
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.runtime import OPERATORS, Decision, LoadedModel, Setting, decide
+from marlinq.runtime.decision import Candidate
 from marlinq.runtime.grouped_experts import GroupedExperts, activation_name
+from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.operators.packed import Packed
 from marlinq.runtime.placement import DTYPES
 
 Head = Literal["16", "int4"]
@@ -102,12 +107,15 @@ class Synthetic:
         layers: decoder blocks, fewer or more than the config says; None for as many.
         group_size: of the quantised weights; the largest smaller one where it does not divide.
         head: how the output head is held.
+        scheme: kind of the weights, a key of :data:`marlinq.operations.bench.kernels.SCHEMES`. Those with a
+            group size of their own keep it.
     """
 
     name: str
     layers: int | None = None
     group_size: int = 128
     head: Head = "16"
+    scheme: str = "int4"
 
     def config(self) -> dict[str, Any]:
         """The content of a ``config.json``.
@@ -129,7 +137,8 @@ class Synthetic:
     def describe(self) -> str:
         """For people."""
         layers = "" if self.layers is None else f", {self.layers} layers"
-        return f"synthetic {self.name}{layers}, random weights"
+        kind = "" if self.scheme == "int4" else f", {self.scheme}"
+        return f"synthetic {self.name}{layers}{kind}, random weights"
 
 
 def synthetic_model(
@@ -155,12 +164,19 @@ def synthetic_model(
     with torch.no_grad():
         for block in blueprint.blocks:
             for experts in block.experts:
+                if wanted.scheme != "int4":
+                    raise UsageError(f"{experts.name}: experts are int4 alone; leave out --scheme")
                 model.set_submodule(experts.name, _random_grouped(experts, wanted.group_size, setting, model))
         for done, projection in enumerate(projections):
-            stored = _random_stored(projection, wanted.group_size, setting)
-            decisions[projection.name] = decide(stored, setting)
             bias = torch.randn(projection.out_features) * 0.1 if projection.bias else None
-            module = OPERATORS[decisions[projection.name].operator].build(stored, bias, setting)
+            module: nn.Module
+            if wanted.scheme == "int4":
+                stored = _random_stored(projection, wanted.group_size, setting)
+                decision = decide(stored, setting)
+                module = OPERATORS[decision.operator].build(stored, bias, setting)
+            else:
+                decision, module = _random_packed(projection, wanted, bias, setting)
+            decisions[projection.name] = decision
             model.set_submodule(projection.module, module)
             progress("making weights", done + 1, len(projections))
         fill_random(model, chosen_device, chosen_dtype)
@@ -228,6 +244,35 @@ def _random_grouped(
     granularity = Granularity.from_group_size(group_size)
     weights = random_experts(layer, granularity, asymmetric=False, dtype=setting.dtype, device=setting.device)
     return GroupedExperts(weights, activation)
+
+
+def _random_packed(
+    projection: Projection, wanted: Synthetic, bias: Tensor | None, setting: Setting
+) -> tuple[Decision, QuantLinear]:
+    """A linear of another element than 4-bit integers, made in the kernels' own words."""
+    k, n = projection.in_features, projection.out_features
+    weight_format, usual = SCHEMES[wanted.scheme]
+    granularity = Granularity.from_group_size(wanted.group_size if usual is None else usual)
+    if k % 64 or n % 64 or not granularity.divides(k):
+        raise UsageError(
+            f"{projection.name}: K={k} and N={n} must be multiples of 64, and K of {granularity.describe()}; "
+            "choose another --group-size"
+        )
+    weight = random_weight(
+        Layer(projection.name, n, k),
+        granularity,
+        asymmetric=False,
+        dtype=setting.dtype,
+        device=setting.device,
+        weight_format=weight_format,
+    ).operand
+    kernel = explain(setting.device, weight.problem(1))
+    operator = next(
+        name for name, each in OPERATORS.items() if isinstance(each, Packed) and weight_format in each.formats
+    )
+    reason = f"{kernel.kernel} kernel: {kernel.reason}"
+    chosen = Candidate(operator, True, kernel.seconds or None, reason)
+    return Decision(chosen, ()), QuantLinear(weight, bias)
 
 
 def _random_stored(projection: Projection, group_size: int, setting: Setting) -> StoredWeight:

@@ -109,7 +109,7 @@ struct Multiplier {
 private:
     // Unit `unit` of the block's, which is the tile's unit `slice` in a stage of 2^log tiles: [slice][row][tile].
     __device__ __forceinline__ void add_unit(DigitSums<Codec>& sums, int unit, int tile, int slice, int log) const {
-        const uint4* words = reinterpret_cast<const uint4*>(shared + ring.stage * S::BYTES + (slice << log) * S::UNIT_BYTES + tile * 512) + lane;
+        const uint4* words = reinterpret_cast<const uint4*>(shared + ring.stage * S::BYTES + (slice << log) * S::UNIT_BYTES + tile * Codec::TILE_BYTES) + lane;
         const u16* scales = reinterpret_cast<const u16*>(shared + S::SCALES_AT + ring.stage * S::SCALE_BYTES +
                                                          (slice << log) * S::UNIT_SCALE_BYTES + tile * 128);
         const auto get_scales = [&](int g) { return load_group_scales(scales + (g << log) * 64, lane); };
