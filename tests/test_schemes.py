@@ -28,12 +28,16 @@ MADE = {
     "fp8-dynamic": ("compressed-tensors",),
     "fp8-static": ("compressed-tensors", "fp8"),
     "fp8-block": ("compressed-tensors", "fp8"),
+    "mxfp8": ("compressed-tensors",),
+    "mxfp4": ("compressed-tensors",),
+    "nvfp4": ("compressed-tensors", "modelopt"),
 }
 """Formats that hold a scheme."""
 
-BITS_OF_ERROR = {"int8": 2**-7, "fp8": 2**-4, "fp8-dynamic": 2**-4, "fp8-static": 2**-4, "fp8-block": 2**-4}
-"""Largest error of a weight, relative to the largest weight: half the largest step. E4M3 has three bits
-behind the leading one, int8 127 steps."""
+HALF_STEP = {"int8": 2**-7, "mxfp4": 2**-2, "nvfp4": 2**-2}
+"""Largest error of a weight, relative to the largest weight: half the largest step. int8 has 127 steps; E2M1
+has one bit behind the leading one, and an E8M0 scale is up to twice as large as needed; others have E4M3's
+three."""
 
 
 @pytest.fixture
@@ -92,7 +96,7 @@ def test_a_scheme_goes_through_every_command(
     assert len(made) == 7
     wide = Checkpoint.open(original).tensor(f"{DOWN}.weight").float()
     error = (made[DOWN].dequantize() - wide).abs()
-    assert float(error.max()) <= BITS_OF_ERROR[scheme] * float(wide.abs().max())
+    assert float(error.max()) <= HALF_STEP.get(scheme, 2**-4) * float(wide.abs().max())
     code, seen = run("inspect", out)
     assert (code, seen["format"]) == (0, form), seen
     code, checked = run("verify", out, "--against", original, *CPU)
@@ -103,7 +107,7 @@ def test_a_scheme_goes_through_every_command(
     assert code == 0, made_page
     code, measured = run("eval", out, "--against", original, "--windows", 1, "--length", 16, *CPU)
     assert code == 0, measured
-    assert 0 <= measured["kl"] < 0.1
+    assert 0 <= measured["kl"] < 0.5
     code, said = run("generate", out, "--prompt", "It is", "--max-new-tokens", 2, "--greedy", *CPU)
     assert code == 0, said
     loaded = load(out, device="cpu")
@@ -111,6 +115,16 @@ def test_a_scheme_goes_through_every_command(
     assert torch.equal(weight.float(), made[DOWN].dequantize(weight.dtype).float())
     for other in MADE[scheme]:
         if other == form:
+            continue
+        if scheme == "nvfp4":
+            # Second levels that divide are reciprocals of those that multiply, which float32 rounds.
+            code, said = run("convert", out, tmp_path / "refused", "--to", other)
+            assert code == 5
+            assert "--allow-loss" in said["error"]
+            code, said = run("convert", out, tmp_path / "rounded", "--to", other, "--allow-loss")
+            assert code == 0, said
+            for name, found in weights(tmp_path / "rounded").items():
+                torch.testing.assert_close(found.dequantize(), made[name].dequantize(), rtol=2**-22, atol=0)
             continue
         there, back = tmp_path / f"to-{other}", tmp_path / f"back-from-{other}"
         for source, target, name in ((out, there, other), (there, back, form)):

@@ -93,8 +93,13 @@ def storable_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
     A channel of zeros has scale 0, which can't be divided by: it gets 1, since any scale stores it. Other
     magnitudes are kept within the normal numbers of ``dtype``, where kernels don't flush them to zero.
+    Powers of two are rounded up: the nearest may clip a weight by 30 %.
     """
     info = torch.finfo(dtype)
+    if dtype == torch.float8_e8m0fnu:
+        mantissa, exponent = torch.frexp(scales.abs().clamp(min=info.tiny, max=info.max))
+        powers = torch.exp2((exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(-126, 127).float())
+        return torch.where(scales == 0, torch.ones_like(scales), powers)
     magnitude = scales.abs().clamp(min=info.tiny, max=info.max).to(dtype).to(torch.float32)
     return torch.where(scales == 0, torch.ones_like(scales), magnitude.copysign(scales))
 

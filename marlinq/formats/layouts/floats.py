@@ -106,7 +106,7 @@ MODELOPT = (
         "modelopt-fp8",
         FP8,
         FloatNames(scales="weight_scale", scale_dtype="float32", inputs="input_scale"),
-        granularities=("tensor", "channel"),
+        granularities=("tensor",),
     ),
 )
 """ModelOpt."""

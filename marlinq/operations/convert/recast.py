@@ -83,10 +83,7 @@ def recast(source: Scheme, layout: Layout, named: NamedScheme | None) -> Recast 
             _reciprocal,
         )
     if source.element.table is None or named.element.table is None:
-        return (
-            f"{source.element.name} weights as {named.name}: no grid of integers holds float codes, nor the "
-            "reverse"
-        )
+        return f"{source.element.name} weights as {named.name}: only floats are converted to other schemes"
     if named.activations is not None and not named.activations.dynamic:
         return f"{named.name} needs activation scales, which calibration text gives; use quantize"
     assert named.granularity is not None, "schemes of floats have one"
@@ -106,7 +103,7 @@ def recast(source: Scheme, layout: Layout, named: NamedScheme | None) -> Recast 
     refusal, exact = f"{source.describe()}, would be rounded again to {target.describe()}", _never
     mxfp4 = source.element == E2M1 and source.scale_dtype == "float8_e8m0fnu"
     if mxfp4 and named.element == E4M3 and named.granularity == MX_GROUP:
-        exact = partial(_as_mxfp8, target=target)
+        exact, refusal = partial(_as_mxfp8, target=target), ""
     elif mxfp4 and named.two_levels:
         exact = partial(_as_nvfp4, target=target)
         refusal = f"the exponents of its scales span more than {_OCTAVES} octaves"

@@ -22,7 +22,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
 from marlinq.core.plain_values import MAX_YAML_BYTES, load_yaml
 from marlinq.core.rules import Keep, ModuleRules, Rule
-from marlinq.core.scheme import Activations, Element, Scheme
+from marlinq.core.scheme import INT4, Activations, Element, Scheme
 from marlinq.core.schemes import SCHEMES
 from marlinq.core.settings import (
     AUTO,
@@ -39,7 +39,7 @@ from marlinq.core.settings import (
     setting,
 )
 from marlinq.formats import FORMATS, Format, Layout
-from marlinq.methods import METHODS, MethodOptions
+from marlinq.methods import METHODS, MethodOptions, RTNOptions
 from marlinq.operations.quantize.quality import DEFAULT, QUALITIES
 
 AUTO_GROUP_SIZES = (128, 64, 32)
@@ -437,7 +437,9 @@ class Recipe:
             return settings
         static = named.activations is not None and not named.activations.dynamic
         rounding = STATIC_ROUNDING if static else ROUNDING
-        return replace(settings, method=rounding, options=METHODS[rounding].options())
+        # Of few values the largest scale is rarely the best.
+        options = RTNOptions(clip_search=named.element.bits == INT4.bits)
+        return replace(settings, method=rounding, options=options)
 
     def unused_overrides(self, modules: Iterable[str]) -> tuple[Override, ...]:
         """The rules that decide for none of ``modules``: usually a mistyped pattern."""
