@@ -120,6 +120,8 @@ def stop_if_far_off(solved: Iterable[tuple[str, Tensor, QuantizedWeight]]) -> No
     for batch in in_module_batches(((name, weight), quantized) for name, weight, quantized in solved):
         names += [name for name, _ in batch.items]
         errors.append(_errors([weight for _, weight in batch.items], batch.weight))
+    if not errors:
+        return
     # One look at the device for all of them.
     for name, (mine, theirs, norm) in zip(names, torch.cat(errors).tolist(), strict=True):
         # A weight that its grid holds exactly has an error of rounding alone.

@@ -116,3 +116,8 @@ def test_a_run_ends_at_a_module_that_went_wrong(tmp_path: Path, monkeypatch: pyt
     monkeypatch.undo()
     report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
     assert report.resumed_blocks == 1
+
+
+def test_modules_that_no_text_calibrated_are_not_judged() -> None:
+    # Of a mixture that is rounded to nearest there is none.
+    stop_if_far_off(())
