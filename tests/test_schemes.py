@@ -113,6 +113,11 @@ def test_a_scheme_goes_through_every_command(
     loaded = load(out, device="cpu")
     weight = dict(loaded.model.named_modules())[DOWN].weight
     assert torch.equal(weight.float(), made[DOWN].dequantize(weight.dtype).float())
+    code, said = run("convert", out, tmp_path / "dense", "--to", "dense")
+    assert code == 0, said  # the tiny model is float32, which holds every product
+    dense = Checkpoint.open(tmp_path / "dense")
+    assert "quantization_config" not in dense.config
+    assert torch.equal(dense.tensor(f"{DOWN}.weight"), made[DOWN].dequantize())
     for other in MADE[scheme]:
         if other == form:
             continue

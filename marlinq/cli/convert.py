@@ -9,7 +9,7 @@ import click
 from marlinq.checkpoint import check_place
 from marlinq.cli.options import output_options, revision_option, shard_size_option
 from marlinq.cli.output import print_report, showing_progress
-from marlinq.cli.types import FORMAT, PAIR, SOURCE, SettingType
+from marlinq.cli.types import FORMAT, PAIR, SOURCE, TARGET, SettingType
 from marlinq.core.errors import UsageError
 from marlinq.core.schemes import SCHEMES
 from marlinq.core.settings import Choice
@@ -20,7 +20,7 @@ _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARG
 
 @click.command("convert", short_help="Convert a checkpoint to another layout, without loss.")
 @click.argument("places", nargs=-1, metavar="[SOURCE-to-TARGET] SRC DST")
-@click.option("--to", "to", type=FORMAT, help="The layout to make.")
+@click.option("--to", "to", type=TARGET, help="The format to make; dense is none, with dequantised weights.")
 @click.option("--from", "from_", type=FORMAT, help="The layout of SRC; without it, what SRC says of itself.")
 @click.option(
     "--scheme",

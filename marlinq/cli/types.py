@@ -43,13 +43,21 @@ class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
     Args:
         choices: the words.
         spellings: other spellings of them.
+        others: words beside ``choices``.
     """
 
     name = "choice"
 
-    def __init__(self, choices: Collection[str], spellings: Mapping[str, str] | None = None) -> None:
-        self.choices = choices
+    def __init__(
+        self, choices: Collection[str], spellings: Mapping[str, str] | None = None, *others: str
+    ) -> None:
+        self._registered, self._others = choices, others
         self.spellings = dict(spellings or {})
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Every word; a registry may grow later, so it is looked at anew each time."""
+        return (*self._registered, *self._others)
 
     def find(self, value: str) -> str | None:
         """The word that ``value`` spells, or None."""
@@ -70,6 +78,8 @@ class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
 
 FORMAT = OneOf(FORMATS, _FORMAT_SPELLINGS)
 """The name of a format, also of one that was registered later."""
+TARGET = OneOf(FORMATS, _FORMAT_SPELLINGS, "dense")
+"""What a checkpoint can be converted to."""
 
 
 class SettingType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on

@@ -30,6 +30,7 @@ from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.core.version import __version__
 from marlinq.formats import FORMATS, Format, transcode
 from marlinq.formats.dialects import DIALECTS
+from marlinq.operations.convert.dense import DENSE, convert_to_dense
 from marlinq.operations.convert.plan import ConversionPlan, plan_conversion
 from marlinq.operations.convert.report import ConversionReport
 
@@ -66,7 +67,8 @@ def convert(
         source: a checkpoint folder or Hub id.
         revision: branch, tag or commit of a Hub id; the main branch when None.
         out: the folder to make; it must not exist.
-        target_format, source_format: names in :data:`marlinq.formats.FORMATS`; the source's is detected, and
+        target_format, source_format: names in :data:`marlinq.formats.FORMATS`, or ``dense`` for dequantised
+            weights; the source's is detected, and
             checked where it is given.
         scheme: a name in :data:`marlinq.core.schemes.SCHEMES` that every module gets; None for its own.
         allow_loss: round what the target can't hold exactly, and say how much is lost.
@@ -83,9 +85,15 @@ def convert(
         OutputError: ``out`` exists or can't be written.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
-    _check_formats(source_format, target_format, strict_marlin)
+    if target_format != DENSE or scheme is not None:
+        _check_formats(source_format, target_format, strict_marlin)
     opened = Checkpoint.open(source, revision=revision, progress=progress)
     quantized = _quantized(opened, source_format, target_format, scheme)
+    if target_format == DENSE:
+        check_place(Path(out), resume=True, source=opened.path)
+        return convert_to_dense(
+            quantized, Path(out), allow_loss=allow_loss, max_shard_size=max_shard_size, progress=progress
+        )
     with _one_torch_thread():
         return _convert(
             quantized,

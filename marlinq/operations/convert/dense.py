@@ -1,0 +1,109 @@
+"""A quantised checkpoint as an unquantised one, in the model's own dtype."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from marlinq.checkpoint import CheckpointWriter, QuantizedCheckpoint, TensorPlan, dequantized
+from marlinq.core.dtypes import torch_dtype
+from marlinq.core.errors import ConversionRefused
+from marlinq.core.progress import ReportProgress
+from marlinq.core.version import __version__
+from marlinq.operations.convert.report import ConversionReport
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from marlinq.core.lazy import torch
+
+DENSE = "dense"
+"""What ``--to`` calls a checkpoint without quantised weights."""
+
+
+def convert_to_dense(
+    source: QuantizedCheckpoint,
+    out: Path,
+    *,
+    allow_loss: bool,
+    max_shard_size: int,
+    progress: ReportProgress,
+) -> ConversionReport:
+    """Write ``source`` with dense weights.
+
+    Raises:
+        ConversionRefused: the model's dtype rounds a weight, and no loss is allowed; nothing was written.
+        OutputError: ``out`` can't be written.
+    """
+    started = time.monotonic()
+    stored, dense = source.checkpoint, dequantized(source.checkpoint)
+    loss = _loss(source, dense.tensors[f"{next(iter(source.modules))}.weight"].dtype, allow_loss, progress)
+    plans = [TensorPlan(info.name, info.dtype, info.shape) for info in dense.tensors.values()]
+    manifest = {
+        "marlinq": __version__,
+        "operation": "convert",
+        "source_format": source.format.name,
+        "format": DENSE,
+        "allow_loss": allow_loss,
+        "source_quantization_config": dict(source.config.raw),
+    }
+    options = json.dumps([stored.state(), max_shard_size, manifest], sort_keys=True)
+    fingerprint = hashlib.sha256(options.encode()).hexdigest()
+    with CheckpointWriter(
+        out, plans, fingerprint=fingerprint, max_shard_bytes=max_shard_size, resume=True
+    ) as writer:
+        resumed = len(writer.written)
+        for done, plan in enumerate(plans):
+            progress("converting", done, len(plans))
+            if plan.name not in writer.written:
+                writer.write(plan.name, dense.tensor(plan.name))
+                writer.commit()
+        stored.check_unchanged()
+        writer.finish(config=dense.config, manifest=manifest, side_files_from=stored, extra_json={})
+    return ConversionReport(
+        source=str(stored.path),
+        out=str(out),
+        source_format=source.format.name,
+        target_format=DENSE,
+        converted=len(source.modules),
+        skipped={},
+        carried=len(source.passthrough),
+        side_files=tuple(stored.side_files),
+        left_out=tuple(stored.left_out),
+        lossy=loss is not None,
+        notes=() if loss is None else (loss,),
+        resumed=resumed,
+        source_bytes=stored.nbytes,
+        out_bytes=sum(plan.nbytes for plan in plans),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _loss(source: QuantizedCheckpoint, dtype: str, allow_loss: bool, progress: ReportProgress) -> str | None:
+    """What ``dtype`` rounds, in words, or None where it holds every weight.
+
+    Raises:
+        ConversionRefused: it rounds one, and no loss is allowed.
+    """
+    worst, name, rounded = 0.0, "", 0
+    for done, module in enumerate(source.modules):
+        progress("checking", done, len(source.modules))
+        wide = source.load(module).dequantize()
+        kept = wide.to(torch_dtype(dtype)).to(torch.float32)
+        if torch.equal(kept, wide):
+            continue
+        if not allow_loss:
+            raise ConversionRefused(
+                f"{source.checkpoint.path}: {module}: {dtype} rounds its dequantised weights; --allow-loss "
+                "converts it nevertheless"
+            )
+        rounded += 1
+        error = float((kept - wide).norm() / wide.norm())
+        if error > worst:
+            worst, name = error, module
+    if not rounded:
+        return None
+    return f"{dtype} rounds the weights of {rounded} modules; {name} most, by {worst:.2g} of its norm"
