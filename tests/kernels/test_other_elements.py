@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import pytest
 import torch
 
@@ -10,12 +13,15 @@ from marlinq.core.float_elements import E2M1, E4M3
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT8, Element, Scheme, TensorScale
 from marlinq.core.weight import QuantizedWeight
+from marlinq.formats import LAYOUTS, StoredWeight, spec_of
 from marlinq.kernels import GEMMS
 from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
 from marlinq.kernels.contract.weight_formats.byte_order import pack_bytes, unpack_bytes
 from marlinq.operations.inspect.eligibility import OWN_ELEMENTS
+from marlinq.runtime import OPERATORS, Setting, decide
 from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.operand import marlin_operand
+from tests.kernels.problems import BOUND, relative_error
 
 GRANULARITIES = {
     "tensor": Granularity.tensor(),
@@ -144,3 +150,35 @@ def test_scales_that_bfloat16_can_not_take_along_are_refused() -> None:
 
 def test_inspect_knows_the_elements_that_have_kernels() -> None:
     assert set(OWN_ELEMENTS) == {name for name, each in WEIGHT_FORMATS.items() if each.codec is not None}
+
+
+CONTAINERS = {
+    "fp8": (E4M3, Granularity.block(128, 128), "float32", "none"),
+    "float-quantized": (E4M3, Granularity.channel(), "float32", "none"),
+    "mxfp4-pack-quantized": (E2M1, Granularity.group(32), "float8_e8m0fnu", "none"),
+    "nvfp4-pack-quantized": (E2M1, Granularity.group(16), "float8_e4m3fn", "divides"),
+}
+"""By the layout's name: element, granularity, dtype of the scales and the second level."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", CONTAINERS)
+def test_a_stored_weight_is_multiplied_by_its_operator(layout: str, dtype: torch.dtype) -> None:
+    element, granularity, scale_dtype, second = CONTAINERS[layout]
+    codes = torch.randint(0, element.codes, (384, 256), dtype=torch.uint8)
+    codes[element.decode(codes).isnan()] = 1
+    shape = granularity.scales_shape(384, 256)
+    scales = torch.exp2(torch.randint(-9, -5, shape).float()).to(getattr(torch, scale_dtype))
+    scheme = Scheme(element, granularity, "none", scale_dtype, cast("TensorScale", second))
+    q = QuantizedWeight.from_codes(
+        scheme, codes, scales=scales, tensor_scale=None if second == "none" else torch.tensor(3.0)
+    )
+    packer = LAYOUTS[layout]
+    stored = StoredWeight("module", packer, replace(spec_of(q), scheme=q.scheme), packer.pack(q))
+    setting = Setting(torch.device("cpu"), dtype)
+    name = "w8a16" if element == E4M3 else "fp4a16"
+    assert decide(stored, setting, operator=name).operator == name
+    x = torch.randn(3, 384).to(dtype)
+    expected = x.double() @ q.dequantize().double().t()
+    found = OPERATORS[name].build(stored, None, setting)(x)
+    assert relative_error(found, expected) < BOUND[dtype]
