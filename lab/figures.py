@@ -354,6 +354,18 @@ def plugin_table() -> str:
     return _table(rows)
 
 
+def plugin_requests_table() -> str:
+    """Time to first tokens, throughput and start-up of vLLM with its own kernels and with marlinq's."""
+    found = result("decode-plugin-h200")
+    rows = [["", "first token, 1 prompt", "8 prompts", "256 requests", "start"]]
+    for name, times in found["first_token_ms"].items():
+        rate, start = found["tokens_per_second"][name], found["start_seconds"][name]
+        rows.append(
+            [name, *(f"{ms:.1f} ms" for ms in times.values()), f"{rate:,} tokens/s", f"{start:.1f} s"]
+        )
+    return _table(rows)
+
+
 def shapes_table() -> str:
     """A step of one sequence by model shape, beside a plain read of the step's bytes."""
     rows = [["shape", "bytes a step", "step", "plain read of the bytes", "over it"]]
@@ -393,6 +405,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "against": against_table,
     "vllm": vllm_table,
     "plugin": plugin_table,
+    "plugin-requests": plugin_requests_table,
     "shapes": shapes_table,
 }
 DRAWINGS: dict[str, Callable[[], str]] = {
