@@ -109,6 +109,9 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
     def refused(reason: str) -> ServerVerdict:
         return ServerVerdict(server.name, server.version, False, (), reason)
 
+    floats = next((layer.element.name for layer in layers.values() if layer.element.table is not None), None)
+    if floats is not None:
+        return refused(f"not judged: how {server.name} loads {floats} weights has not been read yet")
     loading = server.loading(whole.layout)
     if loading is None:
         return refused(f"does not read the {whole.layout} layout{_after_conversion(server, layers)}")
