@@ -10,7 +10,7 @@ WORKERS ?= auto
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-processors coverage lint format docs fuzz gpu interop release-check clean
+.PHONY: help install quickstart test test-all test-processors coverage lint format docs survey fuzz gpu interop release-check clean
 
 help:
 	@echo "make quickstart   quantise, convert, verify, evaluate and run a small model, with commentary"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff format and fix the sources"
 	@echo "make docs         regenerate generated pages, tables and plots (a minute or two)"
+	@echo "make survey       quantise, verify and load a tiny model of every decoder family of transformers (40 minutes)"
 	@echo "make fuzz         10,000 damaged checkpoints and 5,000 other hostile files and servers (5 hours on 2 cores)"
 	@echo "make gpu          tests, sanitizers and measurements on a GPU, into build/gpu (20 minutes)"
 	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors, llm-compressor and vLLM (30 minutes)"
@@ -67,6 +68,9 @@ docs: $(INSTALLED)
 	$(BIN)/python -m lab.figures
 	$(BIN)/python -m marlinq.cli.reference docs/cli.md
 	$(BIN)/python -m lab.kernels.resources build/kernel-resources.md
+
+survey: $(INSTALLED)
+	$(BIN)/python -m lab.models.survey
 
 # MARLINQ_FUZZ_CASES, MARLINQ_FUZZ_SEED and MARLINQ_FUZZ_ONLY choose how many, which, and a single one.
 fuzz: $(INSTALLED)

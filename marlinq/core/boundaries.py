@@ -41,12 +41,17 @@ def foreign(subject: str, problem: str, advice: str) -> Iterator[None]:
 
     Raises:
         CheckpointError: the library raised something.
-        EnvironmentProblem: the device's memory did not suffice.
+        EnvironmentProblem: the device's memory did not suffice, or a package is missing.
     """
     try:
         yield
     except MarlinqError:
         raise
+    except ImportError as error:
+        # transformers and code of checkpoints import what a model needs when it is built.
+        raise EnvironmentProblem(
+            f"{subject}: needs a package that is not installed ({reason(error)}); install it"
+        ) from error
     except Exception as error:
         name = type(error).__name__
         if name in _DEVICE_ERRORS:
@@ -81,7 +86,7 @@ def model_config(folder: str | os.PathLike[str], model_type: object) -> Abstract
     """Around building a model, or anything else that transformers derives from ``config.json``."""
     return foreign(
         f"{os.fspath(folder)}/config.json",
-        f"transformers can't build a causal language model of type {model_type!r} from it",
+        f"transformers can't build a language model of type {model_type!r} from it",
         "restore the file",
     )
 

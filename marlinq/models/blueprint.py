@@ -23,8 +23,10 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.models.building import build_on_meta
 from marlinq.models.experts import Experts, find_experts
+from marlinq.models.linears import is_linear, linear_shape, linear_weights
 from marlinq.models.plausible import StoredTensor
 from marlinq.models.projection import Projection
+from marlinq.models.roles import routers, usually_kept
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Old checkpoints hold rotary frequencies, which today's models compute.
@@ -62,6 +64,7 @@ class Blueprint:
         embedding: full name of the input embedding's table, which a head may be tied to.
         kept: modules with a weight matrix that are not quantised, by full name, with the reason.
         routers: those of :attr:`kept` that choose experts, or weigh a shared one.
+        usually_kept: projections that stay unless an override names them, with the reason.
         routed: True when a block has experts, in a list or fused, so that one may see a subset of the tokens
             in an order of its own.
         parameters: shape by full name; of tied parameters, the first alone.
@@ -86,6 +89,7 @@ class Blueprint:
     embedding: str | None
     kept: Mapping[str, Keep]
     routers: frozenset[str]
+    usually_kept: Mapping[str, Keep]
     routed: bool
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, tuple[int, ...]]
@@ -181,28 +185,29 @@ def describe(build: Callable[[], PreTrainedModel], *, source: str = "model") -> 
 
 def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], source: str) -> Blueprint:
     blocks_name, blocks_list = decoder_blocks(model, source)
-    classes = sorted({type(block).__name__ for block in blocks_list})
-    if len(classes) != 1:
-        raise UnsupportedError(
-            f"{source}: {blocks_name} mixes block classes {', '.join(classes)}; "
-            "expected one class of decoder block"
-        )
     rules = get_model_conversion_mapping(model)
+    hidden = _hidden_size(model)
     kept: dict[str, Keep] = {}
+    usual: dict[str, Keep] = {}
     blocks: list[Block] = []
     proved: set[tuple[object, ...]] = set()
     for index, block in enumerate(blocks_list):
         name = f"{blocks_name}.{index}"
         fused = _fused_experts(block, name, source, rules, proved)
-        routers = {f"{name}.{inner}": Keep(reason) for inner, reason in _routers(block, name, fused).items()}
-        kept |= routers
+        counts = {
+            listed: len(list(block.get_submodule(listed).children())) for listed in _linear_lists(block)
+        }
+        counts |= {experts.name.removeprefix(f"{name}."): experts.count for experts in fused}
+        chosen_by = {f"{name}.{key}": Keep(reason) for key, reason in routers(block, counts, hidden).items()}
+        kept |= chosen_by
+        usual |= {f"{name}.{key}": Keep(reason) for key, reason in usually_kept(block, hidden).items()}
         by_module = {experts.name: experts for experts in fused}
         projections: list[Projection] = []
         for inner, module in block.named_modules():
             full = f"{name}.{inner}"
             if full in by_module:
                 projections += by_module[full].projections
-            elif is_linear(module) and full not in routers:
+            elif is_linear(module) and full not in chosen_by:
                 projections.append(_projection(full, module))
         blocks.append(Block(name, tuple(projections), fused))
     routers_found = frozenset(kept)
@@ -228,6 +233,7 @@ def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], sour
         embedding=_table_of(model),
         kept=MappingProxyType(kept),
         routers=routers_found,
+        usually_kept=MappingProxyType({name: usual[name] for name in usual if name in chosen}),
         routed=any(block.experts for block in blocks) or any(map(_linear_lists, blocks_list)),
         parameters=MappingProxyType({name: tuple(value.shape) for name, value in model.named_parameters()}),
         buffers=MappingProxyType(
@@ -242,17 +248,6 @@ def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], sour
     )
 
 
-def is_linear(module: nn.Module) -> bool:
-    """True for the two linear layers that transformers' decoders are made of."""
-    return isinstance(module, (nn.Linear, Conv1D))
-
-
-def linear_shape(module: nn.Module) -> tuple[int, int]:
-    """K and N of a module that :func:`is_linear`."""
-    rows, columns = module.get_parameter("weight").shape
-    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
-
-
 def _projection(name: str, module: nn.Module) -> Projection:
     in_features, out_features = linear_shape(module)
     return Projection(
@@ -265,50 +260,28 @@ def _projection(name: str, module: nn.Module) -> Projection:
     )
 
 
-def _linear_weights(module: nn.Module) -> int:
-    return sum(inner.get_parameter("weight").numel() for inner in module.modules() if is_linear(inner))
-
-
 def _linear_lists(block: nn.Module) -> list[str]:
     """Names of the lists of linears inside a block: experts."""
     return [
         name
         for name, module in block.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and _linear_weights(module) > 0
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and linear_weights(module) > 0
     ]
-
-
-def _routers(block: nn.Module, name: str, fused: Sequence[Experts]) -> dict[str, str]:
-    """Modules that choose among a sibling list of experts, or weigh a sibling: their names inside the block,
-    with the reason why they stay."""
-    found: dict[str, str] = {}
-    counts = {listed: len(list(block.get_submodule(listed).children())) for listed in _linear_lists(block)}
-    counts |= {experts.name.removeprefix(f"{name}."): experts.count for experts in fused}
-    for listed, count in counts.items():
-        parent_name = listed.rpartition(".")[0]
-        for child_name, child in block.get_submodule(parent_name).named_children():
-            full = f"{parent_name}.{child_name}" if parent_name else child_name
-            weight = child._parameters.get("weight")
-            if full == listed or weight is None or weight.dim() != 2:
-                continue
-            rows = _projection(child_name, child).out_features if is_linear(child) else weight.shape[0]
-            if rows == count:
-                found[full] = f"router of {count} experts"
-            elif rows == 1:
-                found[full] = "gate of the shared expert"
-    return found
 
 
 def decoder_blocks(model: PreTrainedModel, source: str) -> tuple[str, nn.ModuleList]:
     """Full name of the list of decoder blocks, and the list; ``source`` is for the message.
 
+    Of a model that sees or hears, it lies in the part that embeds text.
+
     Raises:
         UnsupportedError: no list of modules holds linears.
     """
     best: tuple[int, str, nn.ModuleList] | None = None
+    towers = tuple(f"{name}." for name in _towers(model))
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList):
-            weights = _linear_weights(module) + _fused_weights(module)
+        if isinstance(module, nn.ModuleList) and not name.startswith(towers):
+            weights = linear_weights(module) + _fused_weights(module)
             if weights and (best is None or weights > best[0]):
                 best = (weights, name, module)
     if best is None:
@@ -317,6 +290,25 @@ def decoder_blocks(model: PreTrainedModel, source: str) -> tuple[str, nn.ModuleL
             "only decoder-only models built of such blocks can be quantised"
         )
     return best[1], best[2]
+
+
+def _towers(model: PreTrainedModel) -> Iterator[str]:
+    """Full names of the models inside ``model`` that embed no text: vision and audio towers."""
+    table = _table_of(model)
+    if table is None:
+        return
+    for name, module in model.named_modules():
+        if name and isinstance(module, PreTrainedModel) and not table.startswith(f"{name}."):
+            yield name
+
+
+def _hidden_size(model: PreTrainedModel) -> int:
+    """Channels of the residual stream; 0 where the config does not say."""
+    try:
+        size = model.config.get_text_config().hidden_size
+    except AttributeError:
+        return 0
+    return size if isinstance(size, int) else 0
 
 
 def _fused_parameters(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

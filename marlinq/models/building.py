@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.models.classes import auto_class
 from marlinq.models.plausible import StoredTensor, bounded, check_counts
 
 
@@ -41,9 +42,7 @@ def build_on_meta(
     """
     plain = {key: _plain(value) for key, value in config.items() if key != "quantization_config"}
     if not plain.get("model_type"):
-        raise CheckpointError(
-            f"{source}/config.json: no model_type; expected a transformers causal language model"
-        )
+        raise CheckpointError(f"{source}/config.json: no model_type; expected the config of a language model")
     if not isinstance(plain["model_type"], str):
         raise CheckpointError(
             f"{source}/config.json: model_type: expected a name, found {plain['model_type']!r}"
@@ -62,13 +61,12 @@ def build_on_meta(
                 del parsed.quantization_config
         else:
             parsed = AutoConfig.for_model(**plain)
+        auto = auto_class(parsed, plain, source)
         if tensors is not None:
             with bounded(tensors, source):
-                AutoModelForCausalLM.from_config(
-                    deepcopy(parsed), dtype=dtype, trust_remote_code=trust_remote_code
-                )
+                auto.from_config(deepcopy(parsed), dtype=dtype, trust_remote_code=trust_remote_code)
         with parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
+            model = auto.from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
         model.eval()
         model.requires_grad_(False)
     result: PreTrainedModel = model

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.models.anatomy import MLP, Anatomy, Groups, Layer, Mixture, Norm, Router, Slices, Unrecognised
-from marlinq.models.blueprint import decoder_blocks, is_linear
+from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.building import parameters_on_meta
 from marlinq.models.candidates import (
     ACTIVATIONS,
@@ -34,6 +34,7 @@ from marlinq.models.candidates import (
     tidy,
 )
 from marlinq.models.experts import find_experts
+from marlinq.models.linears import is_linear
 from marlinq.models.recognise_attention import RotaryModules, attention_part
 from marlinq.models.recognise_groups import chosen_by, find_groups
 from marlinq.models.recording import TOKENS, AttentionCall, Call, ExpertsCall, Recording, Refusal, record

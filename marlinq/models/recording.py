@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from marlinq.models.blueprint import is_linear, linear_shape
+from marlinq.models.linears import is_linear, linear_shape
 
 TOKENS = 4
 """Positions of the recorded pass: enough to tell rotations apart, few enough to be cheap."""

@@ -28,7 +28,6 @@ PanicException = type("PanicException", (BaseException,), {"__module__": "pyo3_r
         ZeroDivisionError("division by zero"),
         RecursionError("deep"),
         MemoryError(),
-        ImportError("no module"),
         IndexError("index"),
         TemplateError("template"),
         PanicException("a panic"),

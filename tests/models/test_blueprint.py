@@ -61,8 +61,14 @@ def test_unknown_architectures_and_bad_configs_are_the_checkpoints_fault() -> No
         build_blueprint({"hidden_size": 8}, source="somewhere")
     with pytest.raises(CheckpointError, match="no-such-model"):
         build_blueprint({"model_type": "no-such-model"}, source="somewhere")
-    with pytest.raises(CheckpointError, match="somewhere/config.json"):
+    with pytest.raises(UnsupportedError, match="somewhere: t5 is an encoder-decoder"):
         build_blueprint({"model_type": "t5"}, source="somewhere")
+    with pytest.raises(UnsupportedError, match="BartForConditionalGeneration is an encoder-decoder"):
+        build_blueprint(
+            {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}, source="somewhere"
+        )
+    with pytest.raises(CheckpointError, match="somewhere/config.json"):
+        build_blueprint({"model_type": "llama", "hidden_size": "wide"}, source="somewhere")
     with pytest.raises(UnsupportedError, match="trust-remote-code"):
         build_blueprint({"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}, source="somewhere")
 

@@ -276,8 +276,11 @@ def _choose(
     head = _head(blueprint, names, recipe)
     for projection in (*blueprint.projections(), *([] if head is None else [head])):
         settings = (recipe.head_rules if projection is head else recipe.rules).outcome(projection.name)
+        usual = blueprint.usually_kept.get(projection.name)
         if isinstance(settings, Keep):
             kept[projection.name] = settings
+        elif usual is not None and not recipe.names_module(projection.name):
+            kept[projection.name] = usual
         elif projection.parameter in shared and projection is not head:
             kept[projection.name] = Keep("shares its weight with another module")
         else:

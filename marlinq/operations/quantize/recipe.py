@@ -441,6 +441,14 @@ class Recipe:
         options = RTNOptions(clip_search=named.element.bits == INT4.bits)
         return replace(settings, method=rounding, options=options)
 
+    def names_module(self, module: str) -> bool:
+        """Whether an override means ``module`` by its own name, the last part, and not by its place alone.
+
+        What stays in 16 bits by default is quantised by such an override.
+        """
+        decides = next((each for each in self.overrides if each.matches(module)), None)
+        return decides is not None and not decides.matches(module[: module.rfind(".") + 1])
+
     def unused_overrides(self, modules: Iterable[str]) -> tuple[Override, ...]:
         """The rules that decide for none of ``modules``: usually a mistyped pattern."""
         used = set()

@@ -1,0 +1,199 @@
+"""What becomes of every decoder family of transformers: quantised, verified, loaded, compared, inspected.
+
+    python -m lab.models.survey [FAMILY ...] [--part I/N] [--accept]
+
+Each family's tiny random model (``lab/models/families.py``) is planned, quantised (round to nearest),
+verified against the original, loaded, and compared in its logits with transformers' own model that holds the
+dequantised weights. Rows go into ``lab/models/survey.json``. The
+exit code is 1 when a family that worked does not work any more; ``--accept`` records that instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import marlinq
+from lab.models.families import Family, NotBuilt, families, random_model
+from lab.models.shrink import TEXT_TOKENS
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, without_quantization_config
+from marlinq.core.errors import MarlinqError
+from marlinq.models import build_blueprint
+from marlinq.models.anatomy import Anatomy
+from marlinq.models.recognise import recognise
+from marlinq.runtime.loading import match_tensors
+
+RESULTS = Path(__file__).with_name("survey.json")
+WORKS, PARTLY, REFUSED, FAILED, NOT_BUILT = "works", "works without text", "refused", "fails", "not built"
+_TOKENS = 24
+_TOLERANCE = 2e-4
+"""Relative error of float32 logits: sums of a few hundred products in another order."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a family.
+
+    Attributes:
+        model_type, architecture, wrapper: as in :class:`~lab.models.families.Family`.
+        outcome: ``works``; ``works without text`` (all but the logits, which need more than text);
+            ``refused``, by an error of marlinq; ``fails``; ``not built``, by transformers itself.
+        reason: one line, empty for what works.
+        step: ``own`` decode step, or why not; empty where that was not asked.
+        kept: linears inside the decoder blocks that stay in 16 bits.
+    """
+
+    model_type: str
+    architecture: str
+    wrapper: bool
+    outcome: str
+    reason: str = ""
+    step: str = ""
+    kept: tuple[str, ...] = ()
+
+
+def examine(family: Family) -> Row:
+    """One row; every error becomes one."""
+
+    def row(outcome: str, reason: str = "", step: str = "", kept: Sequence[str] = ()) -> Row:
+        return Row(family.model_type, family.architecture, family.wrapper, outcome, reason, step, tuple(kept))
+
+    try:
+        model = random_model(family)
+    except NotBuilt as error:
+        return row(NOT_BUILT, str(error))
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "model")
+        try:
+            model.save_pretrained(source)
+            return row(*_through(model, source, Path(folder, "quantized")))
+        except MarlinqError as error:
+            return row(REFUSED, _line(error).replace(str(source), "model"))
+        except Exception as error:  # noqa: BLE001 - a row of the table
+            return row(FAILED, f"{type(error).__name__}: {_line(error)}".replace(folder, ""))
+
+
+def _through(model: PreTrainedModel, source: Path, out: Path) -> tuple[str, str, str, tuple[str, ...]]:
+    """Outcome, reason, decode step and kept linears of a model that was saved in ``source``."""
+    recipe = marlinq.Recipe(method="rtn", group_size=32)
+    marlinq.quantize(source, out, recipe=recipe, device="cpu", progress=False, message=lambda text: None)
+    report = marlinq.verify(out, against=source, device="cpu", progress=False)
+    broken = [check for check in report.checks if check.status == "failed"]
+    if broken:
+        return FAILED, f"verify: {broken[0].name}: {(broken[0].problems or (broken[0].detail,))[0]}", "", ()
+    marlinq.inspect(out, progress=False)
+    loaded = marlinq.load(out, device="cpu", dtype="float32", exact=True, progress=False)
+    checkpoint = Checkpoint.open(out)
+    quantized = QuantizedCheckpoint.of(checkpoint)
+    assert quantized is not None
+    blueprint = build_blueprint(without_quantization_config(checkpoint.config), source=str(out))
+    blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
+    anatomy = recognise(blueprint.build(), blueprint.blocks_name)
+    step = "own" if isinstance(anatomy, Anatomy) else f"{anatomy.part}: {anatomy.reason}"
+    kept = sorted({_role(name) for name in blueprint.kept if name.startswith(f"{blueprint.blocks_name}.")})
+    for name, stored in replaced.items():
+        projection = blueprint.by_name[name]
+        dense = quantized.load(stored).dequantize(torch.float32)
+        projection.view(model.get_parameter(projection.parameter)).copy_(dense)
+    ids = torch.randint(3, TEXT_TOKENS, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    try:
+        expected = _logits(model, ids)
+    except Exception as error:  # noqa: BLE001 - transformers' own model does not run on text
+        return PARTLY, f"transformers: {type(error).__name__}: {_line(error)}", step, tuple(kept)
+    found = _logits(loaded.model, ids)
+    difference = float((found - expected).norm() / expected.norm())
+    if not difference <= _TOLERANCE:
+        return FAILED, f"logits differ from the dequantised model's by {difference:.2g}", step, tuple(kept)
+    return WORKS, "", step, tuple(kept)
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """float32 [T, vocabulary], or the last hidden states of a model without a head."""
+    with torch.no_grad():
+        output = model(input_ids=ids, use_cache=False)
+    result: torch.Tensor = (output.logits if hasattr(output, "logits") else output[0])[0]
+    return result.float()
+
+
+def _role(name: str) -> str:
+    """A module's name without the numbers of layers and experts."""
+    return ".".join(part for part in name.split(".") if not part.isdigit())
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:240]
+
+
+def worse(before: Mapping[str, Row], after: Mapping[str, Row]) -> list[str]:
+    """Families that worked ``before`` and do not ``after``, with the reason."""
+    return [
+        f"{name}: {row.outcome}: {row.reason}"
+        for name, row in after.items()
+        if name in before
+        and before[name].outcome in (WORKS, PARTLY)
+        and row.outcome not in (WORKS, before[name].outcome)
+    ]
+
+
+def read_rows() -> dict[str, Row]:
+    """The recorded rows by class name and model type."""
+    if not RESULTS.exists():
+        return {}
+    entries = json.loads(RESULTS.read_text())["rows"]
+    return {key_of(row): row for row in (Row(**{**each, "kept": tuple(each["kept"])}) for each in entries)}
+
+
+def key_of(row: Row | Family) -> str:
+    """What a row is recorded under."""
+    return f"{row.model_type} {row.architecture}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("family", nargs="*", help="model types; all by default")
+    parser.add_argument("--part", default="1/1", help="the I-th of N parts of the families")
+    parser.add_argument("--accept", action="store_true", help="record families that work no more")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    part, parts = map(int, options.part.split("/"))
+    everything = list(families())
+    chosen = [each for each in everything if not options.family or each.model_type in options.family]
+    before = read_rows()
+    after: dict[str, Row] = {}
+    for family in chosen[part - 1 :: parts]:
+        started = time.perf_counter()
+        row = after[key_of(family)] = examine(family)
+        seconds = time.perf_counter() - started
+        print(f"{row.model_type:28} {row.outcome:10} {seconds:5.1f} s  {row.reason} | {row.step}", flush=True)
+    lost = worse(before, after)
+    for line in lost:
+        print(f"worked before: {line}", file=sys.stderr)
+    if lost and not options.accept:
+        return 1
+    rows = {**before, **after}
+    write([rows[key_of(family)] for family in everything if key_of(family) in rows])
+    return 0
+
+
+def write(rows: Sequence[Row]) -> None:
+    """The file of results."""
+    entries = [asdict(row) for row in rows]
+    text = json.dumps({"transformers": transformers.__version__, "rows": entries}, indent=1)
+    RESULTS.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""Which of transformers' classes a checkpoint is: the one that its config names, if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from marlinq.core.errors import UnsupportedError
+
+# The first that knows a config decides, where the config names no class.
+_AUTO_CLASSES: tuple[Any, ...] = (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForImageTextToText,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+
+def auto_class(config: PretrainedConfig, raw: Mapping[str, Any], source: str) -> Any:
+    """The ``AutoModel...`` class that builds the model of ``config``.
+
+    Checkpoints with a language head, those that read images or sounds besides text, and those without a head
+    each have a class; ``architectures`` says which one the tensors belong to.
+
+    Args:
+        config: as transformers parsed it.
+        raw: the content of ``config.json``.
+        source: folder of the checkpoint, for messages.
+
+    Raises:
+        UnsupportedError: an encoder-decoder, or a model type without a decoder.
+    """
+    if "auto_map" in raw:
+        own = raw["auto_map"] if isinstance(raw["auto_map"], dict) else {}
+        mapped = (each for each in _AUTO_CLASSES if each.__name__ in own)
+        return next(mapped, AutoModelForCausalLM)
+    named = _named(raw)
+    known = [each for each in _AUTO_CLASSES if type(config) in each._model_mapping]
+    chosen = next((each for each in known if named in _names(each, config)), None)
+    if getattr(config, "is_encoder_decoder", False) and not (named or "").endswith("ForCausalLM"):
+        raise UnsupportedError(
+            f"{source}: {named or config.model_type} is an encoder-decoder: layers of its decoder read an "
+            "encoder's output; marlinq quantises models that are a decoder alone"
+        )
+    if chosen is None and known:
+        chosen = known[0]
+    if chosen is None or not _reads_text(chosen, config):
+        raise UnsupportedError(
+            f"{source}: model type {config.model_type!r} has no language model that transformers builds from "
+            "its config alone"
+        )
+    return chosen
+
+
+def _named(raw: Mapping[str, Any]) -> str | None:
+    """The first of ``architectures``."""
+    names = raw.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def _reads_text(auto: Any, config: PretrainedConfig) -> bool:
+    """Whether the class without a head takes token ids; those with a language head all do."""
+    if auto is not AutoModel:
+        return True
+    model_class = auto._model_mapping[type(config)]
+    classes = model_class if isinstance(model_class, tuple) else (model_class,)
+    return any(each.main_input_name == "input_ids" for each in classes)
+
+
+def _names(auto: Any, config: PretrainedConfig) -> list[str]:
+    """Names of the classes that ``auto`` has for ``config``."""
+    classes: type[PreTrainedModel] | tuple[type[PreTrainedModel], ...] = auto._model_mapping[type(config)]
+    return [each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,))]

@@ -1,0 +1,118 @@
+"""What modules of a decoder block are for, where that decides whether they are quantised.
+
+Found by what a module does, never by the name of a model. Routers are never quantised. Others stay in 16 bits
+unless an override names them: they are small, and servers build them without looking at the quantisation
+(``operations/inspect/servers.toml`` has the facts that no rule on shapes covers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from marlinq.models.linears import is_linear, linear_shape
+
+_LEAST_K, _LEAST_N = 32, 8
+"""Input channels of the smallest group of weights, and output channels that a 32-bit word of codes holds."""
+
+
+def routers(block: nn.Module, experts: Mapping[str, int], hidden: int) -> dict[str, str]:
+    """Modules that choose among experts or weigh a shared one, by name inside the block, with the reason.
+
+    A router reads the hidden states and never makes hidden states: of the modules beside the experts, or
+    beside the module that holds them, it is the one with a matrix of one row an expert (some have rows for
+    experts that do nothing besides) and none of ``hidden`` rows. All of it stays, whatever else it holds.
+
+    Args:
+        block: a decoder block.
+        experts: numbers of experts by the name, inside the block, of the module that holds them.
+        hidden: channels of the residual stream.
+    """
+    found: dict[str, str] = {}
+    for name, count in experts.items():
+        level = name
+        while level:
+            level = level.rpartition(".")[0]
+            beside = {
+                f"{level}.{child}" if level else child: module
+                for child, module in block.get_submodule(level).named_children()
+            }
+            chosen = {
+                each: module
+                for each, module in beside.items()
+                if not f"{name}.".startswith(f"{each}.") and _chooses(module, count, hidden)
+            }
+            for each, module in chosen.items():
+                for inner in _with_matrices(module):
+                    found[f"{each}.{inner}" if inner else each] = f"router of {count} experts"
+            for each, module in beside.items():
+                if each not in chosen and is_linear(module) and linear_shape(module)[1] == 1:
+                    found[each] = "gate of the shared expert"
+            if chosen:
+                break
+    return found
+
+
+def usually_kept(block: nn.Module, hidden: int) -> dict[str, str]:
+    """Linears that stay in 16 bits unless an override names them, by name inside the block, with the reason.
+
+    Args:
+        block: a decoder block.
+        hidden: channels of the residual stream.
+    """
+    found: dict[str, str] = {}
+    for owner_name, owner in block.named_modules():
+        heads = set(_head_counts(owner))
+        scans = any(
+            key == "A_log" and value.dim() == 2 for key, value in owner.named_parameters(recurse=False)
+        )
+        for child, module in owner.named_children():
+            if not is_linear(module):
+                continue
+            k, n = linear_shape(module)
+            name = f"{owner_name}.{child}" if owner_name else child
+            if k < _LEAST_K or n < _LEAST_N:
+                found[name] = f"too small to gain by it: K = {k}, N = {n}"
+            elif n in heads or n / 2 in heads:
+                found[name] = f"makes {n} numbers, one or two a head: servers build it in 16 bits"
+            elif scans and hidden not in (k, n):
+                found[name] = "makes the parameters of a state-space scan: servers build it in 16 bits"
+    return found
+
+
+def _chooses(module: nn.Module, count: int, hidden: int) -> bool:
+    rows = [shape[0] for shape in _matrices(module)]
+    return hidden not in rows and any(count <= n <= 2 * count for n in rows)
+
+
+def _matrices(module: nn.Module) -> Iterator[tuple[int, int]]:
+    """N and K of every matrix in ``module``."""
+    for inner in module.modules():
+        if is_linear(inner):
+            k, n = linear_shape(inner)
+            yield n, k
+        else:
+            for parameter in inner.parameters(recurse=False):
+                if parameter.dim() == 2 and min(parameter.shape) > 1:
+                    yield parameter.shape[0], parameter.shape[1]
+
+
+def _with_matrices(module: nn.Module) -> Iterator[str]:
+    for name, inner in module.named_modules():
+        if any(parameter.dim() >= 2 for parameter in inner.parameters(recurse=False)):
+            yield name
+
+
+def _head_counts(owner: nn.Module) -> Iterator[int]:
+    """How many heads a module says that it has, or has a decay for."""
+    for key, value in vars(owner).items():
+        if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+            words = key.split("_")
+            if "heads" in words or key in ("n_head", "num_head"):
+                yield value
+    for module in owner.children():
+        yield from (value.numel() for key, value in module.named_parameters(recurse=False) if key == "A_log")
+    for key, value in owner.named_parameters(recurse=False):
+        if key in ("A_log", "dt_bias") and max(value.shape) == value.numel():
+            yield value.numel()

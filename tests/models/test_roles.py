@@ -1,0 +1,88 @@
+"""Routers and small gates are found by what they do, in whatever module they lie."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from lab.models.families import Family, random_model
+from marlinq.models import build_blueprint, describe
+
+ROUTERS = {
+    "afmoe": ("AfmoeForCausalLM", "mlp.router.gate"),
+    "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", "mlp.gate.wg"),
+    "zaya": ("ZayaForCausalLM", "mlp.gate.router_mlp.out_proj"),
+    "qwen3_next": ("Qwen3NextForCausalLM", "mlp.shared_expert_gate"),
+    "gpt_oss": ("GptOssForCausalLM", "mlp.router"),
+}
+GATES = {
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", "linear_attn.in_proj_b"),
+    "qwen3_next": ("Qwen3NextForCausalLM", "linear_attn.in_proj_ba"),
+    "jamba": ("JambaForCausalLM", "mamba.dt_proj"),
+    "laguna": ("LagunaForCausalLM", "self_attn.g_proj"),
+    "gemma3n_text": ("Gemma3nForCausalLM", "altup.correction_coefs"),
+}
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_whoever_chooses_experts_is_a_router(family: str) -> None:
+    architecture, router = ROUTERS[family]
+    model = random_model(Family(family, architecture, wrapper=False))
+    blueprint = describe(lambda: model)
+    assert any(name.endswith(router) for name in blueprint.routers)
+    quantised = {projection.name for projection in blueprint.projections()}
+    assert not quantised & blueprint.routers
+    # Nothing that makes hidden states is taken for a router.
+    assert not any("down_proj" in name and "expert" in name for name in blueprint.routers)
+
+
+def test_a_router_beside_the_block_of_experts_is_found() -> None:
+    """Gemma 4 has router and experts beside a dense MLP; their parent is the decoder layer."""
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16}
+    config = CONFIG_MAPPING["gemma4_text"](
+        **small,
+        **experts,
+        **heads,
+        layer_types=["sliding_attention", "full_attention"],
+        vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+    )
+    blueprint = describe(lambda: AutoModelForCausalLM.from_config(config))
+    assert "model.layers.0.router.proj" in blueprint.routers
+
+
+@pytest.mark.parametrize("family", GATES)
+def test_what_servers_build_in_16_bits_stays_unless_it_is_named(family: str) -> None:
+    architecture, gate = GATES[family]
+    model = random_model(Family(family, architecture, wrapper=False))
+    blueprint = describe(lambda: model)
+    kept = [name for name in blueprint.usually_kept if name.endswith(gate)]
+    assert kept
+    assert blueprint.usually_kept[kept[0]].reason
+    assert not any(name.endswith(("q_proj", "down_proj", "out_proj")) for name in blueprint.usually_kept)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("llava", "LlavaForConditionalGeneration"),
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+        ("gemma3", "Gemma3ForConditionalGeneration"),
+        ("git", "GitForCausalLM"),
+    ],
+)
+def test_the_decoder_is_the_part_that_embeds_text(model_type: str, architecture: str) -> None:
+    model = random_model(Family(model_type, architecture, wrapper=True))
+    config = {**model.config.to_dict(), "architectures": [architecture]}
+    blueprint = build_blueprint(config, source=model_type)
+    assert blueprint.architecture == architecture
+    assert not any(word in blueprint.blocks_name for word in ("vision", "visual", "image"))
+
+
+def test_a_model_without_a_head_is_built_by_its_own_class() -> None:
+    config = CONFIG_MAPPING["qwen3"](hidden_size=64, num_hidden_layers=1, vocab_size=96).to_dict()
+    assert build_blueprint({**config, "architectures": ["Qwen3Model"]}, source="q").head is None
+    assert build_blueprint({**config, "architectures": ["Qwen3ForCausalLM"]}, source="q").head == "lm_head"
