@@ -5,7 +5,7 @@ from __future__ import annotations
 from marlinq.models.blueprint import Block, Blueprint, build_blueprint, describe
 from marlinq.models.experts import Experts, ExpertTokens, expert_inputs, tapped_layer
 from marlinq.models.instance import ModelInstance, TensorSource
-from marlinq.models.names import TensorNames
+from marlinq.models.names import TensorNames, without_false_ties
 from marlinq.models.projection import Projection, fused_experts, shared_inputs, tapped
 from marlinq.models.replay import BlockReplay
 from marlinq.models.stream import StreamFinder, streams_at
@@ -29,4 +29,5 @@ __all__ = [
     "streams_at",
     "tapped",
     "tapped_layer",
+    "without_false_ties",
 ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from marlinq.checkpoint import QuantizedCheckpoint
+import torch
+
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError
 from marlinq.models.blueprint import Blueprint
 from marlinq.models.projection import Projection
@@ -126,6 +128,26 @@ class TensorNames:
         if self._prefix:
             bare = name.removeprefix(self._prefix + ".")
             yield bare if bare != name else f"{self._prefix}.{name}"
+
+
+def without_false_ties(blueprint: Blueprint, checkpoint: Checkpoint) -> Blueprint:
+    """The blueprint without ties between parameters whose stored tensors differ.
+
+    A config may say that the head is the embedding of a file that holds both; what is stored counts.
+    Tensors are read only where both are stored, which few checkpoints do.
+
+    Raises:
+        CheckpointError: the checkpoint was changed or ends early.
+    """
+    names = TensorNames(blueprint, checkpoint.tensors.keys(), source=str(checkpoint.path))
+    free: set[str] = set()
+    for name, owner in blueprint.tied.items():
+        own, shared = names.own(name), names.own(owner)
+        if own is None or shared is None or own == shared:
+            continue
+        if not torch.equal(checkpoint.tensor(own).float(), checkpoint.tensor(shared).float()):
+            free.add(name)
+    return blueprint.without_ties(free) if free else blueprint
 
 
 def _name_in_memory(name: str, renamings: Sequence[Any]) -> str:

@@ -20,7 +20,14 @@ from marlinq.core import boundaries
 from marlinq.core.dtypes import dtype_name, holds
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
-from marlinq.models import Blueprint, ModelInstance, Projection, TensorNames, build_blueprint
+from marlinq.models import (
+    Blueprint,
+    ModelInstance,
+    Projection,
+    TensorNames,
+    build_blueprint,
+    without_false_ties,
+)
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import recognise
 from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
@@ -161,6 +168,7 @@ def load(
                 trust_remote_code=trust_remote_code,
                 dtype=placement.dtype,
             )
+            blueprint = without_false_ties(blueprint, checkpoint)
             blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
             instance = ModelInstance(blueprint, reader, device=placement.device, dtype=placement.dtype)
             reader.expect(_plain_tensors(blueprint, instance.names, replaced))

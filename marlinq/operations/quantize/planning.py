@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from marlinq.checkpoint import Checkpoint, TensorPlan, floating_linears, untied_config
+from marlinq.checkpoint import Checkpoint, TensorPlan, floating_linears, says_tied, untied_config
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.granularity import Granularity
@@ -171,6 +171,8 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
     if head is not None and head.source not in replaced:
         tensors.extend(_packed(head))
     config = {**checkpoint.config, "quantization_config": quantization_config}
+    # Loaders that believe the config would leave the stored head unread.
+    mistied = says_tied(config) and blueprint.head is not None and not blueprint.tied
     return OutputPlan(
         format=form,
         method=_method(modules.values()),
@@ -181,7 +183,7 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
         kept={**kept, **extra},
         tensors=tuple(tensors),
         copied=tuple(name for name in checkpoint.tensors if name not in replaced),
-        config=untied_config(config) if untied else config,
+        config=untied_config(config) if untied or mistied else config,
         extra_json=DIALECTS[form.dialect].extra_files(quantization_config),
     )
 

@@ -21,7 +21,7 @@ from marlinq.checkpoint.reader import read_json
 from marlinq.core.devices import beside, start_beside
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportMessage, ReportProgress
-from marlinq.models import Blueprint, ModelInstance, build_blueprint
+from marlinq.models import Blueprint, ModelInstance, build_blueprint, without_false_ties
 from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of
 from marlinq.operations.quantize.planning import OutputPlan, plan_output, split_notes
@@ -129,6 +129,7 @@ def plan_run(
         tensors=checkpoint.tensors,
         trust_remote_code=trust_remote_code,
     )
+    blueprint = without_false_ties(blueprint, checkpoint)
     plan = plan_output(checkpoint, blueprint, recipe)
     _warn(checkpoint, blueprint, recipe, plan)
     texts = planned_text(recipe, checkpoint, blueprint, device) if plan.method.calibrated else []

@@ -15,6 +15,7 @@ from marlinq.checkpoint import (
     CheckpointWriter,
     TensorPlan,
     check_place,
+    says_tied,
     untied_config,
 )
 from marlinq.core.devices import resolve_device
@@ -22,7 +23,14 @@ from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError
 from marlinq.core.progress import Progress, shows_progress
 from marlinq.core.version import __version__
-from marlinq.models import BlockReplay, Blueprint, ModelInstance, TensorNames, build_blueprint
+from marlinq.models import (
+    BlockReplay,
+    Blueprint,
+    ModelInstance,
+    TensorNames,
+    build_blueprint,
+    without_false_ties,
+)
 from marlinq.operations.rotate.report import RotationReport
 from marlinq.operations.rotate.rotation import (
     StreamPlan,
@@ -94,6 +102,7 @@ def rotate(
     blueprint = build_blueprint(
         checkpoint.config, source=name, tensors=checkpoint.tensors, trust_remote_code=trust_remote_code
     )
+    blueprint = without_false_ties(blueprint, checkpoint)
     plan = plan_stream(blueprint, name)
     turn = rotation_matrix(blueprint.parameters[plan.embedding][1], seed).to(chosen, torch.float32)
     errors = _compare(checkpoint, blueprint, plan, turn)
@@ -137,7 +146,9 @@ def rotate(
             progress("rotating", number + 1, len(tensors))
         checkpoint.check_unchanged()
         writer.finish(
-            config=untied_config(checkpoint.config) if plan.tied else checkpoint.config,
+            config=untied_config(checkpoint.config)
+            if plan.tied or says_tied(checkpoint.config)
+            else checkpoint.config,
             manifest=manifest,
             side_files_from=checkpoint,
         )
