@@ -43,8 +43,8 @@ class WithoutGPU:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        # Every worker collects all tests.
-        self.count = max(self.count, node.workeroutput.get(_WITHOUT_GPU, 0))
+        # Every worker collects all tests; one that was stopped has no output.
+        self.count = max(self.count, getattr(node, "workeroutput", {}).get(_WITHOUT_GPU, 0))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.count:
