@@ -28,8 +28,8 @@ FACTORS = len(grid.search_factors())
 
 
 @contextmanager
-def tokens_weighted_by_root() -> Iterator[None]:
-    """A token of the stream counts by the inverse root of its mean square, not by the inverse."""
+def tokens_weighted_by_inverse() -> Iterator[None]:
+    """A token of the stream counts by the inverse of its mean square, as in version 2."""
 
     def add_stream(
         self: Any, x: Tensor, stream: Tensor, original: Tensor | None, mask: Tensor | None = None
@@ -37,7 +37,7 @@ def tokens_weighted_by_root() -> Iterator[None]:
         x, stream = x.reshape(-1, x.shape[-1]), stream.reshape(-1, stream.shape[-1])
         size = torch.linalg.vector_norm(stream, dim=1, keepdim=True, dtype=torch.float32)
         size = size / stream.shape[1] ** 0.5
-        weights = torch.where(size > 0, size.rsqrt(), 0.0).to(x.dtype)
+        weights = torch.where(size > 0, 1 / size, 0.0).to(x.dtype)
         if original is None:
             self.add(x * weights, mask)
         else:
@@ -56,20 +56,22 @@ def ranges(step: float) -> Callable[[], Any]:
 
 ROWS: dict[str, tuple[dict[str, Any], tuple[Callable[[], Any], ...]]] = {
     "default": ({}, ()),
+    "version 2": ({"shrinkage": 0.25}, (tokens_weighted_by_inverse, ranges(0.04))),
     "no drift correction": ({"drift_correction": 0}, ()),
     "no shrinkage": ({"shrinkage": 0}, ()),
     "neither": ({"drift_correction": 0, "shrinkage": 0}, ()),
     "no activation order": ({"act_order": "none"}, ()),
     "drift correction .5": ({"drift_correction": 0.5}, ()),
+    "shrinkage .25": ({"shrinkage": 0.25}, ()),
     "shrinkage .5": ({"shrinkage": 0.5}, ()),
-    "root": ({}, (tokens_weighted_by_root,)),
+    "tokens by the inverse": ({}, (tokens_weighted_by_inverse,)),
     "ranges to .27": ({}, (ranges(0.065),)),
+    "ranges to .58": ({}, (ranges(0.04),)),
     "ranges to .82": ({}, (ranges(0.02),)),
-    "root, ranges to .82, shrinkage .5": ({"shrinkage": 0.5}, (tokens_weighted_by_root, ranges(0.02))),
-    "root, ranges to .70, shrinkage .35": ({"shrinkage": 0.35}, (tokens_weighted_by_root, ranges(0.03))),
-    "root, ranges to .70, damp .03": ({"damp": 0.03}, (tokens_weighted_by_root, ranges(0.03))),
-    "root, ranges to .82, four times the text": ({"samples": 256}, (tokens_weighted_by_root, ranges(0.02))),
-    "root, output Hessian": ({"output_hessian": True}, (tokens_weighted_by_root,)),
+    "ranges to .82, shrinkage .5": ({"shrinkage": 0.5}, (ranges(0.02),)),
+    "damp .03": ({"damp": 0.03}, ()),
+    "four times the text": ({"samples": 256}, ()),
+    "output Hessian": ({"output_hessian": True}, ()),
 }
 """By name: what differs in the recipe, and what else is changed."""
 

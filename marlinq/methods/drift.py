@@ -79,9 +79,11 @@ class PairedHessian(HessianAccumulator):
     ) -> None:
         """Counts the inputs of one call of a layer that writes to a residual stream.
 
-        A token counts by the inverse of its stream's mean square: whatever reads the stream norms it first,
-        so that an error is as bad as it is large beside the stream. A few tokens have streams a hundred times
-        as large as all others (Sun et al. 2024, Massive Activations), and would count ten thousand times.
+        A token counts by the inverse of its stream's root mean square. Whatever reads the stream norms it
+        first, so that an error matters by its size relative to the stream, and a few tokens have streams a
+        hundred times as large as all others (Sun et al. 2024, Massive Activations). The inverse of the mean
+        square would follow from that alone, but loses on texts unlike the calibration
+        (docs/lab-notes/quality.md).
 
         Args:
             x: float [..., K], of the quantised model.
@@ -96,7 +98,8 @@ class PairedHessian(HessianAccumulator):
         # A stream of zeros has nothing to be measured by, and an input must not overflow 16 bits. Weights are
         # rounded as inputs are: all of a token has the same one.
         most = torch.finfo(x.dtype).max / 2 / norm(x, ord=math.inf)
-        weights = torch.where(sizes > 0, 1 / sizes, 0.0).minimum(most).to(x.dtype)
+        # Products of two weighted tensors are what is summed: each has the root of what the token counts.
+        weights = torch.where(sizes > 0, sizes.rsqrt(), 0.0).minimum(most).to(x.dtype)
         if original is None:
             self.add(x * weights, mask)
         else:

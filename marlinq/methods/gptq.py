@@ -62,7 +62,7 @@ class GPTQOptions(MethodOptions):
     clip_search: bool = setting(True, Flag(), "Search each group's scale for the least output error.")
     damp: float = setting(0.01, Fraction(), "Share of the Hessian's mean diagonal that is added to it.")
     shrinkage: float = setting(
-        0.25, ProperShare(), "Share of the Hessian's entries beside its diagonal that is left out."
+        0.35, ProperShare(), "Share of the Hessian's entries beside its diagonal that is left out."
     )
     act_order: str = setting(
         "static",

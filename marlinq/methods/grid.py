@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
-# Shares of the full range that the search tries. Below half of it nothing is won; slightly above it, because
-# the code -8 reaches absmax only with a scale of absmax/8, while GPTQ's convention counts from absmax/7.5.
-_SHRINK = tuple(1.06 - 0.04 * step for step in range(13))
+# Shares of the full range that the search tries. Below .7 it would clip weights that this calibration hardly
+# uses and another text needs (docs/lab-notes/quality.md). Slightly above 1, because the code -8 reaches
+# absmax only with a scale of absmax/8, while GPTQ's convention counts from absmax/7.5.
+_SHRINK = tuple(1.06 - 0.03 * step for step in range(13))
 
 # Two signs of a scale whose costs differ by less than this share are equally good: far more than the rounding
 # of float32 sums, far less than matters.

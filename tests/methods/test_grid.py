@@ -89,7 +89,8 @@ def test_search_beats_minmax(symmetric, uniform):
 def test_search_ignores_outliers_that_cost_nothing():
     generator = torch.Generator().manual_seed(4)
     weight = torch.randn(32, 40, generator=generator)
-    weight[0] = 1.7 * weight[1:].abs().amax(dim=0)
+    # The least range that is tried is .7 of the full one.
+    weight[0] = 1.4 * weight[1:].abs().amax(dim=0)
     importance = torch.ones(32)
     importance[0] = 0
     scales, zeros = search_grid(weight, importance, scheme())
@@ -97,7 +98,8 @@ def test_search_ignores_outliers_that_cost_nothing():
     assert float((scales.abs() / plain).mean()) < 1.1
     full, _ = minmax_grid(weight, scheme())
     cost = _rounding_cost(weight, importance, scales, zeros)
-    assert cost.sum() < 0.5 * _rounding_cost(weight, importance, full, zeros).sum()
+    # Steps 1.4 times as long have twice the squared error.
+    assert cost.sum() < 0.6 * _rounding_cost(weight, importance, full, zeros).sum()
 
 
 def test_symmetric_search_uses_both_signs():

@@ -63,7 +63,7 @@ def searched_gptq(
     u = torch.linalg.cholesky(torch.linalg.inv(h), upper=True)
     root = torch.linalg.inv(u)
     values = torch.empty(k, n, dtype=torch.float64)
-    shares = [1.06 - 0.04 * step for step in range(13)]
+    shares = [1.06 - 0.03 * step for step in range(13)]
     done = torch.zeros(n, k, dtype=torch.float64)
     for group in range(k // g):
         part = slice(group * g, (group + 1) * g)

@@ -31,13 +31,13 @@ QUALITIES: dict[str, Quality] = {
     for quality in (
         Quality(
             "fast",
-            3,
+            4,
             "round-to-nearest, on scales that mind how strong the inputs are",
             {"method": "imatrix", "tune_steps": 0, "tune_codes": False, "tune_own_text": False},
         ),
         Quality(
             DEFAULT,
-            2,
+            3,
             "GPTQ",
             {
                 "method": "gptq",
@@ -49,7 +49,7 @@ QUALITIES: dict[str, Quality] = {
         ),
         Quality(
             "best",
-            14,
+            15,
             "the default with --output-hessian, then codes, scales and norms tuned towards the "
             "original's predictions, on text that the model writes as well",
             {

@@ -818,14 +818,14 @@ def test_a_run_of_another_version_of_its_quality_is_not_resumed(
 def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     best = Recipe().replace(quality="best", tune_steps=7)
     assert (best.tune_steps, best.tune_codes) == (7, True)
-    assert best.quality_record() == {"name": "best", "version": 14, "changed": ["tune_steps"]}
+    assert best.quality_record() == {"name": "best", "version": 15, "changed": ["tune_steps"]}
     assert Recipe.from_dict(best.to_dict()) == best
     assert best.replace(quality="fast") == Recipe().replace(quality="fast")
     source = save_tiny("llama", tmp_path / "model")
     small = {"samples": 8, "max_length": 40, "group_size": 32}
     quantize(source, tmp_path / "out", recipe=Recipe.from_dict({"quality": "fast", **small}), device="cpu")
     manifest = json.loads((tmp_path / "out" / "marlinq.json").read_text())
-    assert manifest["quality"] == {"name": "fast", "version": 3, "changed": []}
+    assert manifest["quality"] == {"name": "fast", "version": 4, "changed": []}
     assert manifest["recipe"]["method"] == "imatrix"
 
 
