@@ -70,14 +70,27 @@ _LEFT_OUT = {"model_type", "transformers_version", "id2label", "label2id", "dtyp
 
 # By family: what the defaults leave out or rules can't know. A dotted key lies in an inner config.
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_SECTIONS = {**_ROPE, "mrope_section": [2, 3, 3]}
+_HALF_SECTIONS = {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 _SET: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "moshi": {"ffn_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "num_experts": 4, "moe_topk": 2, "num_hidden_layers": 2},
     "ministral": {"head_dim": HEAD_DIM},
     "nemotron": {"num_key_value_heads": 2, "head_dim": HEAD_DIM},
+    "qwen2_vl": {"text_config.rope_parameters": _SECTIONS},
+    "qwen2_5_vl": {"text_config.rope_parameters": _SECTIONS},
+    "qwen2_5_omni_thinker": {"text_config.rope_parameters": _SECTIONS},
+    "paddleocr_vl": {"text_config.rope_parameters": _SECTIONS},
+    "glm4v": {"text_config.rope_parameters": _HALF_SECTIONS},
+    "glm46v": {"text_config.rope_parameters": _HALF_SECTIONS},
+    "glmga": {"text_config.rope_parameters": _HALF_SECTIONS},
+    "glm_ocr": {"text_config.rope_parameters": {**_SECTIONS}},
+    "glm4v_moe": {"text_config.rope_parameters": _HALF_SECTIONS},
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mlp"]},

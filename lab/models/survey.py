@@ -4,7 +4,7 @@
 
 Each family's tiny random model (``lab/models/families.py``) is planned, quantised (round to nearest),
 verified against the original, loaded, and compared in its logits with transformers' own model that holds the
-dequantised weights. Rows go into ``lab/models/survey.json``. The
+dequantised weights. Rows go into ``lab/models/survey.json``, and as a table into ``docs/models.md``. The
 exit code is 1 when a family that worked does not work any more; ``--accept`` records that instead.
 """
 
@@ -35,8 +35,10 @@ from marlinq.models.recognise import recognise
 from marlinq.runtime.loading import match_tensors
 
 RESULTS = Path(__file__).with_name("survey.json")
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 WORKS, PARTLY, REFUSED, FAILED, NOT_BUILT = "works", "works without text", "refused", "fails", "not built"
 _TOKENS = 24
+_CELL = 64
 _TOLERANCE = 2e-4
 """Relative error of float32 logits: sums of a few hundred products in another order."""
 
@@ -193,6 +195,38 @@ def write(rows: Sequence[Row]) -> None:
     entries = [asdict(row) for row in rows]
     text = json.dumps({"transformers": transformers.__version__, "rows": entries}, indent=1)
     RESULTS.write_text(text + "\n")
+    PAGE.write_text(page(rows, transformers.__version__))
+
+
+def page(rows: Sequence[Row], version: str) -> str:
+    """The table of ``docs/models.md``."""
+    lines = [
+        "# Models",
+        "",
+        f"Every decoder family of transformers {version}, as a tiny random model, through plan,",
+    ]
+    lines += [
+        "quantise (round to nearest), verify, load, logits against the dequantised model, and inspect.",
+        "",
+    ]
+    for wrapper, title in ((False, "Text"), (True, "Images, video or audio besides text")):
+        chosen = [row for row in rows if row.wrapper == wrapper]
+        built = [row for row in chosen if row.outcome != NOT_BUILT]
+        works = sum(row.outcome == WORKS for row in built)
+        lines += [f"## {title}", "", f"{works} of {len(built)} that could be built work."]
+        lines += [
+            "`make survey` makes this page.",
+            "",
+            "| type | outcome | decode step |",
+            "| --- | --- | --- |",
+        ]
+        for row in chosen:
+            why = row.reason.replace("|", "/")[:_CELL]
+            outcome = f"{row.outcome}: `{why}`" if why else row.outcome
+            step = "own" if row.step == "own" else "transformers" if row.step else ""
+            lines.append(f"| {row.model_type} | {outcome} | {step} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -278,9 +278,9 @@ def decoder_blocks(model: PreTrainedModel, source: str) -> tuple[str, nn.ModuleL
         UnsupportedError: no list of modules holds linears.
     """
     best: tuple[int, str, nn.ModuleList] | None = None
-    towers = tuple(f"{name}." for name in _towers(model))
+    outside = tuple(f"{name}." for name in towers(model))
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not name.startswith(towers):
+        if isinstance(module, nn.ModuleList) and not name.startswith(outside):
             weights = linear_weights(module) + _fused_weights(module)
             if weights and (best is None or weights > best[0]):
                 best = (weights, name, module)
@@ -292,7 +292,7 @@ def decoder_blocks(model: PreTrainedModel, source: str) -> tuple[str, nn.ModuleL
     return best[1], best[2]
 
 
-def _towers(model: PreTrainedModel) -> Iterator[str]:
+def towers(model: PreTrainedModel) -> Iterator[str]:
     """Full names of the models inside ``model`` that embed no text: vision and audio towers."""
     table = _table_of(model)
     if table is None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from marlinq.models.anatomy import Attention, Norm, Rotary, Slices
+from marlinq.models.blueprint import towers
 from marlinq.models.candidates import factor, rotate
 from marlinq.models.recording import TOKENS, AttentionCall, Call, MaskFunction, Refusal
 
@@ -34,7 +35,11 @@ class RotaryModules:
     def __init__(self, model: PreTrainedModel) -> None:
         self._found: list[_Frequencies] = []
         self._positions = torch.arange(TOKENS)
+        # Those of vision and audio towers take positions of other shapes.
+        outside = tuple(f"{name}." for name in towers(model))
         for name, module in model.named_modules():
+            if name.startswith(outside):
+                continue
             if any(True for _ in module.children()) or any(True for _ in module.parameters()):
                 continue
             for key, values in module.named_buffers(recurse=False):
