@@ -25,6 +25,7 @@ from tests.emulation.experts import Routed, run_layer
 from tests.emulation.gemm import H200
 from tests.kernels.experts_problems import Shape, random_layer, random_routing
 from tests.kernels.problems import BOUND, relative_error
+from tests.testing.pairs import in_turn, slow_but
 
 SMALL = replace(H200, multiprocessors=3)
 
@@ -80,9 +81,13 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("values", LAYERS.values(), ids=LAYERS)
-def test_layers(builder: Builder, values: tuple[int, Shape, int, int, int, float]) -> None:
-    m, shape, tile_m, words, warpgroups, skew = values
+# Every time: more tiles than experts, both 16-bit types, and every number of words and warpgroups.
+@pytest.mark.parametrize(
+    "name",
+    slow_but(LAYERS, "several tiles an expert", "bfloat16 with zero points", "four words side by side"),
+)
+def test_layers(builder: Builder, name: str) -> None:
+    m, shape, tile_m, words, warpgroups, skew = LAYERS[name]
     torch.manual_seed(m)
     layer = random_layer(shape)
     x, ids, weights = random_routing(shape, m, skew=skew)
@@ -104,9 +109,9 @@ HERE = {
 }
 
 
-@pytest.mark.parametrize("values", HERE.values(), ids=HERE)
-def test_blocks_sort_few_pairs(builder: Builder, values: tuple[int, Shape, int, int, int, bool]) -> None:
-    m, shape, words, warpgroups, known, wide = values
+@pytest.mark.parametrize("name", slow_but(HERE, "empty experts", "experts elsewhere"))
+def test_blocks_sort_few_pairs(builder: Builder, name: str) -> None:
+    m, shape, words, warpgroups, known, wide = HERE[name]
     torch.manual_seed(m)
     layer = random_layer(shape)
     x, ids, weights = random_routing(replace(shape, experts=known), m, skew=0.5)
@@ -181,9 +186,11 @@ def shared_decision(
     return DirectDecision(configs[0], configs[1], "a test's")
 
 
-@pytest.mark.parametrize("values", SHARED.values(), ids=SHARED)
-def test_pairs_that_share_experts(builder: Builder, values: tuple[Any, ...]) -> None:
-    m, columns, shape, *splits = values
+@pytest.mark.parametrize(
+    "name", slow_but(SHARED, "two rows", "more rows of an expert than columns", "tiles of rows")
+)
+def test_pairs_that_share_experts(builder: Builder, name: str) -> None:
+    m, columns, shape, *splits = SHARED[name]
     torch.manual_seed(m)
     layer = random_layer(shape)
     x, ids, weights = random_routing(replace(shape, experts=shape.experts + 1), m)
@@ -196,8 +203,9 @@ def test_pairs_that_share_experts(builder: Builder, values: tuple[Any, ...]) -> 
     assert error < 2 * BOUND[shape.dtype]
 
 
-@pytest.mark.parametrize("way", ["alone", "together", "sorted"])
-@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+@pytest.mark.parametrize(
+    ("way", "activation"), in_turn(("alone", "together", "sorted"), ("silu", "clamped_swiglu"))
+)
 def test_biases(builder: Builder, way: str, activation: str) -> None:
     """Of GPT-OSS: with the gate's clamp, which activations of this size reach."""
     shape = Shape(4, 2, 256, 192, 64, False, torch.bfloat16, True)

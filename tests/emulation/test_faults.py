@@ -23,7 +23,7 @@ from tests.emulation.faults import (
     Fault,
 )
 from tests.emulation.gemm import SOURCES, Case, bound, run
-from tests.testing.pairs import first_of_each
+from tests.testing.pairs import first_of_each, in_turn
 
 
 def report(builder: Builder, case: Case, planted: Planted | None, schedules: int) -> str:
@@ -56,7 +56,10 @@ def test_a_planted_fault_is_reported(builder: Builder, fault: Fault) -> None:
     assert re.search(fault.reported, found, re.DOTALL), found
 
 
-@pytest.mark.parametrize("case", [STREAM, CLUSTERED, UNBIASED, BULK, SPLIT, PERSISTENT, EVEN], ids=str)
-@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize(
+    ("case", "dependent"),
+    in_turn((STREAM, CLUSTERED, UNBIASED, BULK, SPLIT, PERSISTENT, EVEN), (False, True)),
+    ids=str,
+)
 def test_without_a_fault_there_is_nothing_to_report(builder: Builder, case: Case, dependent: bool) -> None:
     assert report(builder, replace(case, dependent=dependent), None, schedules=2) == "nothing"

@@ -25,7 +25,7 @@ from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.gemm import AMPERE, H200, SOURCES, Case, bound, run
 from tests.kernels.problems import SPREADS, int4_problem
-from tests.testing.pairs import every_pair, in_turn
+from tests.testing.pairs import every_pair, in_turn, slow_but
 
 # (M, N, K, group, zeros, bfloat16, dependent, elements between rows of x): every pair of features with the
 # extents that leave tiles, chunks and rings with a rest.
@@ -139,7 +139,7 @@ def test_fewer_chunks_on_their_way_than_stages(
     right(builder, Case(problem, config, dependent=dependent))
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("blocks", slow_but((1, 2, 5), 2))
 def test_blocks_that_take_tile_after_tile(builder: Builder, blocks: int) -> None:
     for m, n, k, words, group in ((20, 1088, 640, 2, 128), (20, 832, 320, 4, -1), (40, 320, 576, 1, 64)):
         problem = int4_problem(m, n, k, group, zeros=True, bfloat16=blocks == 2)
@@ -180,8 +180,13 @@ EVEN = {
 }
 
 
-@pytest.mark.parametrize(("name", "dependent"), in_turn(list(EVEN), (False, True)))
-def test_tiles_dealt_out_in_chunks(builder: Builder, name: str, dependent: bool) -> None:
+# Every time: tiles that blocks share, whole tiles beside such, and both past the last row and column.
+@pytest.mark.parametrize(
+    "name",
+    slow_but(EVEN, "more blocks than tiles", "whole tiles beside runs", "columns and rows past the end"),
+)
+def test_tiles_dealt_out_in_chunks(builder: Builder, name: str) -> None:
+    dependent = list(EVEN).index(name) % 2 == 1
     m, n, k, group, zeros, tile_m, words, warpgroups_n, rows, most = EVEN[name]
     problem = int4_problem(m, n, k, group, zeros, bfloat16=dependent)
     config = WarpgroupConfig(tile_m, words, warpgroups_n, 1, rows, 1, 3, 1, most, stream_k=True)

@@ -16,6 +16,7 @@ from marlinq.kernels.launch import persistent
 from marlinq.kernels.launch.persistent import BiasedOperand, LayerOperands, Model, PersistentLayers
 from tests.emulation.gemm import SOURCES, apart_operand
 from tests.kernels.persistent_problems import Features, Reference, Sizes, bound, random_layer
+from tests.testing.pairs import slow_but
 
 SIZES = Sizes(512, 640, 8, 2, 64, 128)
 DEVICE = torch.device("cpu")
@@ -185,7 +186,22 @@ def _problem(case: Case) -> Problem:
     return Problem(layers, given, hidden, lengths, model, step)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Every time: one group of columns and several, both team sizes, every kind of norm, group and 16-bit type,
+# and the caches at which a block's first and last chunks end.
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        CASES,
+        "two layers",
+        "one group of columns",
+        "sets of four tiles, groups of 64, zero points",
+        "more blocks than tiles",
+        "norms behind the parts of a block",
+        "bfloat16, window, cap",
+        "groups of 32, zero points, 0 positions",
+        "groups of 32, zero points, 127 positions",
+    ),
+)
 def test_step_is_that_of_float64(builder: Builder, name: str) -> None:
     case = CASES[name]
     problem, dtype = _problem(case), case.features.dtype

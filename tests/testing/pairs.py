@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -35,6 +35,13 @@ def first_of_each(cases: Sequence[Any], kind: Callable[[Any], object]) -> list[A
         found.append(pytest.param(case, marks=pytest.mark.slow if kind(case) in seen else []))
         seen.add(kind(case))
     return found
+
+
+def slow_but(cases: Iterable[Any], *chosen: Any) -> list[Any]:
+    """Parameters of all ``cases``, marked slow but for ``chosen``."""
+    listed = list(cases)
+    assert all(case in listed for case in chosen), "a chosen case is not among the cases"
+    return [pytest.param(case, marks=[] if case in chosen else pytest.mark.slow) for case in listed]
 
 
 def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:

@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return model, write(folder / "tiny", "gptq", {names[0]: random_tuple(256, 256, 1)})
 
 
-@pytest.mark.parametrize("target", ["marlin", "compressed-tensors"])
+@pytest.mark.parametrize("target", ["marlin", pytest.param("compressed-tensors", marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_model(folders: tuple[Path, Path], target: str) -> None:
     model, tiny = folders
     largest = K * N // 2

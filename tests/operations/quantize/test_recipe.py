@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,6 +62,7 @@ _RECIPES = st.builds(
 )
 
 
+@hypothesis.settings(max_examples=30)
 @given(_RECIPES)
 def test_dict_and_json_round_trip(recipe):
     assert Recipe.from_dict(recipe.to_dict()) == recipe

@@ -143,7 +143,8 @@ def test_the_clean_folder_passes(clean: Path) -> None:
     assert problems(clean / "int4", clean / "model") == []
 
 
-@pytest.mark.parametrize("manifest", [True, False])
+# With a manifest every change of a file is found: test_faults.py plants one of each kind.
+@pytest.mark.parametrize("manifest", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_found(
     plant: Callable[[Tensors], None], manifest: bool, clean: Path, tmp_path: Path

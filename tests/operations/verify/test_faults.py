@@ -185,7 +185,7 @@ def test_with_the_manifest(quantized, tmp_path, name, layout):
     assert failed(report) & {"manifest", "files"}, report.render()
 
 
-@pytest.mark.parametrize(("name", "layout"), in_some_layouts(2))
+@pytest.mark.parametrize(("name", "layout"), in_some_layouts(1))
 def test_without_the_manifest(original, quantized, tmp_path, name, layout):
     fault = FAULTS[name]
     folder = damaged(quantized, tmp_path, name, layout, manifest=False)
