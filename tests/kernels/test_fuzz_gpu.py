@@ -31,6 +31,7 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.choose.decision import available
 from marlinq.kernels.contract.configuration import Configuration
+from marlinq.kernels.contract.operands import Operands as GemmOperands
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
@@ -282,9 +283,8 @@ def relative_error_of(call: Call) -> float:
         with demanded(call), poisoned_memory():
             if call.even:
                 full = torch.empty(call.m, call.weight.n, dtype=dtype, device=DEVICE)
-                launch_gemm(
-                    Operands(x, operands.operand, operands.bias, full), decided(call, device_numbers(0))
-                )
+                given = GemmOperands(x, operands.operand, operands.bias, full)
+                launch_gemm(given, decided(call, device_numbers(0)))
                 results.append(full[:, : call.out_features])
                 return
             results.append(
