@@ -201,6 +201,16 @@ def floors_table() -> str:
     return _table(rows)
 
 
+def elements_table() -> str:
+    """Times of one model's layers by kind of weight and batch, beside cuBLAS and the hardware's limit."""
+    measured = result("elements-h200")
+    rows = [["us; over cuBLAS FP16; over the floor", *map(str, measured["batches"])]]
+    for row in measured["rows"]:
+        cells = zip(row["marlinq"], row["cublas"], row["floor"], strict=True)
+        rows.append([row["weights"], *(f"{a:.1f}; {a / b:.2f}; {a / c:.2f}" for a, b, c in cells)])
+    return _table(rows)
+
+
 def experts_table() -> str:
     """Times of whole routed layers by model and batch, beside Humming and the hardware's limit."""
     found = result("experts-h200")
@@ -392,6 +402,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "floors": floors_table,
+    "elements": elements_table,
     "sustained": sustained_table,
     "experts": experts_table,
     "quality": quality_table,
