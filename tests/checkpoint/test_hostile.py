@@ -342,8 +342,12 @@ WRONG_CONFIGS: dict[str, tuple[Any, type[MarlinqError], str]] = {
     ),
     "CT without groups": ({**CT, "config_groups": {}}, CheckpointError, "config_groups"),
     "CT group a number": ({**CT, "config_groups": {"g": 3}}, CheckpointError, "config_groups.g"),
-    "CT FP8": (ct_weights(type="float"), UnsupportedError, "type 'float'"),
-    "CT per tensor": (ct_weights(strategy="tensor"), UnsupportedError, "strategy 'tensor'"),
+    "CT FP8": (
+        ct_weights(type="float"),
+        UnsupportedError,
+        "format 'pack-quantized' is not supported for fp4_e2m1",
+    ),
+    "CT per tensor": (ct_weights(strategy="tensor"), CheckpointError, "no quantised tensor ends in"),
     "CT six bits": (ct_weights(num_bits=6), UnsupportedError, "6 bits"),
     "CT weights a list": (
         {**CT, "config_groups": {"g": {**GROUP, "weights": [1]}}},

@@ -92,7 +92,7 @@ FAULTS = [
         ("another row's zero point", "zero_of_row", "widen_half<E, 1>(zeros.pair[q])", WRONG),
         ("kinds of codes exchanged", "fragments_by_kind", "x[0][0][0], x[0][0][1]", WRONG),
         ("fragments of one row", "piece_of_codes", "lane / 8", WRONG),
-        ("past an array's end", "words_of_pair", "words[row][q + 1]", "out of an array's bounds"),
+        ("past an array's end", "words_of_pair", "words[row + 2].of[q]", "out of an array's bounds"),
         ("sums read too early", "block_sums_met", ";", "without waiting for it|may still be reading"),
         (
             "columns past N",

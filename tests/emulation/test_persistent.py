@@ -11,6 +11,7 @@ from torch import Tensor
 
 from emulation.build import Builder
 from emulation.launching import EmulatedKernel, KernelFault, Memory, apart, encode_tensor_map
+from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch import persistent
 from marlinq.kernels.launch.persistent import BiasedOperand, LayerOperands, Model, PersistentLayers
@@ -174,7 +175,7 @@ def _problem(case: Case) -> Problem:
         [operand.channels for operand in layers[0].operands],
         model,
         sizes.head_dim,
-        case.features.group,
+        Granularity.group(case.features.group),
         zeros=case.features.zeros,
         bfloat16=dtype == torch.bfloat16,
         shared_bytes=case.shared_bytes,

@@ -23,7 +23,7 @@ from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.faults import WRONG
-from tests.emulation.gemm import ACTIVATIONS, H200, SOURCES, apart_operand, bound
+from tests.emulation.gemm import ACTIVATIONS, H200, SOURCES, apart_operand, bound, memory_of
 from tests.emulation.tensor_maps import emulated_tensor_maps
 from tests.kernels.problems import int4_problem, random_operands, relative_error
 
@@ -39,12 +39,7 @@ class Given:
     weight: Tensor
 
     def memory(self, **more: Memory) -> list[Memory]:
-        named = self.operands._asdict()
-        return [
-            Memory(name, tensor, writable=name == "out", after_previous=name in ("x", "out"))
-            for name, tensor in named.items()
-            if tensor is not None
-        ] + list(more.values())
+        return memory_of(self.operands) + list(more.values())
 
 
 def given(problem: Problem) -> Given:

@@ -8,6 +8,7 @@ import torch
 
 from marlinq.core.errors import NumericsError, UnsupportedError, UsageError
 from marlinq.core.scheme import INT8
+from marlinq.core.schemes import SCHEMES
 from marlinq.methods import METHODS, Inputs
 from marlinq.methods.gptq import GPTQ, GPTQOptions, solve_gptq, solve_gptq_shared
 from marlinq.methods.hessian import HessianAccumulator
@@ -259,6 +260,11 @@ def test_gpu_agrees_with_the_cpu(make_layer):
 def test_many_inputs_are_solved_like_one(name: str) -> None:
     method = METHODS[name]
     generator = torch.Generator().manual_seed(6)
+    given = next(
+        each
+        for each in (scheme(32), SCHEMES["fp8-static"].example(scheme(32)))
+        if method.scheme_refusal(each) is None
+    )
     options, inputs = method.options(), []
     for number in range(3):
         statistics = None
@@ -267,10 +273,10 @@ def test_many_inputs_are_solved_like_one(name: str) -> None:
             statistics.add(torch.randn(200, 64, generator=generator))
         weights = [torch.randn(n, 64, generator=generator).to(torch.bfloat16) for n in (8, 24)]
         inputs.append(Inputs(weights, statistics, [f"{number}.gate", f"{number}.up"]))
-    together = method.solve_many(inputs, scheme(32), options)
+    together = method.solve_many(inputs, given, options)
     for each, found in zip(inputs, together, strict=True):
         wide = [weight.float() for weight in each.weights]
-        alone = method.solve(wide, each.statistics, scheme(32), options, names=each.names)
+        alone = method.solve(wide, each.statistics, given, options, names=each.names)
         for (mine, report), (other, expected) in zip(found, alone, strict=True):
             assert mine.difference(other) is None
             assert report == expected

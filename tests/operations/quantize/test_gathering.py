@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from marlinq.calibration import Batch, HiddenStates
-from marlinq.formats import ModuleSpec
+from marlinq.core.granularity import Granularity
+from marlinq.formats import LAYOUTS, ModuleSpec
 from marlinq.methods import GPTQ, GPTQOptions
 from marlinq.models import BlockReplay, ModelInstance, build_blueprint
 from marlinq.operations.quantize.gathering import Gathering
@@ -88,14 +89,16 @@ def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
             each,
             each.name,
             each.parameter,
+            method,
             options,
+            LAYOUTS["gptq"],
             ModuleSpec(each.in_features, each.out_features, scheme(32)),
             "",
-            32,
+            Granularity.group(32),
         )
         for each in blueprint.blocks[1].projections
     ]
-    gathering = Gathering(instance, replay, method, BATCHES, ALONE)
+    gathering = Gathering(instance, replay, BATCHES, ALONE)
     gathering.original = OriginalStates(instance, replay, states(compared, 0.0), compared)
     with instance.loaded(BLOCK):
         yield Scene(gathering, members, instance, replay, states([0, 1, 2], 0.05), original)
@@ -131,7 +134,7 @@ def test_streams_are_compared_where_projections_write_to_them(scene: Scene) -> N
     statistics = gathered.statistics
     # Where the difference is, and by what a token's input and difference are divided.
     for name, left in ((QKV[0], QKV[0]), (O_PROJ, "mid"), (GATE_UP[0], GATE_UP[0])):
-        sizes = [rms(each["mid"]) if left == "mid" else torch.ones(1) for each in now]
+        sizes = [rms(each["mid"]).sqrt() if left == "mid" else torch.ones(1) for each in now]
         inputs = [each[name] / size for each, size in zip(now, sizes, strict=True)]
         drifts = [(before[number][left] - now[number][left]) / sizes[number] for number in compared]
         assert_near(statistics[name].hessian(), products([(x, x) for x in inputs]))
@@ -151,10 +154,13 @@ def test_streams_are_compared_where_projections_write_to_them(scene: Scene) -> N
     rounded = [scene.tensors(drifted.load(number), number) for number in range(3)]
     gathering.gather_late(1, scene.members, drifted, gathered)
     seen = [(rounded if number in compared else now)[number] for number in range(3)]
-    inputs = [each[DOWN] / rms(each["out"]) for each in seen]
+    inputs = [each[DOWN] / rms(each["out"]).sqrt() for each in seen]
     assert_near(statistics[DOWN].hessian(), products([(x, x) for x in inputs]))
     pairs = [
-        ((before[number]["out"] - rounded[number]["out"]) / rms(rounded[number]["out"]), inputs[number])
+        (
+            (before[number]["out"] - rounded[number]["out"]) / rms(rounded[number]["out"]).sqrt(),
+            inputs[number],
+        )
         for number in compared
     ]
     assert_near(statistics[DOWN].drift(), products(pairs))

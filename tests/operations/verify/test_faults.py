@@ -147,7 +147,8 @@ for _kind, _options in (("", ()), (", asymmetric", ASYMMETRIC)):
         frozenset({"words and groups"}),
         needs_original=True,
         layouts=("gptq", "compressed-tensors"),
-        options=_options,
+        # GPTQ on this tiny model moves codes so far that such a scale can't be told.
+        options=(("method", "rtn"), *_options),
     )
 FAULTS["a code eight steps off, asymmetric"] = replace(
     FAULTS["a code eight steps off"], layouts=("gptq", "compressed-tensors"), options=ASYMMETRIC

@@ -189,8 +189,10 @@ def _oddness(w: Tensor, q: QuantizedWeight, noise: Noise) -> _GroupOddness:
         # Weighted by the noise of each input channel.
         known, levels = w[rows] / noise.channel[rows], levels / noise.channel[rows]
         factors = _log_slope(known, levels, scales)
-        # Less the median: one input channel that outweighs the others stretches all outputs alike.
+        # Less the median: one input channel that outweighs the others stretches all outputs alike. Where all
+        # codes are the same, what a method moves weights by is no noise: it stretches the group as a whole.
         errors[group] = (factors - factors.median()).mul_(levels.square().sum(dim=0).sqrt_()).abs_()
+        errors[group][(q.codes[rows] == q.codes[rows][:1]).all(dim=0)] = 0.0
         shift[group] = noise.r[rows].mean(dim=0).abs_()
     # The chance of the less probable of two is at most twice its own.
     by_errors = tail_of_others(errors, share=_TAIL_SHARE, least_spread=_LEAST_ERRORS).add_(math.log(2))
