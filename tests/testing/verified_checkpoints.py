@@ -20,6 +20,7 @@ from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import FORMATS, spec_of
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
+from marlinq.methods.rtn import round_to_nearest
 from tests.testing.layouts import INTEGERS
 from tests.testing.schemes import quantized, scheme
 
@@ -56,9 +57,12 @@ def hessian_of(k: int, seed: int) -> Tensor:
 def quantize(
     weight: Tensor, *, group_size: int, symmetric: bool, act_order: str, seed: int
 ) -> QuantizedWeight:
-    """GPTQ as marlinq does it; ``act_order`` "scattered" gives groups along the order, with a g_idx."""
-    hessian = hessian_of(weight.shape[1], seed)
+    """GPTQ as marlinq does it; ``act_order`` "scattered" gives groups along the order, with a g_idx, and
+    "rounded" rounds to nearest in place of GPTQ."""
     wanted = scheme(group_size, symmetric=symmetric)
+    if act_order == "rounded":
+        return round_to_nearest(weight, wanted)
+    hessian = hessian_of(weight.shape[1], seed)
     if act_order != "scattered":
         return solve_gptq(weight, hessian, wanted, GPTQOptions(act_order=act_order))[0]
     order = hessian.diagonal().argsort(descending=True)
