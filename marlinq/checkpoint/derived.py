@@ -25,7 +25,7 @@ class DerivedCheckpoint(Checkpoint):
     """A checkpoint that has other tensors than its folder.
 
     Attributes:
-        base: what is stored.
+        base: checkpoint on disk.
         computed: tensors that are no stored ones, by name.
     """
 

@@ -15,7 +15,7 @@ class NamedScheme:
 
     Attributes:
         name: name in recipes and on the command line.
-        meaning: the same in words, for help texts.
+        meaning: description for help texts.
         element: type of a code.
         granularity: weights that share a scale; None where the group size is a setting of its own.
         scale_dtype: name of the scales' dtype; None for what the layout wants.

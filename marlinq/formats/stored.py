@@ -30,7 +30,7 @@ class StoredWeight:
     :meth:`weight` decode the small tensors and everything.
 
     Attributes:
-        name: what error messages call it.
+        name: name in error messages.
         layout: of the tensors.
         spec: what the config and the shapes say.
         tensors: by suffix, all on one device, of the names, shapes and dtypes that the layout expects.

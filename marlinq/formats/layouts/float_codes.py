@@ -42,7 +42,7 @@ class FloatNames:
         scale_dtype: dtype that loaders expect of the scales; None for the model's.
         exponent_bytes: scales of dtype E8M0 are written as uint8.
         second: suffix of the second-level scale; None where there is none.
-        second_use: what the second level does.
+        second_use: use of the second-level scale: multiplies, divides or none.
         inputs: suffix of the activations' scale; None where none is stored.
         single: shape of one scale.
         flat: scales of output channels are [N], not [N, 1].

@@ -123,7 +123,7 @@ class Contender(Protocol):
     """One implementation of the product.
 
     Attributes:
-        name: what options and reports call it.
+        name: name in options and reports.
         any_format: whether it multiplies with every weight format, not with 4-bit integers alone.
     """
 

@@ -92,7 +92,7 @@ class ServeBench(Shown):
     """Both engines on one workload.
 
     Attributes:
-        workload: what was asked of them.
+        workload: batches, prompts and requests that were run.
         engines: by the names of :data:`ENGINES`.
     """
 

@@ -96,7 +96,7 @@ def plan_conversion(
     """Decide a conversion.
 
     Args:
-        source: what is converted.
+        source: checkpoint to convert.
         target: format of the output.
         scheme: scheme of every module of the output; None for those that they have.
         allow_loss: round what can't be held exactly, and say so.

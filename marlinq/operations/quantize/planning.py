@@ -35,7 +35,7 @@ class PlannedModule:
         projection: where its weight is.
         stored: its name in the output, to which the layout's suffixes are added.
         source: the tensor of the checkpoint that holds its weight; a tied head's is the embedding's.
-        method: what quantises it.
+        method: solver of its weight.
         options: of the method.
         layout: layout of its tensors.
         spec: what will be stored.
