@@ -205,9 +205,9 @@ def experts(
 )
 @click.option(
     "--scheme",
-    type=click.Choice(("int4", "int8", "fp8", "mxfp4", "nvfp4")),
+    type=click.Choice(("16", "int4", "int8", "fp8", "mxfp4", "nvfp4")),
     default="int4",
-    help="Kind of the synthetic model's weights.",
+    help="Kind of the synthetic model's weights; 16 leaves them in 16 bits.",
 )
 @click.option(
     "--head",

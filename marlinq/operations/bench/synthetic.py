@@ -107,8 +107,8 @@ class Synthetic:
         layers: decoder blocks, fewer or more than the config says; None for as many.
         group_size: of the quantised weights; the largest smaller one where it does not divide.
         head: how the output head is held.
-        scheme: kind of the weights, a key of :data:`marlinq.operations.bench.kernels.SCHEMES`. Those with a
-            group size of their own keep it.
+        scheme: kind of the weights, a key of :data:`marlinq.operations.bench.kernels.SCHEMES`, or ``16`` for
+            weights in the activations' dtype. Those with a group size of their own keep it.
     """
 
     name: str
@@ -148,7 +148,7 @@ def synthetic_model(
     dtype: str | torch.dtype | None = None,
     progress: ReportProgress = no_progress,
 ) -> LoadedModel:
-    """The model with random packed weights, as :func:`marlinq.runtime.load` returns one that only decodes.
+    """The model with random weights, as :func:`marlinq.runtime.load` returns one that only decodes.
 
     Raises:
         UsageError: an unknown name, or a group size that does not suit a layer.
@@ -159,18 +159,20 @@ def synthetic_model(
     model = blueprint.build()
     setting = Setting(chosen_device, chosen_dtype, exact=dtype not in (None, "auto"))
     decisions: dict[str, Decision] = {}
-    projections = _quantised(blueprint, model, wanted.head)
+    projections = _quantised(blueprint, model, wanted)
     torch.manual_seed(0)
     with torch.no_grad():
         for block in blueprint.blocks:
             for experts in block.experts:
+                if wanted.scheme == "16":
+                    continue
                 if wanted.scheme != "int4":
                     raise UsageError(f"{experts.name}: experts are int4 alone; leave out --scheme")
                 model.set_submodule(experts.name, _random_grouped(experts, wanted.group_size, setting, model))
         for done, projection in enumerate(projections):
             bias = torch.randn(projection.out_features) * 0.1 if projection.bias else None
             module: nn.Module
-            if wanted.scheme == "int4":
+            if wanted.scheme in ("int4", "16"):  # with 16 bits only a head that was asked for
                 stored = _random_stored(projection, wanted.group_size, setting)
                 decision = decide(stored, setting)
                 module = OPERATORS[decision.operator].build(stored, bias, setting)
@@ -225,9 +227,9 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     return DTYPES[dtype]
 
 
-def _quantised(blueprint: Blueprint, model: PreTrainedModel, head: Head) -> list[Projection]:
-    found = [one for one in blueprint.projections() if one.expert is None]
-    if head == "int4":
+def _quantised(blueprint: Blueprint, model: PreTrainedModel, wanted: Synthetic) -> list[Projection]:
+    found = [one for one in blueprint.projections() if one.expert is None and wanted.scheme != "16"]
+    if wanted.head == "int4":
         module = model.get_output_embeddings()
         found += [one for one in blueprint.others if model.get_submodule(one.module) is module]
     return found

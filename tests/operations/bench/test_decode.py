@@ -92,6 +92,12 @@ def test_synthetic_models_of_other_schemes(scheme: str) -> None:
     assert logits.isfinite().all()
 
 
+@pytest.mark.parametrize("head", ["16", "int4"])
+def test_a_synthetic_model_of_16_bits_quantises_the_head_alone(head: Head) -> None:
+    wanted = Synthetic("smollm2-135m", layers=1, group_size=64, head=head, scheme="16")
+    assert list(synthetic_model(wanted, device="cpu").decisions) == (["lm_head"] if head == "int4" else [])
+
+
 @pytest.mark.parametrize("name", sorted(SYNTHETIC))
 def test_every_synthetic_shape_is_a_model(name: str) -> None:
     config = Synthetic(name, layers=1).config()
