@@ -8,9 +8,11 @@ PYTEST_ARGS ?=
 # One process of tests per core, each with one thread of arithmetic.
 WORKERS ?= auto
 GPU_ARGS ?=
+# Kept byte code: without it every process of the tests compiles torch's and transformers' modules once more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-processors coverage lint format docs survey fuzz gpu interop release-check clean
+.PHONY: help install quickstart test test-all test-processors coverage lint style types tests format docs survey fuzz gpu interop release-check clean
 
 help:
 	@echo "make quickstart   quantise, convert, verify, evaluate and run a small model, with commentary"
@@ -41,21 +43,29 @@ install: $(INSTALLED)
 quickstart: $(INSTALLED)
 	$(BIN)/python scripts/quickstart.py
 
-lint: $(INSTALLED)
+lint: style types
+
+style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
 	$(BIN)/mypy
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
+# mypy has one thread: it runs beside the tests.
+test: style
+	@$(MAKE) --no-print-directory -j2 types tests MARKED='-m "not slow"'
 
-test-all: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+test-all: style
+	@$(MAKE) --no-print-directory -j2 types tests MARKED=
 	$(BIN)/python scripts/other_processors.py
+
+tests: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(MARKED) $(PYTEST_ARGS)
 
 # It says which environments it runs: those of ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA that this processor has.
 test-processors: $(INSTALLED)

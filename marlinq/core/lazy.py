@@ -11,13 +11,19 @@ use this module, so that ``marlinq inspect`` and ``--help`` never wait for it:
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 
+@cache
+def _module() -> Any:
+    return import_module("torch")
+
+
 class _Torch:
     def __getattr__(self, name: str) -> Any:
-        return getattr(import_module("torch"), name)
+        return getattr(_module(), name)
 
 
 torch = _Torch()
