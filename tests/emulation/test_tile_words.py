@@ -8,9 +8,10 @@ import torch
 from emulation.build import Builder
 from emulation.launching import EmulatedKernel, Memory, apart
 from marlinq.formats import ModuleSpec, transcode
-from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
+from marlinq.kernels.driver.compiler import compile_kernel
 from marlinq.kernels.launch import tile_words
 from tests.emulation.gemm import SOURCES
+from tests.testing.architectures import QUICK_FIRST
 from tests.testing.layouts import INTEGERS
 from tests.testing.schemes import scheme
 
@@ -38,7 +39,7 @@ def test_every_family_but_the_kernels_own_has_a_kernel() -> None:
     assert families - {"marlin"} == set(tile_words.SOURCES)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", QUICK_FIRST)
 @pytest.mark.parametrize("family", tile_words.SOURCES)
 def test_it_compiles_without_spills(family: str, architecture: str) -> None:
     compiled = compile_kernel(tile_words.instantiation(family), architecture)

@@ -32,7 +32,7 @@ from marlinq.kernels.experts.choose import (
 from marlinq.kernels.experts.launch import Workspace, instantiations, most_tiles
 from marlinq.kernels.variants.stream import StreamConfig
 from tests.emulation.gemm import AMPERE, H200
-from tests.testing.architectures import EVERY_ARCHITECTURE
+from tests.testing.architectures import MAIN_FIRST
 
 of_size = Granularity.from_group_size
 QWEN = ExpertsShape(1, 8, 128, 2048, 768, Granularity.group(128), False, False, INT4)
@@ -98,7 +98,7 @@ def test_the_workspace_is_one_allocation_without_overlap() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("architecture", EVERY_ARCHITECTURE)
+@pytest.mark.parametrize("architecture", MAIN_FIRST)
 def test_kernels_for_few_rows_spill_nowhere(architecture: str, whole: bool) -> None:
     """Architectures share the groups but where it is slow."""
     # With two slots, which fit everywhere.

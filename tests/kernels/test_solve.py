@@ -21,11 +21,11 @@ from marlinq.kernels.solve.trained_weight import instantiation as tuned_instanti
 from marlinq.methods.grid import search_factors
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.tuning import TunableWeight
-from tests.testing.architectures import EVERY_ARCHITECTURE
+from tests.testing.architectures import MAIN_FIRST
 from tests.testing.schemes import scheme
 
 
-@pytest.mark.parametrize("architecture", EVERY_ARCHITECTURE)
+@pytest.mark.parametrize("architecture", MAIN_FIRST)
 def test_no_variant_spills(architecture: str) -> None:
     symmetric = ARCHITECTURES.index(architecture) % 2 == 0
     wanted = scheme(symmetric=symmetric)
@@ -67,7 +67,7 @@ def tuned(*, latent: bool, dtype: torch.dtype = torch.float16) -> TunedTensors:
     return TunedTensors(given, *(torch.ones(2, 24) for _ in range(3)), dtype, 15, 0.45)
 
 
-@pytest.mark.parametrize("architecture", EVERY_ARCHITECTURE)
+@pytest.mark.parametrize("architecture", MAIN_FIRST)
 def test_no_kernel_of_tuned_weights_spills(architecture: str) -> None:
     for number, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32)):
         made, out = tuned(latent=number != 1, dtype=dtype), (torch.float32, torch.bfloat16)[number % 2]

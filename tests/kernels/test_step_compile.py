@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ from marlinq.kernels.step import (
     residual,
     router,
 )
-from tests.testing.architectures import EVERY_ARCHITECTURE
+from tests.testing.architectures import QUICK
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 
@@ -170,26 +169,35 @@ def cluster_routers() -> list[Prepared]:
     return routers(clusters=True)
 
 
+KERNELS = (residuals, appends, attentions, activations, routers)
 CLUSTERED = (cluster_attentions, cluster_routers)
-# What every kernel is written for gets more of the variants; the others share the rest.
-MAIN = "sm_90a"
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("architecture", EVERY_ARCHITECTURE)
-@pytest.mark.parametrize("kernel", [residuals, appends, attentions, activations, routers, *CLUSTERED])
-def test_no_kernel_spills_on_any_architecture(
-    kernel: Callable[[], list[Prepared]], architecture: str, whole: bool
-) -> None:
-    if kernel in CLUSTERED and int(re.sub(r"\D", "", architecture)) < 90:
-        pytest.skip("no clusters of blocks")
-    chosen = list(dict.fromkeys(prepared.instantiation for prepared in kernel()))
-    if not whole:
-        step = min(5 if architecture == MAIN else 8, len(chosen))
-        chosen = chosen[ARCHITECTURES.index(architecture) % step :: step]
+def kernels(architecture: str) -> list[list[Instantiation]]:
+    """Every kernel's variants on ``architecture``, which has clusters of blocks from 9.0 on."""
+    clusters = int(re.sub(r"\D", "", architecture)) >= 90
+    listed = [kernel() for kernel in (*KERNELS, *(CLUSTERED if clusters else ()))]
+    return [list(dict.fromkeys(prepared.instantiation for prepared in variants)) for variants in listed]
+
+
+def compile_without_spills(chosen: list[Instantiation], architecture: str) -> None:
     named = tuple((f"kernel_{number}", instantiation) for number, instantiation in enumerate(chosen))
-    compiled = compile_text(unit(named), kernel.__name__, architecture)
+    compiled = compile_text(unit(named), "between products", architecture)
     assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0), compiled.log
+
+
+@pytest.mark.parametrize("architecture", QUICK)
+def test_every_kernel_compiles(architecture: str) -> None:
+    """One variant of each kernel, another one on each architecture."""
+    place = ARCHITECTURES.index(architecture)
+    compile_without_spills([each[place % len(each)] for each in kernels(architecture)], architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_kernel_spills_on_any_architecture(architecture: str) -> None:
+    for variants in kernels(architecture):
+        compile_without_spills(variants, architecture)
 
 
 def test_spills_would_be_found() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
 from marlinq.kernels import ARCHITECTURES
+from tests.testing.pairs import slow_but
 
-# Without clusters of blocks; the one that kernels are written for; clusters without wgmma and with little
-# shared memory. Every condition on the architecture in the sources tells some of these three apart.
-QUICK = ("sm_80", "sm_90a", "sm_120a")
-EVERY_ARCHITECTURE = [
-    pytest.param(architecture, marks=[] if architecture in QUICK else pytest.mark.slow)
-    for architecture in ARCHITECTURES
-]
+MAIN = "sm_90a"
+"""The architecture that kernels are written for: all of them run on it."""
+QUICK = ("sm_80", MAIN, "sm_120a")
+"""Architectures before, of and after compute capability 9.0, the only one that sources ask about."""
+QUICK_FIRST = slow_but(ARCHITECTURES, *QUICK)
 """Parameters: all architectures, those outside of :data:`QUICK` marked slow."""
+MAIN_FIRST = slow_but(ARCHITECTURES, MAIN)
+"""Parameters: all architectures, all but :data:`MAIN` marked slow."""

@@ -13,12 +13,13 @@ import torch
 from marlinq.core.errors import UsageError
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import no_progress
-from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, compile_kernel
+from marlinq.kernels import GROUP_SIZES, compile_kernel
 from marlinq.kernels.contract.instantiation import cold_read
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.operations.bench import Cell, KernelBench, bench_kernels, kernels
 from marlinq.operations.bench.peers import PEERS, Marlinq, Run, Weight, _pack_rows, random_weight
 from marlinq.operations.bench.shapes import MODELS, Layer, dividing_group_size, layers_of
+from tests.testing.architectures import QUICK_FIRST
 
 CPU = torch.device("cpu")
 
@@ -187,7 +188,7 @@ def test_cpu_measures_the_reference_and_says_so() -> None:
     assert json.dumps(found.to_dict())
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", QUICK_FIRST)
 def test_cold_read_compiles_without_spills(architecture: str) -> None:
     compiled = compile_kernel(cold_read(threads=1024, unroll=4), architecture)
     assert compiled.spill_bytes == 0
