@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
+from marlinq.core.sparsity import Sparsity
 
 if TYPE_CHECKING:
     import torch
@@ -169,6 +170,8 @@ class Scheme:
         tensor_scale: see :data:`TensorScale`.
         act_order: a stored ``g_idx`` says which group a channel belongs to, instead of ``k // group size``.
         activations: how the inputs are quantised; None for 16-bit activations.
+        sparsity: weights that are zero by rule; None for dense weights, and for sparse ones in a layout that
+            stores their zeros as codes and does not say so.
     """
 
     element: Element
@@ -178,6 +181,7 @@ class Scheme:
     tensor_scale: TensorScale = "none"
     act_order: bool = False
     activations: Activations | None = None
+    sparsity: Sparsity | None = None
 
     @property
     def stores_zeros(self) -> bool:
@@ -211,4 +215,6 @@ class Scheme:
             parts.append("act-order")
         if self.activations is not None:
             parts.append(self.activations.describe())
+        if self.sparsity is not None:
+            parts.append(self.sparsity.describe())
         return ", ".join(parts)

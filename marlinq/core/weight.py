@@ -20,6 +20,7 @@ from marlinq.core.dtypes import SCALES, dtype_name
 from marlinq.core.errors import CheckpointError
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Activations, Element, Scheme, TensorScale
+from marlinq.core.sparsity import Sparsity
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,7 @@ class Grid:
         tensor_scale_divides: products are divided by ``tensor_scale``, not multiplied.
         activations: how a checkpoint wants the inputs quantised; None for 16-bit activations.
         input_scale: float [], stored scale of static activations; None where there is none.
+        sparsity: rule that the codes keep, as whoever made the weight says; None for dense weights.
 
     Raises:
         CheckpointError: the parts don't fit together (shape, dtype or range).
@@ -77,6 +79,7 @@ class Grid:
     tensor_scale_divides: bool = False
     activations: Activations | None = None
     input_scale: Tensor | None = None
+    sparsity: Sparsity | None = None
 
     @classmethod
     def of(
@@ -170,6 +173,7 @@ class Grid:
             tensor_scale="none" if self.tensor_scale is None else use,
             act_order=not self.has_trivial_g_idx,
             activations=self.activations,
+            sparsity=self.sparsity,
         )
 
     @property
@@ -234,6 +238,14 @@ class QuantizedWeight(Grid):
             raise CheckpointError(
                 f"codes: expected uint8 {shape}, found {self.codes.dtype} {list(self.codes.shape)}"
             )
+
+    def used(self) -> Tensor:
+        """bool [K, N], whether a code stands for something else than zero."""
+        if self.element.table is not None:
+            return self.element.decode(self.codes) != 0
+        if self.has_trivial_g_idx and self.scheme.zero_point == "midpoint":
+            return self.codes != self.element.midpoint
+        return self.codes != self.per_output(self.zeros)[self.g_idx.long()]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense weight W, [N, K], computed in float32 and cast to ``dtype`` (default float32)."""
@@ -323,4 +335,5 @@ def _parts(
         "tensor_scale_divides": scheme.tensor_scale == "divides",
         "activations": scheme.activations,
         "input_scale": input_scale,
+        "sparsity": scheme.sparsity,
     }

@@ -137,6 +137,8 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
     """Tokens of text that tell it as much as more would; None where more are of use."""
     per_output: bool = True
     """Whether it makes only schemes whose output channels share nothing (:attr:`Scheme.per_output`)."""
+    prunes: bool = False
+    """Whether it makes sparse schemes (:attr:`Scheme.sparsity`)."""
 
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         """Why the method can't make weights of this scheme, or None."""
@@ -144,6 +146,8 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
             return f"asymmetric {scheme.element.name} weights; values of a table have no zero points"
         if self.per_output and not scheme.per_output:
             return f"{scheme.describe()}; {self.name} solves each output channel alone"
+        if scheme.sparsity is not None and not self.prunes:
+            return f"{scheme.sparsity.describe()} weights; {self.name} does not prune"
         return None
 
     def statistics(
@@ -266,11 +270,16 @@ def check_weight(weight: Tensor, scheme: Scheme, name: str) -> None:
     """Refuse a weight that no grid can hold.
 
     Raises:
-        UnsupportedError: it is not a matrix.
+        UnsupportedError: it is not a matrix, or K is not a multiple of a sparse scheme's span.
         NumericsError: it holds NaN, infinity, or values whose scale overflows the dtype of scales.
     """
     if weight.dim() != 2:
         raise UnsupportedError(f"{name}: expected a weight [N, K], found shape {list(weight.shape)}")
+    if scheme.sparsity is not None and weight.shape[1] % scheme.sparsity.span:
+        raise UnsupportedError(
+            f"{name}: in_features {weight.shape[1]} is not a multiple of {scheme.sparsity.span}, as "
+            f"{scheme.sparsity.describe()} weights need; keep it dense with an override"
+        )
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise NumericsError(

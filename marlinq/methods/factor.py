@@ -73,15 +73,27 @@ def _substitute(triangle: Tensor, x: Tensor, *, upper: bool) -> None:
         x[rest].addmm_(triangle[rest, strip], x[strip], alpha=-1)
 
 
-def channel_order(hessian: Tensor, g: int, act_order: str) -> Tensor:
-    """int64 [K]: the channel that is processed i-th, with the channels of a group next to each other."""
+def channel_order(hessian: Tensor, g: int, act_order: str, span: int = 1) -> Tensor:
+    """int64 [K]: the channel that is processed i-th, with the channels of a group next to each other.
+
+    Args:
+        hessian: float [K, K].
+        g: channels of a group.
+        act_order: see :class:`~marlinq.methods.gptq.GPTQOptions`.
+        span: channels that are pruned together and stay next to each other too, a divisor of ``g``.
+    """
     k = hessian.shape[0]
     if act_order == "none":
         return torch.arange(k, device=hessian.device)
-    diagonal = hessian.diagonal().reshape(k // g, g)
-    groups = torch.argsort(diagonal.mean(dim=1), descending=True, stable=True)
-    within = torch.argsort(diagonal, dim=1, descending=True, stable=True)
-    return (groups.unsqueeze(1) * g + within[groups]).reshape(k)
+
+    def falling(run: int, of: int) -> Tensor:
+        means = hessian.diagonal().reshape(k // of, of // run, run).mean(dim=2)
+        return torch.argsort(means, dim=1, descending=True, stable=True)
+
+    order = falling(g, k)[0]
+    for run, of in ((span, g), (1, span)):
+        order = (order.unsqueeze(1) * (of // run) + falling(run, of)[order]).flatten()
+    return order
 
 
 def factorise(hessian: Tensor, order: Tensor, damp: float) -> Factor:

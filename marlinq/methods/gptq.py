@@ -85,6 +85,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
 
     name = "gptq"
     options = GPTQOptions
+    prunes = True
 
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         if scheme.element.table is not None:
@@ -141,7 +142,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         g = whole_groups(scheme, k, inputs[0].names[0])
         together = _together(inputs[0].weights)
         drifts = any(isinstance(each.statistics, PairedHessian) and each.statistics.pairs for each in inputs)
-        if together == 1 or drifts or not has_panel_kernel(device):
+        if together == 1 or drifts or scheme.sparsity is not None or not has_panel_kernel(device):
             return super().solve_many(inputs, scheme, options)
         from marlinq.kernels.solve import PANEL_ROWS
         from marlinq.methods.many import Layer, solve_many
@@ -229,7 +230,8 @@ def solve_gptq_shared(
         )
     g = whole_groups(scheme, k, names[0])
     hessian = hessian.to(torch.float32)
-    order = channel_order(hessian, g, options.act_order)
+    span = 1 if scheme.sparsity is None else scheme.sparsity.span
+    order = channel_order(hessian, g, options.act_order, span)
     factor = factorise(hessian, order, options.damp)
     wanted = weights if corrected is None else corrected(factor)
     uncorrected = "no drift correction: it is not finite" if wanted is None else None
@@ -285,7 +287,7 @@ def _solver(
     factor: Factor, g: int, scheme: Scheme, options: GPTQOptions, device: torch.device
 ) -> Callable[[Tensor], Solution]:
     """What solves columns, float32 [K, n] in processing order, on a device; any number of times."""
-    if not has_panel_kernel(device):
+    if scheme.sparsity is not None or not has_panel_kernel(device):
         return lambda w: solve_slices(w, factor, g, scheme, clip_search=options.clip_search)
     # The kernels' room imports torch, which reading a recipe must not wait for.
     from marlinq.methods.panels import cut, solve_panels

@@ -20,6 +20,7 @@ from marlinq.methods.base import (
     whole_groups,
 )
 from marlinq.methods.grid import minmax_grid, search_grid
+from marlinq.methods.pruning import smallest_removed
 from marlinq.methods.quantity import ErrorQuantity
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class RTN(Method[RTNOptions, Statistics]):
     options = RTNOptions
     calibrated = False
     per_output = False
+    prunes = True
 
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         if scheme.activations is not None and not scheme.activations.dynamic:
@@ -78,7 +80,7 @@ class RTN(Method[RTNOptions, Statistics]):
 def round_to_nearest(
     weight: Tensor, scheme: Scheme, *, clip_search: bool = False, name: str = "weight"
 ) -> QuantizedWeight:
-    """Quantise every weight to the nearest point of its tile's grid.
+    """Quantise every weight to the nearest point of its tile's grid; of a sparse scheme, prune by magnitude.
 
     Args:
         weight: float [N, K].
@@ -90,13 +92,13 @@ def round_to_nearest(
         The quantised weight, on the device of ``weight``; its g_idx is trivial.
 
     Raises:
-        UnsupportedError: K is not a multiple of the group size.
+        UnsupportedError: K is not a multiple of the group size, or of the span of a sparse scheme.
         NumericsError: ``weight`` holds NaN, infinity or values beyond the range of the scales' dtype.
     """
     check_weight(weight, scheme, name)
     if scheme.granularity.kind == "group":
         whole_groups(scheme, weight.shape[1], name)
-    wide = weight.to(torch.float32)
+    wide = smallest_removed(weight.to(torch.float32), scheme.sparsity)
     tensor_scale, first_level = None, wide
     if scheme.tensor_scale != "none":
         tensor_scale = _tensor_scale(wide, scheme)

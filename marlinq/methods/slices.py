@@ -18,6 +18,7 @@ from marlinq.core.dtypes import torch_dtype
 from marlinq.core.scheme import Scheme
 from marlinq.methods.factor import Factor
 from marlinq.methods.grid import minmax_grid, search_grid
+from marlinq.methods.pruning import Pruning, expected
 from marlinq.methods.solution import Solution, refit
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _solve_slice(
     """GPTQ on w, float32 [K, n], the output channels ``columns``; each input channel is a row of n."""
     k, g = w.shape[0], inverses.shape[1]
     top = scheme.element.codes - 1
-    root = factor.root
+    root, sparsity = factor.root, scheme.sparsity
     # Row j holds (R^T D)_j over the channels quantised so far: the loss terms not yet closed.
     carried = torch.zeros_like(w)
     for group, inverse in enumerate(inverses):
@@ -106,14 +107,16 @@ def _solve_slice(
         diagonal = own.diagonal()
         # Nothing is carried into the first group, which may be the only one and as large as the layer.
         updated = torch.addmm(w[part], inverse.t(), carried[part]) if group else w[part]
+        kept = expected(updated, diagonal, sparsity)
         if clip_search:
-            s, z = search_grid(updated, diagonal.square(), scheme)
+            s, z = search_grid(kept, diagonal.square(), scheme)
         else:
-            s, z = minmax_grid(updated, scheme)
+            s, z = minmax_grid(kept, scheme)
+        pruning = None if sparsity is None else Pruning(sparsity, z, diagonal)
         # In code units a channel's error moves the later ones by the same factors, whatever its scale.
         rounded = torch.empty_like(updated)
         errors = updated.div(s).add_(z)
-        _round_channels(errors, rounded, inverse * diagonal.unsqueeze(1), top)
+        _round_channels(errors, rounded, inverse * diagonal.unsqueeze(1), top, pruning)
         solution.codes[part, columns] = rounded.to(torch.uint8)
         levels = rounded.sub_(z)
         terms = errors.mul_(diagonal.unsqueeze(1)).mul_(s)
@@ -127,20 +130,27 @@ def _solve_slice(
             carried[part.stop :].addmm_(root[part, part.stop :].t(), difference)
 
 
-def _round_channels(v: Tensor, codes: Tensor, feedback: Tensor, top: int) -> None:
+def _round_channels(v: Tensor, codes: Tensor, feedback: Tensor, top: int, pruning: Pruning | None) -> None:
     """Round the rows of v, float32 [g, n] in code units, in order, into codes; v is left with the errors.
 
     ``feedback`` is upper triangular [g, g]: by how much an error of row k lowers row j. Halving turns most
-    of the rank-1 updates into matrix products.
+    of the rank-1 updates into matrix products. ``pruning`` sets weights to zero when their span comes up.
     """
     g = v.shape[0]
     if g > _LEAF:
-        half = g // 2
-        _round_channels(v[:half], codes[:half], feedback[:half, :half], top)
-        v[half:].addmm_(feedback[:half, half:].t(), v[:half], alpha=-1)
-        _round_channels(v[half:], codes[half:], feedback[half:, half:], top)
+        half = g // 2 if pruning is None else pruning.halved(g)
+        first, second = slice(0, half), slice(half, g)
+        parts = (None, None) if pruning is None else (pruning.part(first), pruning.part(second))
+        _round_channels(v[first], codes[first], feedback[first, first], top, parts[0])
+        v[second].addmm_(feedback[first, second].t(), v[first], alpha=-1)
+        _round_channels(v[second], codes[second], feedback[second, second], top, parts[1])
         return
     for k in range(g):
         torch.round(v[k], out=codes[k]).clamp_(0, top)
+        if pruning is not None:
+            place = k % pruning.sparsity.span
+            if place == 0:
+                pruned = pruning.pruned(v[k : k + pruning.sparsity.span], k)
+            torch.where(pruned[place], pruning.zeros, codes[k], out=codes[k])
         v[k].sub_(codes[k])
         v[k + 1 :].addr_(feedback[k, k + 1 :], v[k], alpha=-1)

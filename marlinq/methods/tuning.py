@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
+from marlinq.core.sparsity import Sparsity
 from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels.solve import TunedTensors, launch, prepare_gradients, prepare_weight
 from marlinq.kernels.solve.panel import PreparedPanel
@@ -34,7 +35,7 @@ class TunableWeight:
     ``change`` [G, N] is the relative change of each scale. ``latent`` [K, N] rounds to the codes; it begins
     at the code, moved towards the original weight by at most 0.3 of a step, so that codes which the
     quantiser rounded away from the nearest value change first. Without ``original`` there is none, and the
-    codes stay.
+    codes stay. Pruned weights of a sparse scheme stay at the zero point: no gradient reaches them.
 
     Args:
         quantized: what to begin with; its groups are runs of neighbouring channels.
@@ -64,6 +65,8 @@ class TunableWeight:
         self.latent: Tensor | None = None
         if original is not None:
             self.latent = self._latent(original).requires_grad_()
+            if quantized.sparsity is not None:
+                self._fix(self._pruned(original, quantized.sparsity))
         # The kernels know integers alone.
         self._fused = quantized.element.table is None and has_panel_kernel(self.change.device)
 
@@ -77,6 +80,19 @@ class TunableWeight:
         exact = self._grouped(original.t().to(torch.float32)) / self._scales.unsqueeze(1) + self._zeros
         remainder = (exact - codes).clamp_(-_LARGEST_REMAINDER, _LARGEST_REMAINDER)
         return (codes + remainder).reshape(self._quantized.codes.shape).contiguous()
+
+    def _pruned(self, original: Tensor, sparsity: Sparsity) -> Tensor:
+        """bool [K, N]: the weights that stay zero. Of a span with fewer values than may be, the largest of
+        the others' originals are kept too, since kept weights may have been rounded to zero."""
+        magnitude = original.t().to(torch.float32).abs()
+        return ~sparsity.largest(magnitude.masked_fill(self._quantized.used(), torch.inf))
+
+    def _fix(self, pruned: Tensor) -> None:
+        """Keep the latent codes at ``pruned``, bool [K, N], where they are."""
+        assert self.latent is not None
+        with torch.no_grad():
+            self.latent.copy_(torch.where(pruned, self._quantized.codes.to(torch.float32), self.latent))
+        self.latent.register_hook(lambda gradient: gradient.masked_fill(pruned, 0))  # type: ignore[no-untyped-call]
 
     def _grouped(self, tensor: Tensor) -> Tensor:
         """[K, N] as [G, g, N]."""

@@ -6,15 +6,26 @@ from torch import Tensor
 
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, Element, Scheme, integer_element
+from marlinq.core.sparsity import Sparsity
 from marlinq.core.weight import QuantizedWeight
 
 
 def scheme(
-    group_size: int = 32, *, symmetric: bool = True, bits: int = 4, scale_dtype: str = "float16"
+    group_size: int = 32,
+    *,
+    symmetric: bool = True,
+    bits: int = 4,
+    scale_dtype: str = "float16",
+    sparsity: Sparsity | None = None,
 ) -> Scheme:
     """An integer scheme; ``group_size`` as configs write it."""
-    zero_point = "midpoint" if symmetric else "stored"
-    return Scheme(integer_element(bits), Granularity.from_group_size(group_size), zero_point, scale_dtype)
+    return Scheme(
+        integer_element(bits),
+        Granularity.from_group_size(group_size),
+        "midpoint" if symmetric else "stored",
+        scale_dtype,
+        sparsity=sparsity,
+    )
 
 
 def quantized(

@@ -91,9 +91,11 @@ def declared_schemes(form: Format, modules: Mapping[str, ModuleSpec]) -> dict[st
         # One scale per channel is the usual group size where that is K, as its neighbours have it.
         if granularity == Granularity.channel() and usual == Granularity.group(spec.in_features):
             granularity = usual
+        layout = form.layout_of(spec.scheme)
         declared[name] = replace(
-            form.layout_of(spec.scheme).as_stored(spec.scheme),
+            layout.as_stored(spec.scheme),
             granularity=granularity,
+            sparsity=layout.sparsity,
             scale_dtype="float16" if spec.scheme.scale_dtype in FLOATS else spec.scheme.scale_dtype,
             act_order=False,
         )

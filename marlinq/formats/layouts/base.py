@@ -11,6 +11,7 @@ from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.core.granularity import Granularity, GranularityKind
 from marlinq.core.scheme import Element, Scheme, TensorScale
+from marlinq.core.sparsity import Sparsity
 from marlinq.core.weight import Grid, QuantizedWeight
 
 if TYPE_CHECKING:
@@ -131,6 +132,9 @@ class Layout(ABC):
     """Kinds of second-level scale it holds; a run of ``quantize`` makes the first."""
     holds_activations: bool = False
     """Whether its config says how inputs are quantised."""
+    sparsity: Sparsity | None = None
+    """Sparsity of all weights it holds; None for a layout of dense weights, which holds the zeros of sparse
+    ones as codes and says nothing of them."""
     granularity: Granularity | None = None
     """What ``quantize`` makes where the recipe leaves the group size open; None for the largest group size
     that fits."""

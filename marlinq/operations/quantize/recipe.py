@@ -23,7 +23,7 @@ from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
 from marlinq.core.plain_values import MAX_YAML_BYTES, load_yaml
 from marlinq.core.rules import Keep, ModuleRules, Rule
 from marlinq.core.scheme import INT4, Activations, Element, Scheme
-from marlinq.core.schemes import SCHEMES
+from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.core.settings import (
     AUTO,
     Automatic,
@@ -38,6 +38,7 @@ from marlinq.core.settings import (
     kinds,
     setting,
 )
+from marlinq.core.sparsity import SPARSITIES, Sparsity
 from marlinq.formats import FORMATS, Format, Layout
 from marlinq.methods import METHODS, MethodOptions, RTNOptions
 from marlinq.operations.quantize.quality import DEFAULT, QUALITIES
@@ -45,6 +46,8 @@ from marlinq.operations.quantize.quality import DEFAULT, QUALITIES
 AUTO_GROUP_SIZES = (128, 64, 32)
 GROUP_SIZES = (32, 64, 128, -1, AUTO)
 UNQUANTIZED = "none"
+DENSE = "none"
+"""The sparsity of weights that are not pruned."""
 ROUNDING, STATIC_ROUNDING = "rtn", "rtn-static"
 """The methods of modules whose scheme the recipe's method can't make: without and with static activations."""
 EXPERTS = ("routed", "all")
@@ -64,6 +67,7 @@ class ModuleSettings:
         scale_dtype: name of the scales' dtype; None where layout or model decide.
         two_levels: scales are multiplied by one more scale per tensor.
         activations: how servers quantise the inputs; None for 16-bit activations.
+        sparsity: which weights are pruned; None where none are.
         method: name of the method that makes it.
         options: of that method.
         reason: where the settings come from.
@@ -75,6 +79,7 @@ class ModuleSettings:
     scale_dtype: str | None
     two_levels: bool
     activations: Activations | None
+    sparsity: Sparsity | None
     method: str
     options: MethodOptions
     reason: str
@@ -108,6 +113,7 @@ class ModuleSettings:
             scale_dtype=self.scale_dtype or scale_dtype,
             tensor_scale="multiplies" if self.two_levels else "none",
             activations=self.activations,
+            sparsity=self.sparsity,
         )
 
     def group_refusal(self, in_features: int) -> str | None:
@@ -121,6 +127,10 @@ class ModuleSettings:
             hint = f", but of {fitting}" if fitting else ""
             size = self.granularity.channels
             return f"in_features {in_features} is not a multiple of group size {size}{hint}"
+        if self.sparsity is not None and in_features % self.sparsity.span:
+            return (
+                f"in_features {in_features} is not a multiple of {self.sparsity.span} ({self.sparsity.name})"
+            )
         return None
 
 
@@ -131,7 +141,7 @@ class Override:
     The pattern is a regular expression, case-sensitive and found anywhere in the name (as ``re.search``
     does): ``down_proj`` matches every down projection, ``^model\\.layers\\.0\\.`` the first block.
     ``settings`` is empty when ``skip`` is true; otherwise it holds at least one of the keys scheme,
-    group_size, symmetric and the options of the recipe's method.
+    group_size, symmetric, sparsity and the options of the recipe's method.
     """
 
     pattern: str
@@ -215,8 +225,11 @@ class Recipe:
             channel; or "auto" for the largest of 128, 64 and 32 that divides every quantised module's K, one
             size for all.
         symmetric: zero point fixed in the middle of the codes.
-        quantize_head: scheme of the output head, or "none" to leave it alone; group size, symmetry and the
-            options of the method are those of the other modules, or of an override that its name matches.
+        sparsity: a name in :data:`marlinq.core.sparsity.SPARSITIES`, which linears of integers are pruned
+            to, or "none".
+        quantize_head: scheme of the output head, or "none" to leave it alone; group size, symmetry, sparsity
+            and the options of the method are those of the other modules, or of an override that its name
+            matches.
         calibration: "self", a file, or the name of a dataset; or several of them, each with ``=WEIGHT``
             behind it or not. Of no use to a method without calibration.
         samples: calibration documents; "auto" is 128, or with ``tokens`` as many as they take.
@@ -269,6 +282,11 @@ class Recipe:
         "and 32 that divides the input channels of every quantised linear.",
     )
     symmetric: bool = setting(True, Flag(), "Zero point in the middle, or stored for each group.")
+    sparsity: str = setting(
+        DENSE,
+        Choice(SPARSITIES, DENSE),
+        "Prune linears of integers: 2:4 keeps two of every four neighbouring input channels.",
+    )
     quantize_head: str = setting(
         UNQUANTIZED,
         Choice(SCHEMES, UNQUANTIZED),
@@ -360,6 +378,8 @@ class Recipe:
             raise UsageError(f"group_size: {named.name} has {named.granularity.describe()}; leave it out")
         if named.element.table is not None and not self.symmetric:
             raise UsageError(f"symmetric: {named.name} has no zero points; leave it out")
+        if named.element.table is not None and self.sparsity != DENSE:
+            raise UsageError(f"sparsity: {named.name} weights are not pruned, only integers; leave it out")
 
     def _check_override(self, override: Override) -> None:
         own = (*_SHARED, *kinds(METHODS[self.method].options))
@@ -377,6 +397,8 @@ class Recipe:
         if form.read_only is not None:
             raise UsageError(f"{outcome.reason}: {form.name} is read and never written: {form.read_only}")
         scheme = outcome.typical
+        if scheme.sparsity is not None and scheme.element.table is not None:
+            raise UsageError(f"{outcome.reason}: sparsity: {scheme.element.name} weights are not pruned")
         if (reason := form.scheme_refusal(scheme)) is not None:
             raise UsageError(f"{outcome.reason}: {form.name} can't hold {reason}; choose another --format")
         if (reason := method.scheme_refusal(scheme)) is not None:
@@ -425,6 +447,7 @@ class Recipe:
             scale_dtype=named.scale_dtype,
             two_levels=named.two_levels,
             activations=named.activations,
+            sparsity=self._sparsity(changes, named),
             method=self.method,
             options=replace(self.options, **own),
             reason=reason,
@@ -440,6 +463,12 @@ class Recipe:
         # Of few values the largest scale is rarely the best.
         options = RTNOptions(clip_search=named.element.bits == INT4.bits)
         return replace(settings, method=rounding, options=options)
+
+    def _sparsity(self, changes: Mapping[str, Any], named: NamedScheme) -> Sparsity | None:
+        """Pruning is a matter of integers; a rule for others need not say that they stay dense."""
+        if named.element.table is not None and "sparsity" not in changes:
+            return None
+        return SPARSITIES.get(changes.get("sparsity", self.sparsity))
 
     def names_module(self, module: str) -> bool:
         """Whether an override means ``module`` by its own name, the last part, and not by its place alone.
@@ -565,7 +594,7 @@ def common_group_size(in_features: Iterable[int]) -> int | None:
     return next((size for size in AUTO_GROUP_SIZES if common % size == 0), None)
 
 
-_SHARED = ("scheme", "group_size", "symmetric")
+_SHARED = ("scheme", "group_size", "symmetric", "sparsity")
 """The keys that every method has and an override may change."""
 
 

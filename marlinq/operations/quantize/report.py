@@ -24,6 +24,7 @@ class ModuleReport:
     Attributes:
         scheme: in words: ``int4, groups of 128, symmetric``.
         bits, group_size, symmetric: as stored; -1 is one group.
+        sparsity: name of the rule that it was pruned by; None where it is dense.
         reason: where scheme and options come from, and how an automatic group size was found.
         tokens: calibration tokens that the linear saw; 0 for a method without calibration.
         relative_error, quantity, fallback, figures: what the method reports
@@ -34,6 +35,7 @@ class ModuleReport:
     bits: int
     group_size: int | str
     symmetric: bool
+    sparsity: str | None
     reason: str
     tokens: int
     relative_error: float
@@ -50,6 +52,7 @@ def module_report(planned: PlannedModule, statistics: Statistics | None, report:
         bits=scheme.element.bits,
         group_size=scheme.granularity.size,
         symmetric=not scheme.stores_zeros,
+        sparsity=None if scheme.sparsity is None else scheme.sparsity.name,
         reason=planned.reason,
         tokens=0 if statistics is None else statistics.tokens,
         relative_error=report.relative_error,
@@ -163,6 +166,7 @@ class QuantizeReport(Shown):
             ("calibration", used),
             *self._seen(),
             *self._errors(),
+            *self._pruned(),
         ]
         if self.tuning is not None:
             rows += _tuning_rows(self.tuning)
@@ -202,6 +206,19 @@ class QuantizeReport(Shown):
                 figures = f"median {median_high(errors.values()):.2e}, largest {errors[worst]:.2e} in {worst}"
                 rows.append((quantity.label, f"relative, squared{some}: {figures}"))
         return rows
+
+    def _pruned(self) -> list[tuple[str, str]]:
+        """How many modules are sparse, and the errors of these and of the dense ones beside them."""
+        errors: dict[str | None, list[float]] = {}
+        for report in self.modules.values():
+            errors.setdefault(report.sparsity, []).append(report.relative_error)
+        dense = errors.pop(None, [])
+        beside = f"; median of the {len(dense)} dense ones {median_high(dense):.2e}" if dense else ""
+        return [
+            ("pruned", f"{len(found)} linears to {name}: median error {median_high(found):.2e}{beside}")
+            for name, found in errors.items()
+            if name is not None
+        ]
 
     def _about_experts(self) -> list[tuple[str, str]]:
         """How many tokens experts saw, and for how many of them that was too few: there can be thousands."""

@@ -77,7 +77,7 @@ class Values:
 
     def _check_outliers(self, name: str, q: QuantizedWeight, logs: Tensor) -> None:
         used = torch.zeros(q.groups, q.out_features, dtype=torch.int32)
-        used.index_add_(0, q.g_idx.long(), _is_used(q).to(torch.int32))
+        used.index_add_(0, q.g_idx.long(), q.used().to(torch.int32))
         used = torch.zeros(q.scales.shape, dtype=torch.int32).index_add_(1, _columns(q), used)
         # A group of zeros alone is stored with whatever scale; it says nothing.
         logs = torch.where(used > 0, logs, torch.nan)
@@ -177,12 +177,6 @@ class Values:
 def _columns(q: QuantizedWeight) -> Tensor:
     """int64 [N], the column of scales that each output channel has."""
     return torch.arange(q.out_features) // q.granularity.outputs_per_group(q.out_features)
-
-
-def _is_used(q: QuantizedWeight) -> Tensor:
-    """bool [K, N], whether a code stands for something else than zero."""
-    zeros = q.per_output(q.zeros)[q.g_idx.long()]
-    return q.codes != zeros if q.element.table is None else q.element.decode(q.codes) != 0
 
 
 def _extreme(q: QuantizedWeight, which: str) -> Tensor:

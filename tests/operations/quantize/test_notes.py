@@ -16,7 +16,7 @@ from marlinq.operations.quantize.report import ModuleReport
 from marlinq.operations.quantize.tuning import TuningReport
 
 MODULE = asdict(
-    ModuleReport("int4", 4, 32, True, "recipe", 100, 0.01, ErrorQuantity.OUTPUTS, None, {"damp": 0.01})
+    ModuleReport("int4", 4, 32, True, None, "recipe", 100, 0.01, ErrorQuantity.OUTPUTS, None, {"damp": 0.01})
 )
 TUNING = TuningReport(2, 100, 10, 1, None, 0.5, 1, None, 0.0, ("model.norm.weight",)).to_dict()
 TEXT = {"source": "self", "documents": 2, "tokens": 30, "sha256": "0"}

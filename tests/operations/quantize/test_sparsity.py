@@ -1,0 +1,61 @@
+"""``--sparsity 2:4``: which modules are pruned, and where it is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.core.errors import UsageError
+from marlinq.core.sparsity import TWO_OF_FOUR
+from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.recipe import Override, Recipe
+from tests.testing.original_folders import READ, save_tiny
+
+SPARSE = READ.replace(sparsity="2:4", format="compressed-tensors")
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_pruned_modules_are_sparse_and_said_to_be(tmp_path: Path, method: str) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    dense = Override.parse("down_proj=sparsity=none")
+    report = quantize(
+        source, tmp_path / "out", recipe=SPARSE.replace(method=method, overrides=(dense,)), device="cpu"
+    )
+    view = QuantizedCheckpoint.of(Checkpoint.open(tmp_path / "out"))
+    assert view is not None
+    for name, module in report.modules.items():
+        sparse = not name.endswith("down_proj")
+        assert (TWO_OF_FOUR.refusal(view.load(name).used()) is None) == sparse, name
+        assert module.sparsity == ("2:4" if sparse else None)
+        assert module.scheme.endswith(", 2:4 sparse") == sparse
+    dense_ones = sum(name.endswith("down_proj") for name in report.modules)
+    pruned = len(report.modules) - dense_ones
+    shown = str(report.display())
+    assert f"{pruned} linears to 2:4" in shown
+    assert f"median of the {dense_ones} dense ones" in shown
+    manifest = json.loads((tmp_path / "out" / "marlinq.json").read_text())
+    assert manifest["recipe"]["sparsity"] == "2:4"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{pruned} linears as int4, groups of 32, symmetric, 2:4 sparse" in card
+    # A dense layout's config says nothing of it, so one group of modules is enough.
+    assert len(view.config.raw["config_groups"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"scheme": "fp8", "method": "rtn", "sparsity": "2:4", "format": "fp8"},
+            "fp8 weights are not pruned",
+        ),
+        ({"method": "imatrix", "sparsity": "2:4"}, "imatrix does not prune"),
+        ({"sparsity": "1:4"}, "sparsity: expected one of none, 2:4, found '1:4'"),
+    ],
+)
+def test_what_cannot_be_pruned_is_refused(settings: dict[str, str], message: str) -> None:
+    group_size = "auto" if settings.get("scheme") == "fp8" else 32
+    with pytest.raises(UsageError, match=message):
+        Recipe.from_dict({"group_size": group_size, **settings})
