@@ -29,7 +29,8 @@ import torch
 
 from marlinq.core.errors import MarlinqError
 from marlinq.core.granularity import Granularity
-from marlinq.core.scheme import INT4, Scheme
+from marlinq.core.scheme import INT4 as INT4_CODES
+from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels import (
     Device,
@@ -42,6 +43,7 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.choose.decision import available
 from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.compiler import nvrtc_version
 from marlinq.kernels.driver.cuda_driver import empty_strided
 from marlinq.kernels.driver.gpu import device_numbers
@@ -74,7 +76,7 @@ def microseconds(call: Callable[[], object]) -> dict[str, float]:
 
 def quant_linear(k: int, n: int, device: torch.device) -> QuantLinear:
     """A layer in groups of 32 with every weight 0."""
-    scheme = Scheme(INT4, Granularity.group(32), "midpoint")
+    scheme = Scheme(INT4_CODES, Granularity.group(32), "midpoint")
     codes = torch.full((k, n), 8, dtype=torch.uint8)
     weight = QuantizedWeight.from_codes(scheme, codes, scales=torch.ones(k // 32, n))
     return QuantLinear(marlin_operand(weight.to(device), torch.float16))

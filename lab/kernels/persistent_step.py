@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import MarlinqError
+from marlinq.core.granularity import Granularity
 from marlinq.kernels.launch import persistent
 from marlinq.kernels.launch.persistent import Model, PersistentLayers, StepConfig
 from tests.kernels.persistent_problems import LLAMA_3_8B, Features, Reference, random_layer
@@ -45,7 +46,7 @@ class Setup:
             [operand.channels for operand in self._layers[0].operands],
             self._model,
             self._sizes.head_dim,
-            arguments.group_size,
+            Granularity.group(arguments.group_size),
             zeros=False,
             bfloat16=False,
             shared_bytes=_SHARED_BYTES,
