@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.granularity import Granularity
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.cuda_driver import on_device
 from marlinq.kernels.driver.gpu import device_numbers
@@ -162,7 +163,12 @@ def main() -> None:
     for name in arguments.model:
         layer, device = EXPERT_LAYERS[name], torch.device("cuda", 0)
         weights = random_experts(
-            layer, Granularity.group(128), asymmetric=False, dtype=torch.float16, device=device
+            layer,
+            Granularity.group(128),
+            asymmetric=False,
+            dtype=torch.float16,
+            device=device,
+            weight_format=INT4,
         )
         for m in (int(text) for text in arguments.batch.split(",")):
             batch = Batch.of(layer, weights, m)

@@ -39,6 +39,18 @@ def _rows_option(
 _group_size_choice = click.Choice(("32", "64", "128", "-1"))
 
 
+def _scheme_option(words: str) -> Callable[[_Command], _Command]:
+    """``--scheme``."""
+    return click.option(
+        "--scheme", type=click.Choice(("int4", "int8", "fp8", "mxfp4", "nvfp4")), default="int4", help=words
+    )
+
+
+_SCHEME_WORDS = (
+    "Kind of the weights; by default fp8 has one scale per channel, mxfp4 groups of 32, nvfp4 of 16."
+)
+
+
 def _weight_options(command: _Command) -> _Command:
     """What kind of weights and activations a bench of kernels makes up, and ``--explain``."""
     for option in (
@@ -86,12 +98,7 @@ def command() -> None:
     default="auto",
     help="Channels that share a scale; -1 is all of them, auto the largest that divides every layer.",
 )
-@click.option(
-    "--scheme",
-    type=click.Choice(("int4", "int8", "fp8", "mxfp4", "nvfp4")),
-    default="int4",
-    help="Kind of the weights; by default fp8 has one scale per channel, mxfp4 groups of 32, nvfp4 of 16.",
-)
+@_scheme_option(_SCHEME_WORDS)
 @_weight_options
 @click.option(
     "--sustained",
@@ -153,10 +160,11 @@ def kernels(
 )
 @click.option(
     "--group-size",
-    type=_group_size_choice,
-    default="128",
-    help="Channels that share a scale; -1 is all of them.",
+    type=click.Choice(("auto", "32", "64", "128", "-1")),
+    default="auto",
+    help="Channels that share a scale; -1 is all of them, auto what the scheme has, else 128.",
 )
+@_scheme_option(_SCHEME_WORDS)
 @_weight_options
 @device_option
 @output_options
@@ -165,6 +173,7 @@ def experts(
     batches: tuple[int, ...],
     against: list[str],
     dtype: str,
+    scheme: str,
     group_size: str,
     asymmetric: bool,
     explain: bool,
@@ -185,7 +194,8 @@ def experts(
             device=device,
             against=against,
             dtype=dtype,
-            group_size=int(group_size),
+            scheme=scheme,
+            group_size=None if group_size == "auto" else int(group_size),
             asymmetric=asymmetric,
             explain=explain,
             progress=progress,

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.experts import (
     ACTIVATIONS,
     ExpertWeights,
     StoredExperts,
     interleave_gate_up,
-    w4a16_experts,
+    routed_experts,
 )
 from marlinq.kernels.experts.reference import gated_product
 from marlinq.runtime.linear import QuantLinear
 
+_TENSORS = ("words", "scales", "zeros", "bias")
 # Wide enough to tell every activation from the others; those nearest to each other are 5e-4 apart there.
 _PROBED = torch.linspace(-9.0, 9.0, 96).view(3, 32)
 
 
 class GroupedExperts(nn.Module):
-    """The routed part of a mixture layer, by :func:`marlinq.kernels.experts.w4a16_experts`.
+    """The routed part of a mixture layer, by :func:`marlinq.kernels.experts.routed_experts`.
 
     Same bits from the same call; nothing waits for the GPU, so a CUDA graph can hold it.
 
@@ -34,23 +35,40 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, weights: ExpertWeights, activation: str) -> None:
         super().__init__()
-        self.granularity, self.format, self.activation = weights.granularity, weights.format, activation
-        for product in ("gate_up", "down"):
-            for key, value in getattr(weights, product)._asdict().items():
+        self.granularity, self.format, self.activation = (
+            weights.down.granularity,
+            weights.down.format,
+            activation,
+        )
+        for product, stored in weights._asdict().items():
+            for key, value in stored.tensors.items():
                 self.register_buffer(f"{product}_{key}", value, persistent=False)
 
     @property
     def weights(self) -> ExpertWeights:
         """Where the buffers are now."""
-        gate_up, down = (
-            StoredExperts(*(getattr(self, f"{product}_{key}") for key in StoredExperts._fields))
-            for product in ("gate_up", "down")
+        return ExpertWeights(
+            *(
+                StoredExperts(
+                    self.format,
+                    self.granularity,
+                    **{key: getattr(self, f"{product}_{key}") for key in _TENSORS},
+                )
+                for product in ExpertWeights._fields
+            )
         )
-        return ExpertWeights(gate_up, down, self.granularity, self.format)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As a module's; the power of two that scales are stored with follows their dtype."""
+        for product in ExpertWeights._fields:
+            name = f"{product}_scales"
+            setattr(self, name, self.format.rescaled(getattr(self, name), fn))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """hidden [T, H], experts' numbers and weights [T, top-k] to [T, H]; nobody's numbers add nothing."""
-        return w4a16_experts(
+        return routed_experts(
             hidden, index.contiguous(), weights.float().contiguous(), self.weights, self.activation
         )
 
@@ -90,8 +108,6 @@ def grouping_refusal(
     assert isinstance(first, QuantLinear)
     assert isinstance(second, QuantLinear)
     assert isinstance(last, QuantLinear)
-    if first.format != INT4:
-        return f"{first.format.name} weights; the experts' kernels multiply {INT4.name}"
     if (first.padded_shape, first.granularity) != (second.padded_shape, second.granularity):
         return f"gate is {first.padded_shape} and up {second.padded_shape}"
     if last.padded_shape != first.padded_shape[::-1]:
@@ -114,7 +130,7 @@ def group_experts(
     """
     biased = any(linear.bias is not None for linear in (*gate, *up, *down))
     stored = [_stacked(linears, biased=biased) for linears in (gate, up, down)]
-    return ExpertWeights(interleave_gate_up(*stored[:2]), stored[2], gate[0].granularity, gate[0].format)
+    return ExpertWeights(interleave_gate_up(*stored[:2]), stored[2])
 
 
 def _stacked(linears: Sequence[QuantLinear], *, biased: bool) -> StoredExperts:
@@ -126,6 +142,8 @@ def _stacked(linears: Sequence[QuantLinear], *, biased: bool) -> StoredExperts:
                 row[: len(linear.bias)] = linear.bias
     zeros = [linear.zeros for linear in linears if linear.zeros is not None]
     return StoredExperts(
+        linears[0].format,
+        linears[0].granularity,
         torch.stack([linear.words for linear in linears]),
         torch.stack([linear.scales for linear in linears]),
         torch.stack(zeros) if zeros else None,

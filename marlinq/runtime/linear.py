@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -59,10 +58,7 @@ class QuantLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As a module's; the power of two that scales are stored with follows their dtype."""
-        held = self.scales
-        before, after = (self.format.scale_factor(each.dtype) for each in (held, fn(held.new_empty(0))))
-        if before != after:
-            self.scales = held.to(torch.float32) * (after / before)
+        self.scales = self.format.rescaled(self.scales, fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 

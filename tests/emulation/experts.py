@@ -10,7 +10,7 @@ from torch import Tensor
 from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import EmulatedKernel, Memory, apart
-from marlinq.kernels.experts import ExpertWeights, StoredExperts
+from marlinq.kernels.experts import ExpertWeights
 from marlinq.kernels.experts.choose import ExpertsDecision
 from marlinq.kernels.experts.launch import Workspace, layer_steps, shape_of
 from tests.emulation.gemm import SOURCES
@@ -28,12 +28,6 @@ class Routed:
 
     out: Tensor
     workspace: Workspace
-
-
-def _apart(stored: StoredExperts) -> StoredExperts:
-    zeros = None if stored.zeros is None else apart(stored.zeros)
-    bias = None if stored.bias is None else apart(stored.bias)
-    return StoredExperts(apart(stored.words), apart(stored.scales), zeros, bias)
 
 
 def run_layer(
@@ -55,7 +49,7 @@ def run_layer(
         builder: compiles the kernels.
         decision: the launches' variants.
         x, ids, weights, experts, activation, expert_map: as
-            :func:`marlinq.kernels.experts.w4a16_experts`.
+            :func:`marlinq.kernels.experts.routed_experts`.
         seed: of the schedule.
         planted: a kernel's function and a fault in its sources, or None.
 
@@ -64,7 +58,7 @@ def run_layer(
     """
     x, ids, weights = apart(x), apart(ids), apart(weights)
     expert_map = None if expert_map is None else apart(expert_map)
-    experts = ExpertWeights(_apart(experts.gate_up), _apart(experts.down), *experts[2:])
+    experts = ExpertWeights(*(stored.with_tensors(apart) for stored in experts))
     out = apart(torch.full(x.shape, torch.nan, dtype=x.dtype))
     shape = shape_of(x, ids, experts)
     made = Workspace.of(shape, decision, x.dtype, torch.device("cpu"))
@@ -87,7 +81,7 @@ def run_layer(
         )
     given = {"x": x, "ids": ids, "weights": weights, "map": expert_map, "out": out, **workspace._asdict()}
     for product, stored in (("gate_up", experts.gate_up), ("down", experts.down)):
-        given |= {f"{product} {name}": value for name, value in stored._asdict().items()}
+        given |= {f"{product} {name}": value for name, value in stored.tensors.items()}
     for number, step in enumerate(steps):
         function = step.instantiation.function
         parameters = dict(step.instantiation.parameters)

@@ -63,6 +63,9 @@ FAULTS = {
     "rows of pairs that are elsewhere": Fault("experts_sum", Planted("pair_elsewhere"), "out of bounds"),
     "a choice too early": Fault("experts_stream", Planted("choice_waits"), EARLY),
     "another slot's activations": Fault("experts_stream", Planted("slot_activations"), WRONG),
+    "rows past the batch of a row alone": Fault(
+        "experts_stream", Planted("inner_columns", "8"), "second time|out of bounds"
+    ),
     "no routing weight": Fault(
         "experts_stream", Planted("routing_weight", "gated<C::ACTIVATION>(gate.x, up.x)"), WRONG
     ),

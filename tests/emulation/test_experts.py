@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from emulation.build import Builder
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT8
 from marlinq.kernels.experts.choose import (
     Columns,
     DirectConfig,
@@ -78,13 +78,22 @@ LAYERS = {
     "four words": (20, Shape(3, 2, 320, 192, 64), 8, 4, 1, 0.0),
     "four words side by side": (20, Shape(3, 2, 192, 320, 32, True), 16, 4, 2, 0.0),
     "large tiles": (150, Shape(2, 2, 128, 64, 32), 128, 2, 2, 2.0),
+    "int8": (30, Shape(3, 2, 192, 128, 64, True, format=INT8), 16, 2, 1, 1.0),
+    "int8 in bfloat16": (9, Shape(3, 2, 192, 128, 64, False, torch.bfloat16, format=INT8), 8, 4, 1, 1.0),
+    "fp8": (30, Shape(3, 2, 192, 128, -1, format=E4M3), 16, 2, 1, 1.0),
+    "mxfp4": (30, Shape(3, 2, 192, 128, 32, False, torch.bfloat16, format=E2M1), 32, 2, 1, 1.0),
+    "nvfp4": (9, Shape(3, 2, 192, 128, 16, format=E2M1), 8, 4, 1, 1.0),
 }
 
 
 # Every time: more tiles than experts, both 16-bit types, and every number of words and warpgroups.
 @pytest.mark.parametrize(
     "name",
-    slow_but(LAYERS, "several tiles an expert", "bfloat16 with zero points", "four words side by side"),
+    slow_but(
+        LAYERS,
+        *("several tiles an expert", "bfloat16 with zero points", "four words side by side"),
+        "int8",
+    ),
 )
 def test_layers(builder: Builder, name: str) -> None:
     m, shape, tile_m, words, warpgroups, skew = LAYERS[name]
@@ -146,17 +155,36 @@ DIRECT = {
     "parts of a slot": (3, Shape(4, 2, 576, 320, 64), (2, 2, 1), (3, 4, 1)),
     "bfloat16": (2, Shape(3, 2, 384, 256, 128, False, torch.bfloat16), (5, 1, 3), (1, 1, 6)),
     "one group": (2, Shape(3, 1, 192, 128, -1, True), (1, 6, 1), (2, 2, 1)),
+    "int8": (3, Shape(4, 2, 256, 192, 64, True, format=INT8), (1, 2, 2), (1, 4, 1)),
+    "without digits, as on other GPUs": (3, Shape(4, 2, 256, 192, 64), (1, 2, 2), (1, 4, 1)),
+    "fp8": (3, Shape(4, 2, 256, 192, -1, False, torch.bfloat16, format=E4M3), (1, 2, 2), (1, 4, 1)),
+    "mxfp4": (3, Shape(4, 2, 256, 192, 32, format=E2M1), (1, 2, 2), (1, 4, 1)),
+    "nvfp4": (3, Shape(4, 2, 256, 192, 16, False, torch.bfloat16, format=E2M1), (1, 2, 2), (1, 4, 1)),
 }
 
 
-@pytest.mark.parametrize("values", DIRECT.values(), ids=DIRECT)
-def test_pairs_as_they_come(builder: Builder, values: tuple[Any, ...]) -> None:
-    m, shape, *splits = values
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        DIRECT,
+        *("one row", "clusters", "parts of a slot", "bfloat16", "one group"),
+        *("without digits, as on other GPUs", "nvfp4"),
+    ),
+)
+def test_pairs_as_they_come(builder: Builder, name: str) -> None:
+    m, shape, *splits = DIRECT[name]
     torch.manual_seed(m)
     layer = random_layer(shape)
     x, ids, weights = random_routing(replace(shape, experts=shape.experts + 1), m)
     configs = [
-        DirectConfig(StreamConfig(warps_n, warps_k, 1, 8, True, cluster, 3, 1, True), gated, shape.top)
+        DirectConfig(
+            StreamConfig(
+                *(warps_n, warps_k, 1, 8, shape.group_size != 16, cluster, 3, 1),
+                digits=shape.format.sums_codes and not name.startswith("without"),
+            ),
+            gated,
+            shape.top,
+        )
         for (warps_n, warps_k, cluster), gated in zip(splits, (True, False), strict=True)
     ]
     chosen = DirectDecision(configs[0], configs[1], "a test's")
@@ -173,21 +201,33 @@ SHARED = {
     "bfloat16": (5, 8, Shape(3, 2, 384, 256, 128, False, torch.bfloat16), (5, 1, 3), (1, 1, 6)),
     "one group": (9, 4, Shape(3, 1, 192, 128, -1, True), (1, 6, 1), (2, 2, 1)),
     "more pairs than threads": (21, 8, Shape(9, 8, 128, 64, 64), (1, 4, 1), (1, 4, 1)),
+    "int8": (5, 4, Shape(4, 2, 256, 192, 64, True, format=INT8), (1, 2, 2), (1, 4, 1)),
+    "fp8": (5, 4, Shape(4, 2, 256, 192, -1, False, torch.bfloat16, format=E4M3), (1, 2, 2), (1, 4, 1)),
+    "mxfp4": (5, 4, Shape(4, 2, 256, 192, 32, format=E2M1), (1, 2, 2), (1, 4, 1)),
+    "nvfp4": (5, 4, Shape(4, 2, 256, 192, 16, False, torch.bfloat16, format=E2M1), (1, 2, 2), (1, 4, 1)),
 }
 
 
 def shared_decision(
-    top: int, columns: int, splits: list[tuple[int, int, int]], *, biased: bool = False
+    top: int,
+    columns: int,
+    splits: list[tuple[int, int, int]],
+    *,
+    biased: bool = False,
+    scale_sums: bool = True,
 ) -> DirectDecision:
     configs = [
-        DirectConfig(StreamConfig(warps_n, warps_k, 1, 8, True, cluster, 3, 1), gated, top, columns, biased)
+        DirectConfig(
+            StreamConfig(warps_n, warps_k, 1, 8, scale_sums, cluster, 3, 1), gated, top, columns, biased
+        )
         for (warps_n, warps_k, cluster), gated in zip(splits, (True, False), strict=True)
     ]
     return DirectDecision(configs[0], configs[1], "a test's")
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(SHARED, "two rows", "more rows of an expert than columns", "tiles of rows")
+    "name",
+    slow_but(SHARED, "two rows", "more rows of an expert than columns", "tiles of rows", "nvfp4"),
 )
 def test_pairs_that_share_experts(builder: Builder, name: str) -> None:
     m, columns, shape, *splits = SHARED[name]
@@ -197,7 +237,7 @@ def test_pairs_that_share_experts(builder: Builder, name: str) -> None:
     # A router names no expert twice in a row, but the operator takes it.
     if shape.top > 1:
         ids[1, 1] = ids[1, 0]
-    chosen = shared_decision(shape.top, columns, splits)
+    chosen = shared_decision(shape.top, columns, splits, scale_sums=shape.group_size != 16)
     routed = run_layer(builder, chosen, x, ids.long() if m == 2 else ids, weights, layer.weights, seed=m)
     error = relative_error(routed.out, layer.reference(x, ids, weights))
     assert error < 2 * BOUND[shape.dtype]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.granularity import Granularity
-from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, interleave_gate_up
 from marlinq.kernels.experts.reference import gated_product, local_experts
 from tests.kernels.problems import random_operands
@@ -26,6 +26,7 @@ class Shape:
     zeros: bool = False
     dtype: torch.dtype = torch.float16
     biased: bool = False
+    format: WeightFormat = INT4
 
 
 @dataclass
@@ -71,15 +72,21 @@ def _product(shape: Shape, k: int, n: int, device: str) -> tuple[StoredExperts, 
     # The experts' weights are made as one, side by side: n is a multiple of a tile's columns, so that none
     # of its tiles belongs to two experts.
     made = random_operands(
-        k, n * shape.experts, shape.group_size, shape.dtype, zeros=shape.zeros, device=device
+        *(k, n * shape.experts, shape.group_size, shape.dtype),
+        zeros=shape.zeros,
+        device=device,
+        weight_format=shape.format,
     )
+    granularity = Granularity.from_group_size(shape.group_size)
 
     def of_experts(value: Tensor) -> Tensor:
         return value.view(len(value), shape.experts, -1).transpose(0, 1).contiguous()
 
     zeros = None if made.zeros is None else of_experts(made.zeros)
     bias = torch.randn(shape.experts, n, device=device).to(shape.dtype) if shape.biased else None
-    stored = StoredExperts(of_experts(made.words), of_experts(made.scales), zeros, bias)
+    stored = StoredExperts(
+        shape.format, granularity, of_experts(made.words), of_experts(made.scales), zeros, bias
+    )
     return stored, of_experts(made.weight)
 
 
@@ -88,9 +95,7 @@ def random_layer(shape: Shape, device: str = "cpu") -> Layer:
     gate, dense_gate = _product(shape, shape.hidden, shape.inner, device)
     up, dense_up = _product(shape, shape.hidden, shape.inner, device)
     down, dense_down = _product(shape, shape.inner, shape.hidden, device)
-    weights = ExpertWeights(
-        interleave_gate_up(gate, up), down, Granularity.from_group_size(shape.group_size), INT4
-    )
+    weights = ExpertWeights(interleave_gate_up(gate, up), down)
     biases = None
     if gate.bias is not None and up.bias is not None and down.bias is not None:
         biases = gate.bias, up.bias, down.bias

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import torch
 
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT8
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.gpu import device_numbers
-from marlinq.kernels.experts import ExpertWeights, StoredExperts
+from marlinq.kernels.experts import ExpertWeights
 from marlinq.kernels.experts.choose import decisions
 from marlinq.kernels.experts.launch import instantiations, launch_experts, shape_of
 from tests.kernels.experts_problems import Layer, Shape, random_layer, random_routing
@@ -28,13 +29,11 @@ LAYERS = (
     (40, Shape(6, 3, 320, 192, 64, True, torch.bfloat16)),
     (70, Shape(3, 1, 128, 256, -1)),
     (530, Shape(3, 2, 128, 128, 128, False, torch.bfloat16, True)),
+    (3, Shape(4, 2, 192, 128, 64, True, format=INT8)),
+    (40, Shape(4, 2, 192, 320, -1, False, torch.bfloat16, format=E4M3)),
+    (9, Shape(4, 2, 192, 320, 32, False, torch.bfloat16, format=E2M1)),
+    (70, Shape(4, 2, 192, 128, 16, format=E2M1)),
 )
-
-
-def _on_gpu(stored: StoredExperts) -> StoredExperts:
-    zeros = None if stored.zeros is None else stored.zeros.cuda()
-    bias = None if stored.bias is None else stored.bias.cuda()
-    return StoredExperts(stored.words.cuda(), stored.scales.cuda(), zeros, bias)
 
 
 def wrong_variants(m: int, layer: Layer) -> tuple[int, int]:
@@ -43,7 +42,7 @@ def wrong_variants(m: int, layer: Layer) -> tuple[int, int]:
     # One expert more than there are.
     x, ids, weights = random_routing(replace(shape, experts=shape.experts + 1), m)
     expected = layer.reference(x, ids, weights)
-    experts = ExpertWeights(_on_gpu(layer.weights.gate_up), _on_gpu(layer.weights.down), *layer.weights[2:])
+    experts = ExpertWeights(*(stored.with_tensors(torch.Tensor.cuda) for stored in layer.weights))
     given = x.cuda(), ids.cuda(), weights.cuda()
     problem = shape_of(x, ids, layer.weights)
     device = device_numbers(0)

@@ -14,9 +14,10 @@ from marlinq.core.granularity import Granularity
 from marlinq.kernels import ARCHITECTURES
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.instantiation import Instantiation, unit
-from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
 from marlinq.kernels.driver.compiler import compile_text
 from marlinq.kernels.experts.choose import (
+    _ROWS_MOST,
     Columns,
     DirectConfig,
     DirectDecision,
@@ -215,6 +216,69 @@ def test_blocks_that_sort_spill_nowhere(group: int) -> None:
             dtype = torch.bfloat16 if more else torch.float16
             sorting = instantiations(shape, decision, "gelu_tanh", dtype, wide=more)
             found += [one for one in sorting if one.function == "experts_wgmma"]
+    spills(found, "sm_90a")
+
+
+# (weight format, group size, whether zero points are stored, bfloat16)
+OTHERS = (
+    (INT8, 128, True, True),
+    (INT8, 32, True, False),
+    (INT8, -1, True, True),
+    (E4M3, -1, False, False),
+    (E4M3, 128, False, True),
+    (E2M1, 32, False, True),
+    (E2M1, 16, False, False),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_few_rows_of_other_formats_spill_nowhere(
+    kind: tuple[WeightFormat, int, bool, bool],
+) -> None:
+    weight_format, group, zeros, bfloat16 = kind
+    shape = replace(
+        MIXTRAL,
+        m=4,
+        granularity=of_size(group),
+        zeros=zeros,
+        bfloat16=bfloat16,
+        format=weight_format,
+        biased=True,
+    )
+    dtype = torch.bfloat16 if bfloat16 else torch.float16
+    found: list[Instantiation] = []
+    for _, decision in direct_variants(shape, H200):
+        found += instantiations(shape, decision, "gelu_tanh", dtype, wide=True)
+    # With as few registers as a variant may have.
+    tile = StreamConfig(2, 2, 1, 8, group != 16, 1, 3, 2 if weight_format.bits == 8 else 3)
+    config = DirectConfig(tile, True, shape.top, 8, biased=True)
+    spills([*found, config.instantiation(shape.product(gated=True), "gelu_tanh", wide=True)], "sm_90a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_grouped_products_of_other_formats_spill_nowhere(
+    kind: tuple[WeightFormat, int, bool, bool],
+) -> None:
+    """The tallest tiles of every number of columns."""
+    weight_format, group, zeros, bfloat16 = kind
+    shape = replace(
+        QWEN,
+        m=300,
+        granularity=of_size(group),
+        zeros=zeros,
+        bfloat16=bfloat16,
+        format=weight_format,
+        biased=True,
+    )
+    found = []
+    for columns, tile_m in _ROWS_MOST.items():
+        for gated in (True, False):
+            config = grouped(shape, H200, tile_m, columns, gated=gated)
+            if config is not None:
+                found.append(config.instantiation(shape.product(gated=gated), "gelu_tanh", wide=False))
+    assert len(found) >= 4
     spills(found, "sm_90a")
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from marlinq.core.granularity import Granularity
-from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.gpu import device_numbers
-from marlinq.kernels.experts import ACTIVATIONS, ExpertWeights, reference_experts, w4a16_experts
+from marlinq.kernels.experts import ACTIVATIONS, ExpertWeights, reference_experts, routed_experts
 from marlinq.kernels.experts.choose import ExpertsDecision, ExpertsShape, decide_experts, decisions
 from marlinq.kernels.experts.launch import instantiations, launch_experts
 from marlinq.operations.bench.timing import capture
@@ -49,7 +49,7 @@ class Call:
             Granularity.from_group_size(shape.group_size),
             shape.zeros,
             bfloat16,
-            INT4,
+            shape.format,
             shape.biased,
         )
 
@@ -67,10 +67,13 @@ _LAYERS = 25  # problems a layer
 def draw_shape(rng: random.Random) -> Shape:
     experts = rng.choice((3, 8, 33, 128, 257))
     hidden, inner = 64 * rng.choice((1, 2, 5, 12, 24)), 64 * rng.choice((1, 3, 4, 12))
-    group = rng.choice([g for g in (32, 64, 128, -1) if g < 0 or not (hidden % g or inner % g)])
+    weight_format = rng.choice((INT4, INT4, INT8, E4M3, E2M1))
+    sizes = [g for g in (16, 32, 64, 128, -1) if g < 0 or g >= weight_format.smallest_group]
+    group = rng.choice([g for g in sizes if g < 0 or not (hidden % g or inner % g)])
     top = min(rng.choice((1, 2, 6, 8)), experts)
     dtype = rng.choice((torch.float16, torch.bfloat16))
-    return Shape(experts, top, hidden, inner, group, rng.random() < 0.5, dtype, rng.random() < 0.3)
+    zeros = weight_format.stores_zeros and rng.random() < 0.5
+    return Shape(experts, top, hidden, inner, group, zeros, dtype, rng.random() < 0.3, weight_format)
 
 
 def draw(rng: random.Random, shape: Shape, activation: str, wide: bool) -> Call:
@@ -165,8 +168,8 @@ def test_a_graph_takes_any_routing() -> None:
     layer = random_layer(shape, DEVICE)
     x, ids, weights = random_routing(shape, 40, DEVICE)
     out: list[Tensor] = []
-    w4a16_experts(x, ids, weights, layer.weights)
-    graph = capture(lambda _: out.append(w4a16_experts(x, ids, weights, layer.weights)), 1)
+    routed_experts(x, ids, weights, layer.weights)
+    graph = capture(lambda _: out.append(routed_experts(x, ids, weights, layer.weights)), 1)
     for skew in (0.0, 3.0, 0.5):
         values = random_routing(shape, 40, DEVICE, skew)
         for target, value in zip((x, ids, weights), values, strict=True):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from marlinq.kernels.contract.weight_formats import E2M1, INT4, INT8, WeightFormat
 from marlinq.runtime.grouped_experts import (
     GroupedExperts,
     activation_name,
@@ -21,18 +22,34 @@ from marlinq.runtime.linear import QuantLinear
 from tests.kernels.problems import random_operands, relative_error
 
 
-def linear(k: int, n: int, group: int, zeros: bool, bias: bool = False, **more: object) -> QuantLinear:
-    made = random_operands(k, n, group, torch.float16, zeros=zeros, bias=bias, device="cpu")
+def linear(
+    k: int,
+    n: int,
+    group: int,
+    zeros: bool,
+    bias: bool = False,
+    weight_format: WeightFormat = INT4,
+    **more: object,
+) -> QuantLinear:
+    made = random_operands(
+        k, n, group, torch.float16, zeros=zeros, bias=bias, device="cpu", weight_format=weight_format
+    )
     given = {"order": None, "in_features": k, "out_features": n} | more
     operand = replace(made.operand, **given)  # type: ignore[arg-type]
     return QuantLinear(operand, made.bias)
 
 
 def experts(
-    count: int, hidden: int, inner: int, group: int, zeros: bool, bias: bool = False
+    count: int,
+    hidden: int,
+    inner: int,
+    group: int,
+    zeros: bool,
+    bias: bool = False,
+    weight_format: WeightFormat = INT4,
 ) -> list[list[QuantLinear]]:
     shapes = ((hidden, inner), (hidden, inner), (inner, hidden))
-    return [[linear(k, n, group, zeros, bias) for _ in range(count)] for k, n in shapes]
+    return [[linear(k, n, group, zeros, bias, weight_format) for _ in range(count)] for k, n in shapes]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -62,6 +79,17 @@ def test_grouped_experts_compute_what_single_ones_do(group: int, zeros: bool, bi
     assert relative_error(found, expected) < 6 * 2.0**-11
 
 
+def test_scales_of_another_dtype_keep_their_power_of_two() -> None:
+    torch.manual_seed(0)
+    module = GroupedExperts(group_experts(*experts(3, 64, 64, 32, False, weight_format=E2M1)), "silu")
+    given = torch.randn(4, 64), torch.randint(0, 3, (4, 2)), torch.rand(4, 2)
+    before = module(given[0].half(), *given[1:])
+    after = module.to(torch.bfloat16)(given[0].bfloat16(), *given[1:])
+    # Scales, activations and the result are rounded to 8 bits.
+    assert relative_error(after, before.double()) < 5 * 2.0**-8
+    assert relative_error(module.to(torch.float16)(given[0].half(), *given[1:]), after.double()) < 5 * 2.0**-8
+
+
 def test_what_can_not_be_grouped_says_why() -> None:
     gate, up, down = experts(2, 128, 64, 64, False)
     cases = [
@@ -71,6 +99,10 @@ def test_what_can_not_be_grouped_says_why() -> None:
         ((gate, experts(2, 128, 128, 64, False)[0], down), r"gate is \(128, 64\) and up \(128, 128\)"),
         ((gate, up, experts(2, 128, 128, 64, False)[2]), r"gate is \(128, 64\) and down \(128, 128\)"),
         ((gate, up, experts(2, 128, 64, 32, False)[2]), "differ in format, groups or zero points"),
+        (
+            (gate, up, experts(2, 128, 64, 64, False, weight_format=INT8)[2]),
+            "differ in format, groups or zero points",
+        ),
         (([linear(128, 64, 64, False, in_features=100)] * 2, up, down), "a hidden size of 100"),
         (
             ([linear(128, 64, 64, False, order=torch.arange(128, dtype=torch.int32))] * 2, up, down),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -188,11 +189,12 @@ def _method_with_kernels(method: Any) -> Any:
             """The routed experts' sum for rows ``x`` [M, H]; over ranks it is added by vLLM."""
             if self._operands is None:
                 return super().apply(layer, x, topk_weights, topk_ids, *others, **named)
-            return torch.ops.marlinq.w4a16_experts(
+            return torch.ops.marlinq.routed_experts(
                 x,
                 topk_ids.contiguous(),
                 topk_weights.float().contiguous(),
                 *(getattr(layer, name) for name in self._operands.names),
+                self._operands.weight_format,
                 self._operands.group_size,
                 self._operands.activation,
                 layer.expert_map,
@@ -207,11 +209,13 @@ class Operands(NamedTuple):
 
     Attributes:
         names: parameters of the layer: words, scales and zero points of gate with up, then of down.
-        group_size: as ``torch.ops.marlinq.w4a16_experts`` takes it.
+        weight_format: name of the words' format.
+        group_size: as ``torch.ops.marlinq.routed_experts`` takes it.
         activation: its name there.
     """
 
     names: tuple[str, ...]
+    weight_format: str
     group_size: int
     activation: str
 
@@ -229,7 +233,8 @@ def put_operands(layer: Any, weights: ExpertWeights) -> Operands:
             parameter = None if value is None else nn.Parameter(value, requires_grad=False)
             layer.register_parameter(names[-1], parameter)
     activation = _ACTIVATIONS[getattr(layer.activation, "value", layer.activation)]
-    return Operands(tuple(names), weights.granularity.group_size, activation)
+    stored = weights.down
+    return Operands(tuple(names), stored.format.name, stored.granularity.group_size, activation)
 
 
 def expert_weights(method: Any, layer: Any) -> ExpertWeights:
@@ -247,15 +252,14 @@ def expert_weights(method: Any, layer: Any) -> ExpertWeights:
     if any(stored.zeros is not None for stored in products):
         # A product whose stored zero points are all in the middle came without.
         products = [
-            stored._replace(
-                zeros=torch.full_like(stored.scales, INT4.midpoint) if stored.zeros is None else stored.zeros
+            replace(
+                stored,
+                zeros=torch.full_like(stored.scales, INT4.midpoint) if stored.zeros is None else stored.zeros,
             )
             for stored in products
         ]
     gate, up, down = products
-    return ExpertWeights(
-        interleave_gate_up(gate, up), down, Granularity.from_group_size(group), KERNEL_FORMAT
-    )
+    return ExpertWeights(interleave_gate_up(gate, up), down)
 
 
 class _Loaded(NamedTuple):
@@ -331,7 +335,9 @@ def _stored(loaded: _Loaded, k: int, n: int, group_size: int, dtype: torch.dtype
             None if each is None else each.view(experts, groups, n)
             for each in (operand.scales, operand.zeros)
         ]
-    return StoredExperts(operand.words.view(experts, k // 16, 2 * n), kept[0], kept[1])  # type: ignore[arg-type]
+    granularity = Granularity.from_group_size(group_size)
+    words = operand.words.view(experts, k // 16, 2 * n)
+    return StoredExperts(KERNEL_FORMAT, granularity, words, kept[0], kept[1])  # type: ignore[arg-type]
 
 
 def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
@@ -345,7 +351,8 @@ def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
 
     experts, inner, hidden = weights.down.shape
     zeros, dtype = weights.down.zeros is not None, weights.down.scales.dtype
-    key = experts, inner, hidden, top, weights.granularity, zeros, dtype, activation, device.index
+    granularity, weight_format = weights.down.granularity, weights.down.format
+    key = experts, inner, hidden, top, granularity, weight_format, zeros, dtype, activation, device.index
     if key in _prepared:
         return
     _prepared.add(key)
@@ -356,10 +363,10 @@ def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
             experts,
             hidden,
             inner,
-            weights.granularity,
+            granularity,
             zeros,
             dtype == torch.bfloat16,
-            weights.format,
+            weight_format,
         )
         for m in batches(max_batched_tokens(), capture_sizes())
     ]
@@ -370,7 +377,7 @@ def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
         hidden,
         inner,
         top,
-        weights.granularity.describe(),
+        granularity.describe(),
         decide_experts(shapes[0], device_numbers(device.index)).reason,
         f"; {compiled} kernels compiled" if compiled else "",
     )

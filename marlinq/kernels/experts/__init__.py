@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts, interleave_gate_up
-from marlinq.kernels.experts.operator import w4a16_experts
+from marlinq.kernels.experts.operator import routed_experts
 from marlinq.kernels.experts.reference import ACTIVATIONS, reference_experts
 
 __all__ = [
@@ -12,5 +12,5 @@ __all__ = [
     "StoredExperts",
     "interleave_gate_up",
     "reference_experts",
-    "w4a16_experts",
+    "routed_experts",
 ]

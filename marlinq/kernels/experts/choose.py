@@ -422,13 +422,15 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
         share, segments = touched / (tiles * of_tile), of_tile
     share = min(1.0, share)
     chunks = wide.k // 128
+    # Groups of 16 channels end within two rows, whose sums are added together.
+    scale_sums = shape.granularity.channels != 16
     for (warps_n, warps_k), blocks in itertools.product(_SHARED_SHAPES, (1, 2, 3)):
         if registers_of_a_thread(warps_n * warps_k, blocks) < _SHARED_REGISTERS:
             continue
         for cluster in device.cluster_sizes:
             if cluster * warps_k > max(chunks, 4):
                 continue
-            tile = StreamConfig(warps_n, warps_k, 1, 8, True, cluster, 0, blocks)
+            tile = StreamConfig(warps_n, warps_k, 1, 8, scale_sums, cluster, 0, blocks)
             config = DirectConfig(tile, gated, shape.top, columns, shape.biased)
             # As deep a ring as there is room for, and as is of use.
             room = (device.shared_bytes + 1024) // blocks - 1024

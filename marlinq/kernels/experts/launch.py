@@ -36,7 +36,6 @@ _ROUTE_THREADS, _SUM_THREADS = 1024, 128
 # Blocks that gather rows where there are many: two a multiprocessor.
 _PLACE_BLOCKS = 264
 _ALIGNMENT = 256
-_RECORD_BYTES = 16
 
 
 class _RouteArguments(ctypes.Structure):
@@ -393,10 +392,10 @@ def shape_of(x: Tensor, ids: Tensor, experts: ExpertWeights) -> ExpertsShape:
         count,
         hidden,
         inner,
-        experts.granularity,
+        experts.down.granularity,
         experts.down.zeros is not None,
         x.dtype == torch.bfloat16,
-        experts.format,
+        experts.down.format,
         experts.down.bias is not None,
     )
 
@@ -489,7 +488,7 @@ def launch_experts(
     expert_map: Tensor | None,
     decision: ExpertsDecision | None = None,
 ) -> Tensor:
-    """As :func:`marlinq.kernels.experts.w4a16_experts`, checked; ``decision`` overrides the choice."""
+    """As :func:`marlinq.kernels.experts.routed_experts`, checked; ``decision`` overrides the choice."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.shape[0] or not ids.shape[1]:
         return out.zero_()

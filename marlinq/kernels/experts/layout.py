@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -11,50 +13,61 @@ from marlinq.core.granularity import Granularity
 from marlinq.formats.layouts.marlin import TILE_N, permute_scales
 from marlinq.kernels.contract.weight_formats import WeightFormat
 
-_WORDS = 4  # of a lane's vector: 16 columns each
+_BLOCKS = 4  # of 16 columns, in a tile and in a lane's vector of scales
 
 
-class StoredExperts(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class StoredExperts:
     """One product of all E experts of a layer, K channels and N columns each.
 
     Attributes:
-        words: int32 [E, K/16, 2N].
+        format: weight format of the words.
+        granularity: one of :data:`marlinq.kernels.contract.problem.GRANULARITIES`.
+        words: int32 [E, K / format.row_channels, N * format.row_words].
         scales: [E, G, N] in the activations' dtype, stored order.
-        zeros: None for symmetric weights, else zero points [E, G, N] like ``scales``.
+        zeros: zero points [E, G, N] like ``scales``; None where all are the format's midpoint.
         bias: None or [E, N] in the activations' dtype, in the order of the columns.
     """
 
+    format: WeightFormat
+    granularity: Granularity
     words: Tensor
     scales: Tensor
-    zeros: Tensor | None
+    zeros: Tensor | None = None
     bias: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """E, K and N."""
         experts, rows, words = self.words.shape
-        return experts, rows * 16, words // 2
+        return experts, rows * self.format.row_channels, words // self.format.row_words
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Words, scales, zero points and biases by their names here."""
+        return {"words": self.words, "scales": self.scales, "zeros": self.zeros, "bias": self.bias}
 
     @property
     def nbytes(self) -> int:
         """Bytes of words, scales, zero points and biases."""
-        return sum(value.nbytes for value in self if value is not None)
+        return sum(value.nbytes for value in self.tensors.values() if value is not None)
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> StoredExperts:
+        """The same product with ``change`` of every tensor."""
+        changed = {name: None if value is None else change(value) for name, value in self.tensors.items()}
+        return StoredExperts(self.format, self.granularity, **changed)  # type: ignore[arg-type]
 
 
 class ExpertWeights(NamedTuple):
-    """What ``torch.ops.marlinq.w4a16_experts`` multiplies with.
+    """What :func:`marlinq.kernels.experts.routed_experts` multiplies with, in one format and granularity.
 
     Attributes:
         gate_up: K = hidden size H, N = 2I, made by :func:`interleave_gate_up`.
         down: K = I, N = H.
-        granularity: one of :data:`marlinq.kernels.contract.problem.GRANULARITIES`, of both.
-        format: weight format of both.
     """
 
     gate_up: StoredExperts
     down: StoredExperts
-    granularity: Granularity
-    format: WeightFormat
 
 
 def interleave_gate_up(gate: StoredExperts, up: StoredExperts) -> StoredExperts:
@@ -64,8 +77,14 @@ def interleave_gate_up(gate: StoredExperts, up: StoredExperts) -> StoredExperts:
     so nothing is unpacked.
 
     Raises:
-        ValueError: shapes or dtypes differ, one alone has zero points or biases, or I is no multiple of 64.
+        ValueError: formats, shapes or dtypes differ, one alone has zero points or biases, or I is no multiple
+            of 64.
     """
+    if (gate.format, gate.granularity) != (up.format, up.granularity):
+        raise ValueError(
+            f"gate and up: expected one weight format and granularity, found {gate.format.name} with "
+            f"{gate.granularity.describe()} and {up.format.name} with {up.granularity.describe()}"
+        )
     if gate.shape != up.shape or gate.scales.shape != up.scales.shape or gate.shape[2] % TILE_N:
         raise ValueError(
             f"gate and up: expected the same shape [E, K, I], I a multiple of {TILE_N}, and the same groups, "
@@ -81,16 +100,32 @@ def interleave_gate_up(gate: StoredExperts, up: StoredExperts) -> StoredExperts:
     if gate.bias is not None and up.bias is not None:
         blocks = [value.reshape(len(value), -1, 16) for value in (gate.bias, up.bias)]
         bias = torch.stack(blocks, dim=2).flatten(1)
-    words = _take_turns(gate.words, up.words, lanes=32, width=1)
-    return StoredExperts(words, _interleave_scales(gate.scales, up.scales), zeros, bias)
+    return replace(
+        gate,
+        words=_interleave_words(gate.words, up.words, gate.format.block_words),
+        scales=_interleave_scales(gate.scales, up.scales),
+        zeros=zeros,
+        bias=bias,
+    )
+
+
+def _interleave_words(first: Tensor, second: Tensor, block_words: int) -> Tensor:
+    """[E, R, words] with blocks of 16 columns in turns, in the tiles of ``cuda/codec/lane_words.cuh``."""
+    if block_words == 1:
+        return _take_turns(first, second, lanes=32, width=1)
+    # A tile's halves are its two planes: [E, R, tile, plane, lane, block of the plane, word of the block].
+    experts, rows, size = first.shape
+    parts = [value.reshape(experts, rows, -1, 2, 32, 2, 2) for value in (first, second)]
+    # A plane becomes a tile, whose planes are its blocks, gate's and up's.
+    return torch.stack(parts, dim=6).transpose(4, 5).reshape(experts, rows, 2 * size)
 
 
 def _take_turns(first: Tensor, second: Tensor, lanes: int, width: int) -> Tensor:
-    """[E, R, tiles * lanes * 4 * width]: parts of 16 columns in turns; a lane's vector holds four."""
+    """[E, R, tiles * lanes * 4 * width]: blocks of 16 columns in turns; a lane's vector holds four."""
     experts, rows, size = first.shape
-    tiles = size // (lanes * _WORDS * width)
+    tiles = size // (lanes * _BLOCKS * width)
     parts = [value.reshape(experts, rows, tiles, lanes, 2, 2, width) for value in (first, second)]
-    # [E, R, tile, lane, half of the tile, word of the half, gate or up, width]
+    # [E, R, tile, lane, half of the tile, block of the half, gate or up, width]
     both = torch.stack(parts, dim=6)
     return both.transpose(3, 4).reshape(experts, rows, 2 * size)
 

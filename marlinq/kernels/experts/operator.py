@@ -1,30 +1,32 @@
-"""``torch.ops.marlinq.w4a16_experts``: the routed part of a mixture layer with 4-bit experts."""
+"""``torch.ops.marlinq.routed_experts``: the routed part of a mixture layer whose experts stay packed."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
-from marlinq.kernels.contract.problem import GRANULARITIES, GROUP_SIZES
-from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.contract.problem import GRANULARITIES
+from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
 from marlinq.kernels.experts.reference import ACTIVATIONS, reference_experts
 
-_NAME = "w4a16_experts"
+_NAME = "routed_experts"
 _LIBRARY = torch.library.Library("marlinq", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     f"{_NAME}(Tensor x, Tensor ids, Tensor weights, "
     "Tensor gate_up_words, Tensor gate_up_scales, Tensor? gate_up_zeros, "
     "Tensor down_words, Tensor down_scales, Tensor? down_zeros, "
-    "int group_size, str activation, Tensor? expert_map=None, "
+    "str weight_format, int group_size, str activation, Tensor? expert_map=None, "
     "Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def w4a16_experts(
+def routed_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -51,10 +53,12 @@ def w4a16_experts(
         UnsupportedError: a shape or dtype that the kernels can't run.
         EnvironmentProblem: CuPy, NVRTC or the driver is missing.
     """
-    gate_up, down = experts.gate_up, experts.down
-    found: Tensor = torch.ops.marlinq.w4a16_experts.default(
-        *(x, ids, weights, *gate_up[:3], *down[:3], experts.granularity.group_size, activation, expert_map),
-        *(gate_up.bias, down.bias),
+    gate_up, down = experts
+    if (gate_up.format, gate_up.granularity) != (down.format, down.granularity):
+        raise ValueError("gate_up and down: expected one weight format and granularity")
+    found: Tensor = torch.ops.marlinq.routed_experts.default(
+        *(x, ids, weights, gate_up.words, gate_up.scales, gate_up.zeros, down.words, down.scales, down.zeros),
+        *(down.format.name, down.granularity.group_size, activation, expert_map, gate_up.bias, down.bias),
     )
     return found
 
@@ -74,31 +78,34 @@ def check_experts(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-    if experts.format != INT4:
-        raise ValueError(f"experts: expected {INT4.name} weights, found {experts.format.name}")
-    size = experts.granularity.group_size
-    if experts.granularity not in GRANULARITIES:
-        raise ValueError(f"group_size: expected one of {GROUP_SIZES}, found {size}")
+    weight_format, granularity = experts.down.format, experts.down.granularity
+    smallest = granularity.channels and granularity.channels < weight_format.smallest_group
+    if weight_format.codec is None or granularity not in GRANULARITIES or smallest:
+        raise ValueError(f"experts: no kernel multiplies {weight_format.name} with {granularity.describe()}")
+    if experts.down.zeros is not None and not weight_format.stores_zeros:
+        raise ValueError(f"zeros: {weight_format.name} weights have none")
+    row_words = weight_format.row_words
     for name, stored in (("gate_up", experts.gate_up), ("down", experts.down)):
-        if stored.words.dtype != torch.int32 or stored.words.dim() != 3 or stored.words.shape[2] % 128:
+        words = stored.words
+        if words.dtype != torch.int32 or words.dim() != 3 or words.shape[2] % (64 * row_words):
             raise ValueError(
-                f"{name} words: expected int32 [E, K/16, 2N], N a multiple of 64, "
-                f"found {stored.words.dtype} {list(stored.words.shape)}"
+                f"{name} words: expected int32 [E, K/{weight_format.row_channels}, {row_words}N], "
+                f"N % 64 == 0, found {words.dtype} {list(words.shape)}"
             )
         count, k, n = stored.shape
-        groups = experts.granularity.groups(k)
+        groups = granularity.groups(k)
         for kind, value in (("scales", stored.scales), ("zeros", stored.zeros)):
             if value is not None and (value.shape != (count, groups, n) or value.dtype != x.dtype):
                 raise ValueError(
-                    f"{name} {kind}: expected {x.dtype} [{count}, {groups}, {n}] with group size "
-                    f"{size}, found {value.dtype} {list(value.shape)}"
+                    f"{name} {kind}: expected {x.dtype} [{count}, {groups}, {n}] with "
+                    f"{granularity.describe()}, found {value.dtype} {list(value.shape)}"
                 )
         if stored.bias is not None and (stored.bias.shape != (count, n) or stored.bias.dtype != x.dtype):
             raise ValueError(
                 f"{name} bias: expected {x.dtype} [{count}, {n}], found {stored.bias.dtype} "
                 f"{list(stored.bias.shape)}"
             )
-        if k % 64 or not experts.granularity.divides(k):
+        if k % 64 or not granularity.divides(k):
             raise ValueError(f"{name}: {k} channels are no multiple of 64 and of groups")
     count, k, n = experts.gate_up.shape
     if experts.down.shape != (count, n // 2, k) or n % 128:
@@ -127,8 +134,8 @@ def check_experts(
         "ids": ids,
         "weights": weights,
         "expert_map": expert_map,
-        **{f"gate_up {key}": value for key, value in experts.gate_up._asdict().items()},
-        **{f"down {key}": value for key, value in experts.down._asdict().items()},
+        **{f"gate_up {key}": value for key, value in experts.gate_up.tensors.items()},
+        **{f"down {key}": value for key, value in experts.down.tensors.items()},
     }
     for name, value in named.items():
         if value is not None and (value.device != x.device or not value.is_contiguous()):
@@ -138,72 +145,48 @@ def check_experts(
             )
 
 
-def _cpu(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
+def _given(
     gate_up_words: Tensor,
     gate_up_scales: Tensor,
     gate_up_zeros: Tensor | None,
     down_words: Tensor,
     down_scales: Tensor,
     down_zeros: Tensor | None,
+    weight_format: str,
     group_size: int,
     activation: str,
     expert_map: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-) -> Tensor:
-    gate_up = StoredExperts(gate_up_words, gate_up_scales, gate_up_zeros, gate_up_bias)
-    down = StoredExperts(down_words, down_scales, down_zeros, down_bias)
-    experts = ExpertWeights(gate_up, down, Granularity.from_group_size(group_size), INT4)
-    check_experts(x, ids, weights, experts, activation, expert_map)
-    return reference_experts(x, ids, weights, experts, activation, expert_map)
+) -> tuple[ExpertWeights, str, Tensor | None]:
+    """What torch's operator is called with behind x, ids and weights."""
+    if weight_format not in WEIGHT_FORMATS:
+        raise ValueError(
+            f"weight_format: expected one of {', '.join(WEIGHT_FORMATS)}, found {weight_format!r}"
+        )
+    kind = WEIGHT_FORMATS[weight_format], Granularity.from_group_size(group_size)
+    gate_up = StoredExperts(*kind, gate_up_words, gate_up_scales, gate_up_zeros, gate_up_bias)
+    down = StoredExperts(*kind, down_words, down_scales, down_zeros, down_bias)
+    return ExpertWeights(gate_up, down), activation, expert_map
 
 
-def _cuda(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up_words: Tensor,
-    gate_up_scales: Tensor,
-    gate_up_zeros: Tensor | None,
-    down_words: Tensor,
-    down_scales: Tensor,
-    down_zeros: Tensor | None,
-    group_size: int,
-    activation: str,
-    expert_map: Tensor | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> Tensor:
-    gate_up = StoredExperts(gate_up_words, gate_up_scales, gate_up_zeros, gate_up_bias)
-    down = StoredExperts(down_words, down_scales, down_zeros, down_bias)
-    experts = ExpertWeights(gate_up, down, Granularity.from_group_size(group_size), INT4)
-    check_experts(x, ids, weights, experts, activation, expert_map)
+def _cpu(x: Tensor, ids: Tensor, weights: Tensor, *behind: Any) -> Tensor:
+    given = _given(*behind)
+    check_experts(x, ids, weights, *given)
+    return reference_experts(x, ids, weights, *given)
+
+
+def _cuda(x: Tensor, ids: Tensor, weights: Tensor, *behind: Any) -> Tensor:
+    given = _given(*behind)
+    check_experts(x, ids, weights, *given)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"{_NAME}: x has dtype {x.dtype}; the kernels take float16 and bfloat16")
     from marlinq.kernels.experts.launch import launch_experts
 
-    return launch_experts(x, ids, weights, experts, activation, expert_map)
+    return launch_experts(x, ids, weights, *given)
 
 
-def _meta(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up_words: Tensor,
-    gate_up_scales: Tensor,
-    gate_up_zeros: Tensor | None,
-    down_words: Tensor,
-    down_scales: Tensor,
-    down_zeros: Tensor | None,
-    group_size: int,
-    activation: str,
-    expert_map: Tensor | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> Tensor:
+def _meta(x: Tensor, *behind: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
 
 
@@ -41,10 +40,10 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
 """What may stand between the products."""
 
 
-def expert_matrix(stored: StoredExperts, expert: int, weight_format: WeightFormat) -> Tensor:
+def expert_matrix(stored: StoredExperts, expert: int) -> Tensor:
     """The dense weight [K, N] of one expert in float32."""
     zeros = None if stored.zeros is None else stored.zeros[expert]
-    return weight_format.dequantize(stored.words[expert], stored.scales[expert], zeros, torch.float32)
+    return stored.format.dequantize(stored.words[expert], stored.scales[expert], zeros, torch.float32)
 
 
 def _biased(product: Tensor, stored: StoredExperts, expert: int) -> Tensor:
@@ -68,14 +67,12 @@ def reference_experts(
     activation: str,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`marlinq.kernels.experts.w4a16_experts`, accumulated in float32, rounded once at the end."""
+    """As :func:`marlinq.kernels.experts.routed_experts`, accumulated in float32, rounded once at the end."""
     local = local_experts(ids, experts.down.shape[0], expert_map)
     out = torch.zeros(x.shape[0], experts.down.shape[2], dtype=torch.float32, device=x.device)
     for expert in sorted(set(local.flatten().tolist()) - {-1}):
         rows, slots = (local == expert).nonzero(as_tuple=True)
-        gate_up, down = (
-            expert_matrix(stored, expert, experts.format) for stored in (experts.gate_up, experts.down)
-        )
+        gate_up, down = (expert_matrix(stored, expert) for stored in experts)
         both = _biased(x[rows].float() @ gate_up, experts.gate_up, expert)
         both = both.view(len(rows), -1, 2, 16)
         inner = gated_product(both[:, :, 0], both[:, :, 1], activation).flatten(1)

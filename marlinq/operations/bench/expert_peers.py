@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.formats.layouts.marlin import permute_scales
-from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
-from marlinq.kernels.experts import ExpertWeights, StoredExperts, w4a16_experts
+from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.experts import ExpertWeights, StoredExperts, routed_experts
 from marlinq.kernels.experts.launch import Workspace, shape_of, start, sum_step
 from marlinq.kernels.experts.layout import permute_single
 from marlinq.kernels.experts.reference import expert_matrix
@@ -74,7 +74,7 @@ class MarlinqExperts:
 
         def run(number: int, x: Tensor) -> Tensor:
             routing = routings[number]
-            return w4a16_experts(x, routing.ids, routing.weights, weights)
+            return routed_experts(x, routing.ids, routing.weights, weights)
 
         return run
 
@@ -101,6 +101,8 @@ class HummingExperts:
     def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
         from humming.layer import HummingLayer
 
+        if weights.down.format != INT4:
+            raise UnsupportedError(f"it is measured with {INT4.name} weights alone")
         self._weights, self._layer = weights, layer
         order = _gate_then_up(layer, weights)
         self._layers = []
@@ -108,7 +110,7 @@ class HummingExperts:
             experts, k, n = stored.shape
             config = {
                 "dtype": "uint4",
-                "group_size": weights.granularity.channels,
+                "group_size": stored.granularity.channels,
                 "has_zero_point": stored.zeros is not None,
             }
             packed = HummingLayer(
@@ -204,8 +206,8 @@ class _DenseExperts(ABC):
 
     def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
         self._layer = layer
-        self._gate_up = _dense(weights.gate_up, weights.format, _gate_then_up(layer, weights))
-        self._down = _dense(weights.down, weights.format, None)
+        self._gate_up = _dense(weights.gate_up, _gate_then_up(layer, weights))
+        self._down = _dense(weights.down, None)
 
     def prepare(self, m: int, routings: Sequence[Routing]) -> RunLayer:
         layer = self._layer
@@ -270,12 +272,12 @@ def _gate_then_up(layer: ExpertsLayer, weights: ExpertWeights) -> Tensor:
     return blocks.transpose(0, 1).reshape(-1)
 
 
-def _dense(stored: StoredExperts, weight_format: WeightFormat, columns: Tensor | None) -> Tensor:
+def _dense(stored: StoredExperts, columns: Tensor | None) -> Tensor:
     """[E, N, K], as linears have them, of the scales' dtype; columns reordered."""
     experts, k, n = stored.shape
     dense = torch.empty(experts, n, k, dtype=stored.scales.dtype, device=stored.words.device)
     for expert in range(experts):
-        matrix = expert_matrix(stored, expert, weight_format)
+        matrix = expert_matrix(stored, expert)
         dense[expert] = (matrix if columns is None else matrix[:, columns]).t()
     return dense
 

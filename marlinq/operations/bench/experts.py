@@ -13,7 +13,6 @@ from marlinq.core.errors import EnvironmentProblem, UsageError
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import GROUP_SIZES
-from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.experts import ExpertWeights, reference_experts
 from marlinq.kernels.experts.choose import ExpertsShape, decide_experts
@@ -27,7 +26,7 @@ from marlinq.operations.bench.expert_peers import (
 )
 from marlinq.operations.bench.expert_shapes import ExpertsLayer, layers_named
 from marlinq.operations.bench.hardware import hardware_line
-from marlinq.operations.bench.kernels import _one_line
+from marlinq.operations.bench.kernels import _one_line, scheme_named
 from marlinq.operations.bench.report import OURS, Cell, KernelBench
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.operations.bench.timing import (
@@ -56,7 +55,8 @@ def bench_experts(
     device: str | torch.device = "auto",
     against: Sequence[str] = ("humming",),
     dtype: str = "float16",
-    group_size: int = 128,
+    scheme: str = "int4",
+    group_size: int | None = None,
     asymmetric: bool = False,
     explain: bool = False,
     progress: ReportProgress = no_progress,
@@ -73,7 +73,8 @@ def bench_experts(
         device: as in :func:`marlinq.core.devices.resolve_device`; a GPU.
         against: names of :data:`marlinq.operations.bench.expert_peers.EXPERT_PEERS`.
         dtype: float16 or bfloat16.
-        group_size: 32, 64, 128 or -1.
+        scheme: element of the weights, a key of :data:`marlinq.operations.bench.kernels.SCHEMES`.
+        group_size: 32, 64, 128 or -1; None is what the scheme has, else 128.
         asymmetric: measure weights with zero points.
         explain: keep the reason of every decision.
         progress: called with (what is being done, steps done, steps in all).
@@ -82,12 +83,15 @@ def bench_experts(
         The report; a cell's N is the columns of the three matrices of all experts of a row, K is H.
 
     Raises:
-        UsageError: an unknown model, peer, dtype or group size.
+        UsageError: an unknown model, peer, dtype, scheme or group size.
         EnvironmentProblem: there is no GPU; or CuPy, NVRTC or the driver is missing.
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype!r}: expected float16 or bfloat16")
-    if group_size not in GROUP_SIZES:
+    weight_format, usual = scheme_named(scheme, asymmetric=asymmetric)
+    if group_size is None:
+        group_size = usual or 128
+    if group_size not in (*GROUP_SIZES, usual):
         raise UsageError(f"group size {group_size}: expected one of 32, 64, 128, -1")
     for name in against:
         if name not in EXPERT_PEERS:
@@ -118,7 +122,7 @@ def bench_experts(
             ExpertsShape(
                 *(m, layer.top, layer.experts, layer.hidden, layer.inner, granularity, asymmetric),
                 dtype == "bfloat16",
-                INT4,
+                weight_format,
             )
             for layer in layers
             for m in batches
@@ -128,7 +132,12 @@ def bench_experts(
         for layer in layers:
             begun = time.perf_counter()
             weights = random_experts(
-                layer, granularity, asymmetric=asymmetric, dtype=_DTYPES[dtype], device=found
+                layer,
+                granularity,
+                asymmetric=asymmetric,
+                dtype=_DTYPES[dtype],
+                device=found,
+                weight_format=weight_format,
             )
             cold[layer.name] = cold_read_seconds(weights.gate_up.words, weights.gate_up.scales)
             ready = _load(contenders, layer, weights, notes)
@@ -147,7 +156,7 @@ def bench_experts(
     return KernelBench(
         hardware=hardware_line(found),
         dtype=dtype,
-        weights=INT4.name,
+        weights=weight_format.name,
         group_size=group_size,
         asymmetric=asymmetric,
         contenders=timed,

@@ -39,6 +39,21 @@ SCHEMES: dict[str, tuple[WeightFormat, int | None]] = {
 }
 """What weights may be made of, and the group size where nothing else is asked for; None for the largest that
 divides every layer."""
+
+
+def scheme_named(name: str, *, asymmetric: bool) -> tuple[WeightFormat, int | None]:
+    """Of :data:`SCHEMES`.
+
+    Raises:
+        UsageError: an unknown name, or zero points for an element that has none.
+    """
+    if name not in SCHEMES:
+        raise UsageError(f"scheme {name!r}: expected one of {', '.join(SCHEMES)}")
+    if asymmetric and not SCHEMES[name][0].stores_zeros:
+        raise UsageError(f"scheme {name}: its weights have no zero points; leave out --asymmetric")
+    return SCHEMES[name]
+
+
 DEFAULT_BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -120,11 +135,7 @@ def bench_kernels(
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype!r}: expected float16 or bfloat16")
-    if scheme not in SCHEMES:
-        raise UsageError(f"scheme {scheme!r}: expected one of {', '.join(SCHEMES)}")
-    weight_format, usual = SCHEMES[scheme]
-    if asymmetric and not weight_format.stores_zeros:
-        raise UsageError(f"scheme {scheme}: its weights have no zero points; leave out --asymmetric")
+    weight_format, usual = scheme_named(scheme, asymmetric=asymmetric)
     if group_size is None:
         group_size = usual
     if group_size is None:

@@ -164,11 +164,8 @@ def synthetic_model(
     with torch.no_grad():
         for block in blueprint.blocks:
             for experts in block.experts:
-                if wanted.scheme == "16":
-                    continue
-                if wanted.scheme != "int4":
-                    raise UsageError(f"{experts.name}: experts are int4 alone; leave out --scheme")
-                model.set_submodule(experts.name, _random_grouped(experts, wanted.group_size, setting, model))
+                if wanted.scheme != "16":
+                    model.set_submodule(experts.name, _random_grouped(experts, wanted, setting, model))
         for done, projection in enumerate(projections):
             bias = torch.randn(projection.out_features) * 0.1 if projection.bias else None
             module: nn.Module
@@ -236,15 +233,23 @@ def _quantised(blueprint: Blueprint, model: PreTrainedModel, wanted: Synthetic) 
 
 
 def _random_grouped(
-    experts: Experts, group_size: int, setting: Setting, model: PreTrainedModel
+    experts: Experts, wanted: Synthetic, setting: Setting, model: PreTrainedModel
 ) -> GroupedExperts:
     """Random experts of a layer, as loading would group them."""
     activation = activation_name(experts.activation(model.get_submodule(experts.name)))
     if activation is None or not experts.gated or not experts.routed:
         raise UsageError(f"{experts.name}: no synthetic experts of this kind; choose another --synthetic")
     layer = ExpertsLayer(experts.name, experts.count, 1, experts.hidden, experts.intermediate)
-    granularity = Granularity.from_group_size(group_size)
-    weights = random_experts(layer, granularity, asymmetric=False, dtype=setting.dtype, device=setting.device)
+    weight_format, usual = SCHEMES[wanted.scheme]
+    granularity = Granularity.from_group_size(wanted.group_size if usual is None else usual)
+    weights = random_experts(
+        layer,
+        granularity,
+        asymmetric=False,
+        dtype=setting.dtype,
+        device=setting.device,
+        weight_format=weight_format,
+    )
     return GroupedExperts(weights, activation)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from marlinq.core.granularity import Granularity
-from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.peers import random_weight
@@ -19,13 +19,13 @@ def random_experts(
     asymmetric: bool,
     dtype: torch.dtype,
     device: torch.device,
+    weight_format: WeightFormat,
 ) -> ExpertWeights:
     """Codes and scales as those of :func:`marlinq.operations.bench.peers.random_weight`."""
+    kind = weight_format, granularity, asymmetric, dtype, device
     return ExpertWeights(
-        _product(layer.experts, 2 * layer.inner, layer.hidden, granularity, asymmetric, dtype, device),
-        _product(layer.experts, layer.hidden, layer.inner, granularity, asymmetric, dtype, device),
-        granularity,
-        INT4,
+        _product(layer.experts, 2 * layer.inner, layer.hidden, *kind),
+        _product(layer.experts, layer.hidden, layer.inner, *kind),
     )
 
 
@@ -33,6 +33,7 @@ def _product(
     experts: int,
     n: int,
     k: int,
+    weight_format: WeightFormat,
     granularity: Granularity,
     asymmetric: bool,
     dtype: torch.dtype,
@@ -46,8 +47,9 @@ def _product(
         asymmetric=asymmetric,
         dtype=dtype,
         device=device,
-        weight_format=INT4,
+        weight_format=weight_format,
     )
     scales = (made.scales * experts**0.5).view(experts, k // channels, n)
     zeros = None if made.zeros is None else made.zeros.view(experts, k // channels, n)
-    return StoredExperts(made.words.view(experts, k // 16, 2 * n), scales, zeros)
+    words = made.words.view(experts, k // weight_format.row_channels, n * weight_format.row_words)
+    return StoredExperts(weight_format, granularity, words, scales, zeros)

@@ -11,7 +11,7 @@ from marlinq.core.progress import ReportProgress
 from marlinq.kernels import Problem, device_numbers, precompile
 from marlinq.kernels import step as kernels
 from marlinq.kernels.contract.whole_rows import Normed, RowWork
-from marlinq.kernels.experts import w4a16_experts
+from marlinq.kernels.experts import routed_experts
 from marlinq.kernels.experts.choose import DirectDecision, ExpertsShape, decide_experts
 from marlinq.kernels.experts.launch import Workspace as ExpertsWorkspace
 from marlinq.kernels.experts.launch import layer_steps, shape_of
@@ -192,7 +192,7 @@ class RecordedStep(Walk):
         out = self.whole("routed", x.shape[0], x.shape[1], x.dtype)
         if not x.is_cuda:
             self._recorded.append(
-                lambda: out.copy_(w4a16_experts(x, ids, weights, grouped.weights, grouped.activation))
+                lambda: out.copy_(routed_experts(x, ids, weights, grouped.weights, grouped.activation))
             )
             return out
         held = grouped.weights

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels import step as kernels
-from marlinq.kernels.experts import w4a16_experts
+from marlinq.kernels.experts import routed_experts
 from marlinq.kernels.step import ROUTER_WIDEST, Addition, Gather, Prepared, RoutedRows, RowNorm
 from marlinq.models.anatomy import Anatomy, Groups
 from marlinq.runtime.step.bound import BoundLayer, BoundMixture, BoundMLP
@@ -128,7 +128,7 @@ class Walk:
     def experts(self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor | RoutedRows:
         """What the chosen experts give, for each row."""
         grouped = mixture.experts
-        return w4a16_experts(x, ids, weights, grouped.weights, grouped.activation)
+        return routed_experts(x, ids, weights, grouped.weights, grouped.activation)
 
     def observed(self, index: int, x: Tensor) -> None:
         """The hidden states behind a layer."""

@@ -7,6 +7,7 @@ import torch
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.experts import reference_experts
 from marlinq.operations.bench.expert_peers import CublasExperts, GroupedExperts
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
@@ -21,7 +22,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("m", [1, 5])
 def test_dense_peers_compute_the_layer(peer: type[CublasExperts] | type[GroupedExperts], m: int) -> None:
     torch.manual_seed(0)
-    weights = random_experts(LAYER, Granularity.group(32), asymmetric=True, dtype=torch.bfloat16, device=CPU)
+    weights = random_experts(
+        LAYER, Granularity.group(32), asymmetric=True, dtype=torch.bfloat16, device=CPU, weight_format=INT4
+    )
     routings = even_routings(LAYER, m, CPU, 1 << 30)
     contender = peer()
     contender.load(LAYER, weights)
@@ -34,6 +37,8 @@ def test_dense_peers_compute_the_layer(peer: type[CublasExperts] | type[GroupedE
 
 
 def test_the_grouped_product_refuses_float16() -> None:
-    weights = random_experts(LAYER, Granularity.group(32), asymmetric=False, dtype=torch.float16, device=CPU)
+    weights = random_experts(
+        LAYER, Granularity.group(32), asymmetric=False, dtype=torch.float16, device=CPU, weight_format=INT4
+    )
     with pytest.raises(UnsupportedError, match="--dtype bfloat16"):
         GroupedExperts().load(LAYER, weights)

@@ -77,6 +77,11 @@ class WeightFormat:
         """Power of two that scales of ``dtype`` are stored multiplied by."""
         return 2.0**self.half_scale_power if dtype == torch.float16 else 1.0
 
+    def rescaled(self, scales: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """Stored scales, before ``change`` gives them another dtype, times that dtype's power of two."""
+        before, after = (self.scale_factor(each.dtype) for each in (scales, change(scales.new_empty(0))))
+        return scales if before == after else scales.to(torch.float32) * (after / before)
+
     @property
     def row_bytes(self) -> int:
         """Bytes of a stored row, a column."""
@@ -91,11 +96,6 @@ class WeightFormat:
     def tile_words(self) -> int:
         """Words of 32 bits of a stored row in a tile of 64 columns."""
         return TILE_COLUMNS * self.row_words
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of a stored row in a tile of 64 columns."""
-        return TILE_COLUMNS * self.row_bytes
 
     def shape(self, words: Tensor) -> tuple[int, int]:
         """K and N of words."""

@@ -14,9 +14,9 @@
 //   pairs' experts -> groups -> segments: an expert, and the pair of each column (or none)
 //
 // K of a block's product is that of its segments, one behind the other, in chunks; parts of K share the chunks evenly. The loop
-// over them is that of kernels/stream.cuh with scaled sums, whose parts it is made of.
+// over them is that of kernels/stream.cuh with scaled sums, or scaled weights where a row is a quantisation group.
 //
-// Configuration: that of kernels/stream.cuh (one block of batch rows, SCALE_SUMS, no DIGITS), COLUMNS (2, 4 or 8), GATED, BIASED, ACTIVATION, WIDE
+// Configuration: that of kernels/stream.cuh (one block of batch rows, SCALE_SUMS but for quantisation groups of 16, no DIGITS), COLUMNS (2, 4 or 8), GATED, BIASED, ACTIVATION, WIDE
 // (64-bit ids), SLOTS (T), GROUPED_SHARED_BYTES (the host's count).
 #pragma once
 #include "fault_site.cuh"
@@ -37,7 +37,8 @@ struct ExpertsShared {
     static constexpr int QUANT_GROUP = Gemm::QUANT_GROUP, QUANT_GROUPS = Gemm::QUANT_GROUPS, KINDS = Gemm::KINDS;
     static constexpr int SLOTS = C::SLOTS, COLUMNS = C::COLUMNS, PAIRS = 256;
     static constexpr bool GATED = C::GATED, ZEROS = Gemm::ZEROS;
-    static_assert(Gemm::BLOCKS_M == 1 && Gemm::SCALE_SUMS && !Gemm::DIGITS, "columns are those of one mma");
+    static_assert(Gemm::BLOCKS_M == 1 && !Gemm::DIGITS, "columns are those of one mma");
+    static_assert(Gemm::SCALE_SUMS != (Gemm::QUANT_GROUP_ROWS == 1), "sums of a quantisation group are scaled at its end");
     static_assert(COLUMNS <= 8 && 8 % COLUMNS == 0 && CHUNK == 128, "rows of activations are 16 pieces");
 
     // Bytes of a stage, by warp or part; as in kernels/stream.cuh, but for fewer rows of activations.
@@ -260,6 +261,10 @@ struct ExpertsShared {
                 fragments[0][0][0] = matrices[0], fragments[0][0][1] = matrices[1];
                 fragments[0][1][0] = matrices[2], fragments[0][1][1] = matrices[3];
                 const u16* of_group = my_scales + i / Gemm::QUANT_GROUP_ROWS * KINDS * 64;
+                if constexpr (Gemm::QUANT_GROUP_ROWS == 1) {
+                    Gemm::add_groups_of_a_row(total, group_sums, my_weights + i * (Codec::TILE_BYTES / 16), of_group, fragments, lane);
+                    continue;
+                }
                 if (i % Gemm::QUANT_GROUP_ROWS == 0) {
                     group_sums.clear();
                     group_sums.begin(Gemm::load_scales(of_group, lane), Gemm::load_zeros(of_group, lane));
@@ -300,7 +305,7 @@ struct ExpertsShared {
         const u32 rank = blockIdx.x % CLUSTER;
         const float* buffer = multiply(segments, 1, x, x_stride, weights, tile, rank, 0);
         Alone::template store_inner<COLUMNS>(
-            buffer, weights,
+            buffer, COLUMNS, weights,
             [&](int column, i64& pair, int& expert, float& weight) {
                 pair = segments.pair[0][column], expert = segments.expert[0];
                 if (pair < 0) return false;

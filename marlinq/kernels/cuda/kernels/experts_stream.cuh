@@ -80,7 +80,7 @@ struct ExpertsStream {
         Gemm::run(row, weights.words + expert * weights.vectors(), scales, weights.zeros + expert * weights.numbers(), 1,
                   weights.N, weights.K, x_stride, 0, tile * CLUSTER + blockIdx.x % CLUSTER, EvenParts<PARTS>(),
                   [&](const float* buffer, int, int n0, u32 rank) {
-                      store_inner<TILE_M>(buffer, weights, [&](int, i64& of, int& chosen, float& by) {
+                      store_inner<TILE_M>(buffer, 1, weights, [&](int, i64& of, int& chosen, float& by) {
                           of = pair, chosen = expert, by = weight;
                           return true;
                       }, inner, n0, rank);
@@ -93,11 +93,12 @@ struct ExpertsStream {
         return make_float4(widen_half<E, 0>(v.x), widen_half<E, 1>(v.x), widen_half<E, 0>(v.y), widen_half<E, 1>(v.y));
     }
 
-    // What is between the products, of every column of the product that is a pair: find(column, pair, expert, weight) says which.
+    // What is between the products, of those of the first `columns` columns of the product, of which a part has COLUMNS, that are
+    // pairs: find(column, pair, expert, weight) says which.
     // Blocks of 16 columns of the weights take turns: gate, up.
     template <int COLUMNS, typename Find>
-    static __device__ __forceinline__ void store_inner(const float* buffer, const Weights& weights, Find find, u16* inner, int n0,
-                                                       u32 rank) {
+    static __device__ __forceinline__ void store_inner(const float* buffer, int columns, const Weights& weights, Find find,
+                                                       u16* inner, int n0, u32 rank) {
         if constexpr (CLUSTER > 1) {
             cluster_arrive();
             cluster_wait();
@@ -105,7 +106,7 @@ struct ExpertsStream {
             __syncthreads();
         }
         constexpr int FOURS = TILE_N / 8;  // of a column's results
-        for (int four = rank * THREADS + threadIdx.x; four < COLUMNS * FOURS; four += CLUSTER * THREADS) {
+        for (int four = rank * THREADS + threadIdx.x; four < FAULT_SITE(inner_columns, columns) * FOURS; four += CLUSTER * THREADS) {
             const int column = COLUMNS == 1 ? 0 : four / FOURS, j = 4 * (four - column * FOURS), n = j / 16 * 32 + j % 16;
             i64 pair;
             int expert;

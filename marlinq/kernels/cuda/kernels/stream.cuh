@@ -134,6 +134,19 @@ struct StreamGemm {
         }
     }
 
+    // Adds two k16 rows, each of which is a quantisation group.
+    static __device__ __forceinline__ void add_groups_of_a_row(Sums& total, GroupSums& group_sums, const uint4* words,
+                                                               const u16* scales, const u32 (&x)[BLOCKS_M][2][2], int lane) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const u16* row_scales = scales + FAULT_SITE(stream_row_scales, row * KINDS * 64);
+            group_sums.begin(load_scales(row_scales, lane), load_zeros(row_scales, lane));
+            LaneWords<Codec, 4> one;
+            one.load(words + row * (Codec::TILE_BYTES / 16));
+            group_sums.add_row(total, one, row, x);
+        }
+    }
+
     // The sums of block `block`, whose parts are in `parts`, of a tile that begins at row m0 and column n0, in shared memory:
     // store(buffer, m0, n0, rank) takes them, float [part][m][PITCH]. begin(m0, n0, rank, rows) comes before the product.
     template <typename Parts, typename Store, typename Begin = NothingFirst>
@@ -260,15 +273,7 @@ struct StreamGemm {
                 FAULT_SITE(stream_activations, load_activations(fragments, ring + activations, i, lane);)
                 const u16* group_scales = my_scales + i / QUANT_GROUP_ROWS * KINDS * 64;
                 if constexpr (QUANT_GROUP_ROWS == 1) {
-                    // Each row is a quantisation group.
-#pragma unroll
-                    for (int row = 0; row < 2; ++row) {
-                        const u16* row_scales = group_scales + FAULT_SITE(stream_row_scales, row * KINDS * 64);
-                        group_sums.begin(load_scales(row_scales, lane), load_zeros(row_scales, lane));
-                        LaneWords<Codec, 4> one;
-                        one.load(my_weights + (i + row) * (Codec::TILE_BYTES / 16));
-                        group_sums.add_row(total, one, row, fragments);
-                    }
+                    add_groups_of_a_row(total, group_sums, my_weights + i * (Codec::TILE_BYTES / 16), group_scales, fragments, lane);
                     continue;
                 }
                 if (i % QUANT_GROUP_ROWS == 0) {
