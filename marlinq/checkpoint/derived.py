@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,8 @@ class DerivedCheckpoint(Checkpoint):
 
     base: Checkpoint
     computed: Mapping[str, Callable[[], Tensor]]
+    # The computed tensor whose parts were asked for last: they come one after the other.
+    _in_parts: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def computes(self, name: str) -> bool:
         return name in self.computed
@@ -39,7 +41,13 @@ class DerivedCheckpoint(Checkpoint):
         return self.computed[name]() if name in self.computed else self.base.tensor(name)
 
     def part(self, name: str, index: int) -> Tensor:
-        return self.tensor(name)[index] if name in self.computed else self.base.part(name, index)
+        if name not in self.computed:
+            return self.base.part(name, index)
+        if name not in self._in_parts:
+            self._in_parts.clear()
+            self._in_parts[name] = self.tensor(name)
+        whole = self._in_parts.get(name)
+        return (self.tensor(name) if whole is None else whole)[index].clone()
 
     def check_unchanged(self) -> None:
         self.base.check_unchanged()

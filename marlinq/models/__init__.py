@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from marlinq.models.blueprint import Block, Blueprint, build_blueprint, describe
+from marlinq.models.conversion import Conversion, ConvertedTensors, converted, find_conversions
 from marlinq.models.experts import Experts, ExpertTokens, expert_inputs, tapped_layer
 from marlinq.models.instance import ModelInstance, TensorSource
 from marlinq.models.names import TensorNames, without_false_ties
@@ -14,6 +15,8 @@ __all__ = [
     "Block",
     "BlockReplay",
     "Blueprint",
+    "Conversion",
+    "ConvertedTensors",
     "ExpertTokens",
     "Experts",
     "ModelInstance",
@@ -22,8 +25,10 @@ __all__ = [
     "TensorNames",
     "TensorSource",
     "build_blueprint",
+    "converted",
     "describe",
     "expert_inputs",
+    "find_conversions",
     "fused_experts",
     "shared_inputs",
     "streams_at",

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
 from marlinq.core.errors import UnsupportedError
@@ -77,6 +77,8 @@ class Blueprint:
         replay_root_name: full name of the smallest module whose forward takes token ids and runs the blocks:
             the model without its head; empty for the model itself.
         renamings: transformers' own rules from the names in files to those in memory, in order.
+        converters: rules of transformers that make parameters of stored tensors by more than a new name, in
+            order; :mod:`marlinq.models.conversion` runs them.
     """
 
     build: Callable[[], PreTrainedModel]
@@ -99,6 +101,7 @@ class Blueprint:
     base_prefix: str
     replay_root_name: str
     renamings: tuple[Any, ...]
+    converters: tuple[Any, ...]
 
     def projections(self) -> Iterator[Projection]:
         """Every projection that may be quantised, block by block."""
@@ -245,6 +248,7 @@ def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], sour
         base_prefix=prefix,
         replay_root_name=prefix if has_root else "",
         renamings=tuple(rule for rule in rules if isinstance(rule, WeightRenaming)),
+        converters=tuple(rule for rule in rules if isinstance(rule, WeightConverter)),
     )
 
 

@@ -31,7 +31,7 @@ class TensorNames:
         self._stored = {name: name for name in tensors}
         # The renamings keep state and want the names sorted.
         for name in sorted(tensors):
-            self._stored.setdefault(_name_in_memory(name, blueprint.renamings), name)
+            self._stored.setdefault(name_in_memory(name, blueprint.renamings), name)
         self._prefix = blueprint.base_prefix
         self._source = source
         self._fused = blueprint.fused
@@ -150,7 +150,7 @@ def without_false_ties(blueprint: Blueprint, checkpoint: Checkpoint) -> Blueprin
     return blueprint.without_ties(free) if free else blueprint
 
 
-def _name_in_memory(name: str, renamings: Sequence[Any]) -> str:
+def name_in_memory(name: str, renamings: Sequence[Any]) -> str:
     for renaming in renamings:
         name, _ = renaming.rename_source_key(name)
     return name

@@ -22,10 +22,14 @@ from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
 from marlinq.models import (
     Blueprint,
+    Conversion,
+    ConvertedTensors,
     ModelInstance,
     Projection,
     TensorNames,
     build_blueprint,
+    converted,
+    find_conversions,
     without_false_ties,
 )
 from marlinq.models.anatomy import Anatomy, Unrecognised
@@ -168,9 +172,12 @@ def load(
                 trust_remote_code=trust_remote_code,
                 dtype=placement.dtype,
             )
-            blueprint = without_false_ties(blueprint, checkpoint)
-            blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
-            instance = ModelInstance(blueprint, reader, device=placement.device, dtype=placement.dtype)
+            conversions = stored_otherwise(blueprint, checkpoint, quantized)
+            in_memory = converted(checkpoint, conversions)
+            blueprint = without_false_ties(blueprint, in_memory)
+            blueprint, replaced = match_tensors(blueprint, in_memory, quantized)
+            source = ConvertedTensors(checkpoint.path, in_memory.tensors, reader.tensor, conversions)
+            instance = ModelInstance(blueprint, source, device=placement.device, dtype=placement.dtype)
             reader.expect(_plain_tensors(blueprint, instance.names, replaced))
         anatomy: Anatomy | Unrecognised | None = None
         if only_decodes:
@@ -345,6 +352,18 @@ def _plain_tensors(blueprint: Blueprint, names: TensorNames, replaced: Mapping[s
             yield from (stored for stored, _ in names.places(name, shape))
 
 
+def stored_otherwise(
+    blueprint: Blueprint, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None
+) -> tuple[Conversion, ...]:
+    """What has to be converted of the tensors that are not packed (:func:`~marlinq.models.find_conversions`).
+
+    Raises:
+        CheckpointError: stored tensors do not fit transformers' rule.
+    """
+    packed = () if quantized is None else set(checkpoint.tensors) - set(quantized.passthrough)
+    return find_conversions(blueprint, checkpoint.tensors, source=str(checkpoint.path), packed=packed)
+
+
 def match_tensors(
     blueprint: Blueprint, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None
 ) -> tuple[Blueprint, dict[str, str]]:
@@ -357,6 +376,7 @@ def match_tensors(
     Raises:
         CheckpointError: a tensor is missing, unexpected or of the wrong shape.
     """
+    checkpoint = converted(checkpoint, stored_otherwise(blueprint, checkpoint, quantized))
     replaced: dict[str, str] = {}
     if quantized is not None:
         replaced = _quantized_names(blueprint, quantized)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from marlinq.core.rules import Keep
 from marlinq.formats import FORMATS, Format, Layout, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.methods import METHODS, Method, MethodOptions
-from marlinq.models import Block, Blueprint, Projection, TensorNames
+from marlinq.models import Block, Blueprint, Conversion, Projection, TensorNames, converted
 from marlinq.operations.quantize.recipe import (
     AUTO_GROUP_SIZES,
     UNQUANTIZED,
@@ -94,7 +94,8 @@ class OutputPlan:
         untied: the head was tied to the embedding and gets a weight of its own.
         kept: modules with a weight matrix that stay as they are, with reasons.
         tensors: every tensor of the output, in the order of the source.
-        copied: stored names of the tensors that are copied unchanged.
+        carried: the source, with the tensors that the output has where it does not quantise.
+        copied: names of the tensors of ``carried`` that are copied unchanged.
         config: ``config.json`` of the output.
         extra_json: further JSON files that loaders of the layout read.
     """
@@ -107,6 +108,7 @@ class OutputPlan:
     untied: bool
     kept: Mapping[str, Keep]
     tensors: tuple[TensorPlan, ...]
+    carried: Checkpoint
     copied: tuple[str, ...]
     config: Mapping[str, Any]
     extra_json: Mapping[str, Mapping[str, Any]]
@@ -136,8 +138,23 @@ def module_note(planned: PlannedModule) -> str:
     return f"module {planned.stored}"
 
 
-def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) -> OutputPlan:
+def plan_output(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    recipe: Recipe,
+    *,
+    stored: Checkpoint | None = None,
+    conversions: Sequence[Conversion] = (),
+) -> OutputPlan:
     """Decides what becomes of every tensor of ``checkpoint``.
+
+    Args:
+        checkpoint: the source; with ``conversions``, as :func:`~marlinq.models.converted` has it.
+        blueprint: its model.
+        recipe: settings of the run.
+        stored: the source as it is stored; by default ``checkpoint``.
+        conversions: from ``stored`` to ``checkpoint``. Those that make a quantised matrix are written as the
+            model has them; what the others are made from is copied as it is stored.
 
     Raises:
         UnsupportedError: a linear does not fit the layout; the message names it and the override that keeps
@@ -153,17 +170,25 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
     extra = extra_linears(checkpoint, blueprint, names)
     head = modules.get(blueprint.head) if blueprint.head is not None else None
     untied = head is not None and _tied_to(blueprint, head.projection) is not None
-    quantization_config = write_quantization_config(
-        form,
-        {planned.stored: planned.spec for planned in modules.values()},
-        [*_unquantized(blueprint, names, kept), *extra],
-    )
     replaced: dict[str, list[PlannedModule]] = {}
     for planned in modules.values():
         if planned is not head or planned.source == f"{planned.stored}.weight":
             replaced.setdefault(planned.source, []).append(planned)
+    carried = converted(
+        checkpoint if stored is None else stored,
+        [each for each in conversions if each.parameters.keys() & replaced.keys()],
+    )
+    # Servers look for these under the names of the files.
+    as_stored = floating_linears(
+        carried, [name for name in carried.tensors if name not in checkpoint.tensors]
+    )
+    quantization_config = write_quantization_config(
+        form,
+        {planned.stored: planned.spec for planned in modules.values()},
+        [*_unquantized(blueprint, names, kept), *as_stored, *extra],
+    )
     tensors: list[TensorPlan] = []
-    for name, info in checkpoint.tensors.items():
+    for name, info in carried.tensors.items():
         if name not in replaced:
             tensors.append(TensorPlan(name, info.dtype, info.shape))
         for planned in replaced.get(name, ()):
@@ -182,7 +207,8 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
         untied=untied,
         kept={**kept, **extra},
         tensors=tuple(tensors),
-        copied=tuple(name for name in checkpoint.tensors if name not in replaced),
+        carried=carried,
+        copied=tuple(name for name in carried.tensors if name not in replaced),
         config=untied_config(config) if untied or mistied else config,
         extra_json=DIALECTS[form.dialect].extra_files(quantization_config),
     )

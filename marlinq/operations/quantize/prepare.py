@@ -21,7 +21,14 @@ from marlinq.checkpoint.reader import read_json
 from marlinq.core.devices import beside, start_beside
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportMessage, ReportProgress
-from marlinq.models import Blueprint, ModelInstance, build_blueprint, without_false_ties
+from marlinq.models import (
+    Blueprint,
+    ModelInstance,
+    build_blueprint,
+    converted,
+    find_conversions,
+    without_false_ties,
+)
 from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of
 from marlinq.operations.quantize.planning import OutputPlan, plan_output, split_notes
@@ -37,7 +44,7 @@ class Decisions:
     """What a run will do, as config, headers and recipe decide it.
 
     Attributes:
-        checkpoint, blueprint: the source and its model.
+        checkpoint, blueprint: the source, its tensors as the model has them, and its model.
         recipe: settings of the run.
         device: device that blocks run on.
         plan: fate of every tensor.
@@ -129,8 +136,10 @@ def plan_run(
         tensors=checkpoint.tensors,
         trust_remote_code=trust_remote_code,
     )
+    conversions = find_conversions(blueprint, checkpoint.tensors, source=str(checkpoint.path))
+    stored, checkpoint = checkpoint, converted(checkpoint, conversions)
     blueprint = without_false_ties(blueprint, checkpoint)
-    plan = plan_output(checkpoint, blueprint, recipe)
+    plan = plan_output(checkpoint, blueprint, recipe, stored=stored, conversions=conversions)
     _warn(checkpoint, blueprint, recipe, plan)
     texts = planned_text(recipe, checkpoint, blueprint, device) if plan.method.calibrated else []
     tokens = sum(text.tokens for text in texts)
@@ -184,7 +193,7 @@ def prepare(
     if ranks.first:
         check_place(out, resume=resume, source=checkpoint.path)
     decisions = plan_run(checkpoint, recipe, device, trust_remote_code=trust_remote_code)
-    blueprint, plan = decisions.blueprint, decisions.plan
+    checkpoint, blueprint, plan = decisions.checkpoint, decisions.blueprint, decisions.plan
     if plan.automatic is not None:
         message(f"group size {plan.automatic.describe()}")
     if device.type == "cuda":

@@ -29,6 +29,8 @@ from marlinq.models import (
     ModelInstance,
     TensorNames,
     build_blueprint,
+    converted,
+    find_conversions,
     without_false_ties,
 )
 from marlinq.operations.rotate.report import RotationReport
@@ -102,6 +104,8 @@ def rotate(
     blueprint = build_blueprint(
         checkpoint.config, source=name, tensors=checkpoint.tensors, trust_remote_code=trust_remote_code
     )
+    # What is rotated is written as the model has it.
+    checkpoint = converted(checkpoint, find_conversions(blueprint, checkpoint.tensors, source=name))
     blueprint = without_false_ties(blueprint, checkpoint)
     plan = plan_stream(blueprint, name)
     turn = rotation_matrix(blueprint.parameters[plan.embedding][1], seed).to(chosen, torch.float32)

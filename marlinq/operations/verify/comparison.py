@@ -28,7 +28,7 @@ from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods.rtn import round_to_nearest
-from marlinq.models import Blueprint, Projection, TensorNames
+from marlinq.models import Blueprint, Projection, TensorNames, converted, find_conversions
 from marlinq.operations.verify.aside import Aside
 from marlinq.operations.verify.dequantized import dequantized_modules, off_grid
 from marlinq.operations.verify.report import Check, Findings
@@ -69,13 +69,18 @@ class Comparison:
         if self._other is not None and _elements(self._other) != _elements(view):
             # Made from weights that were quantised otherwise before: those are the original's.
             self._original, self._other = dequantized(original), None
+        self._stored = self._original
         self._device = device
         self._names: TensorNames | None = None
         self._projections: dict[str, Projection] = {}
         self._routing: set[str] = set()
         self._blueprint = None if isinstance(blueprint, str) else blueprint
         if not isinstance(blueprint, str):
-            self._names = TensorNames(blueprint, original.tensors.keys(), source=str(original.path))
+            if self._other is None:
+                self._original = converted(
+                    self._stored, find_conversions(blueprint, self._stored.tensors, source=str(original.path))
+                )
+            self._names = TensorNames(blueprint, self._original.tensors.keys(), source=str(original.path))
             self._projections = _by_stored_name(blueprint, view)
             self._routing = _routing(blueprint, view)
         self._run = RunSize.of(view.modules.values())
@@ -232,6 +237,8 @@ class Comparison:
             self._weights.failures.append(f"{name}: {difference}")
 
     def _unquantized_original(self, name: str) -> Tensor | None:
+        if name in self._stored.tensors:
+            return self._stored.tensor(name)
         source = self._find(name)
         if source is not None:
             return self._original.tensor(source)

@@ -18,14 +18,19 @@ from marlinq.checkpoint import (
 from marlinq.checkpoint.quantization_config import read_separate_config
 from marlinq.checkpoint.reader import QUANTIZE_CONFIGS
 from marlinq.core import boundaries
-from marlinq.core.errors import MarlinqError
+from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress
 from marlinq.formats import ModuleSpec, TensorSpec
 from marlinq.formats.dialects import is_head
-from marlinq.models import Blueprint, TensorNames, build_blueprint
+from marlinq.models import Blueprint, TensorNames, build_blueprint, converted
 from marlinq.operations.verify.report import Check, Findings
-from marlinq.runtime.loading import match_tensors, read_generation_config, read_tokenizer
+from marlinq.runtime.loading import (
+    match_tensors,
+    read_generation_config,
+    read_tokenizer,
+    stored_otherwise,
+)
 
 _BLOCK = re.compile(r"\.(\d+)\.")
 
@@ -116,7 +121,11 @@ def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Chec
 
 
 def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings: Findings) -> None:
-    tensors = view.checkpoint.tensors
+    try:
+        tensors = _in_memory(view, blueprint).tensors
+    except CheckpointError as error:
+        findings.failures.append(str(error))
+        return
     names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
     claimed: set[str] = set()
     for parameter, shape in blueprint.parameters.items():
@@ -154,6 +163,15 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
             findings.failures.append(f"{name}: belongs to no linear of the model")
         elif not any(re.search(pattern, name) for pattern in blueprint.ignored):
             findings.failures.append(f"{name}: belongs to no parameter of the model")
+
+
+def _in_memory(view: QuantizedCheckpoint, blueprint: Blueprint) -> Checkpoint:
+    """The folder with its tensors as the model has them.
+
+    Raises:
+        CheckpointError: stored tensors do not fit transformers' rule.
+    """
+    return converted(view.checkpoint, stored_otherwise(blueprint, view.checkpoint, view))
 
 
 def _check_one_scheme(view: QuantizedCheckpoint, blueprint: Blueprint, findings: Findings) -> None:
@@ -300,9 +318,9 @@ def check_coverage(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Che
 
 def _plain_linears(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> dict[str, str]:
     """Unquantised linears of the decoder blocks, with what makes us expect them quantised."""
-    tensors = view.checkpoint.tensors
     found: dict[str, str] = {}
     if not isinstance(blueprint, str):
+        tensors = _in_memory(view, blueprint).tensors
         names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
         for projection in blueprint.projections():
             stored = names.own(f"{projection.name}.weight")
