@@ -110,7 +110,9 @@ class QuantizedCheckpoint:
         return grid
 
     def _codes(self, module: str) -> Tensor:
-        return self.layouts[module].unpack_codes(self.codes(module), self.modules[module])
+        layout = self.layouts[module]
+        mask = None if layout.mask_key is None else self.checkpoint.tensor(f"{module}.{layout.mask_key}")
+        return layout.unpack_codes(self.codes(module), self.modules[module], mask)
 
     def codes(self, module: str) -> Tensor:
         """The codes of ``module`` as stored."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from marlinq.formats.format import FORMATS, Format, register_format
 from marlinq.formats.layouts import (
     AWQ,
+    COMPRESSED_24,
     COMPRESSED_FLOATS,
     DEEPSEEK_FP4,
     GPTQ,
+    GPTQ_24,
     GPTQMODEL_FP8,
     HUGGING_FACE_FP8,
     LAYOUTS,
@@ -24,12 +26,17 @@ from marlinq.formats.layouts import (
 )
 from marlinq.formats.stored import StoredWeight
 
+_COMPRESSED_INTEGERS = CompressedTensors()
+
 for _form in (
     Format("gptq", "gptq", (GPTQ(1),)),
     Format("gptq-v2", "gptq", (GPTQ(2),)),
     Format("awq", "awq", (AWQ(),)),
     Format("marlin", "gptq", (Marlin(),)),
-    Format("compressed-tensors", "compressed-tensors", (CompressedTensors(), *COMPRESSED_FLOATS)),
+    Format("compressed-tensors", "compressed-tensors", (_COMPRESSED_INTEGERS, *COMPRESSED_FLOATS)),
+    # Linears that stay dense lie beside sparse ones as in any compressed-tensors checkpoint.
+    Format("marlin-24", "compressed-tensors", (COMPRESSED_24, _COMPRESSED_INTEGERS)),
+    Format("gptq-marlin-24", "gptq", (GPTQ_24,)),
     Format("fp8", "fp8", (*HUGGING_FACE_FP8, DEEPSEEK_FP4)),
     Format("modelopt", "modelopt", MODELOPT),
     Format(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from marlinq.core.errors import ConversionRefused
 from marlinq.core.scheme import Scheme
+from marlinq.core.sparsity import Sparsity
 from marlinq.formats.layouts import Layout, register_layout
 
 
@@ -41,6 +42,11 @@ class Format:
     def elements(self) -> tuple[str, ...]:
         """Names of the element types that its layouts hold."""
         return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.elements))
+
+    @property
+    def sparsity(self) -> Sparsity | None:
+        """Sparsity of the weights that it is for; None for a format of dense weights."""
+        return self.layouts[0].sparsity
 
     @property
     def original_kernel(self) -> bool:

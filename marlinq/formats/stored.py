@@ -101,14 +101,14 @@ class StoredWeight:
             CheckpointError, ConversionRefused: as :meth:`marlinq.formats.layouts.Layout.unpack`.
         """
         grid = self.grid if device is None else self.grid.to(device)
-        codes = self._codes(device)
         with self._named():
-            return grid.with_codes(codes)
+            return grid.with_codes(self._codes(device))
 
     def _codes(self, device: torch.device | None = None) -> Tensor:
         """uint8 [K, N]."""
         words = self.words if device is None else self.words.to(device)
-        return self.layout.unpack_codes(words, self.spec)
+        mask = None if self.layout.mask_key is None else self.tensors[self.layout.mask_key].to(words.device)
+        return self.layout.unpack_codes(words, self.spec, mask)
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -97,8 +97,8 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
     """The operand that holds exactly the weights of ``stored``; scales are rounded to ``dtype``.
 
     Words that are in the kernel's layout are taken as they are, and so are scales of the kernel's group size;
-    other words are transcoded on ``device``, on a GPU by one launch. Only padding and activation order need
-    the codes one by one.
+    other words are transcoded on ``device``, on a GPU by one launch. Only padding, activation order and the
+    masks of sparse layouts need the codes one by one.
 
     Args:
         stored: any K and N, any layout.
@@ -114,7 +114,8 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
     scheme = stored.scheme
     k, n = stored.in_features, stored.out_features
     rows, columns, granularity = operand_shape(stored)
-    if format_of(scheme) != KERNEL_FORMAT or scheme.act_order or (rows, columns) != (k, n):
+    whole = stored.layout.mask_key is None and (rows, columns) == (k, n)
+    if format_of(scheme) != KERNEL_FORMAT or scheme.act_order or not whole:
         return marlin_operand(stored.weight(device), dtype, name=stored.name)
     zeros = None
     if stored.layout.family == KERNEL_LAYOUT.family and granularity == scheme.granularity:

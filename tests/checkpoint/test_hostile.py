@@ -354,7 +354,7 @@ WRONG_CONFIGS: dict[str, tuple[Any, type[MarlinqError], str]] = {
         CheckpointError,
         "weights",
     ),
-    "CT marlin-24": ({**CT, "format": "marlin-24"}, UnsupportedError, "format 'marlin-24'"),
+    "CT other format": ({**CT, "format": "int-quantized"}, UnsupportedError, "format 'int-quantized'"),
     "CT activations": (
         {**CT, "config_groups": {"g": {**GROUP, "input_activations": {"num_bits": 8}}}},
         UnsupportedError,

@@ -32,7 +32,8 @@ def _head(corner: str, names: Iterable[str]) -> list[str]:
 
 def holders() -> str:
     """Which formats are written with which scheme."""
-    forms = [form for form in FORMATS.values() if form.read_only is None]
+    # Formats of sparse weights are a section of their own.
+    forms = [form for form in FORMATS.values() if form.read_only is None and form.sparsity is None]
     lines = _head("scheme", [form.name for form in forms])
     for name, named in SCHEMES.items():
         scheme = named.example(example(name))

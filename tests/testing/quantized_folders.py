@@ -15,10 +15,10 @@ from torch import Tensor
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.scheme import Scheme, integer_element
+from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.formats import FORMATS, spec_of
+from marlinq.formats import FORMATS, LAYOUTS, spec_of
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
-from tests.testing.layouts import INTEGERS
 from tests.testing.schemes import quantized
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 128, 256, 64
@@ -55,8 +55,10 @@ def random_tuple(
     scattered: bool = False,
     bits: int = 4,
     dtype: torch.dtype = torch.float16,
+    sparse: bool = False,
 ) -> QuantizedWeight:
-    """Codes over the whole range and scales of both signs; ``zeros`` is middle, one-up or any."""
+    """Codes over the whole range and scales of both signs; ``zeros`` is middle, one-up or any; of ``sparse``
+    weights two of four are not zero at most, whatever they say of themselves."""
     generator = torch.Generator().manual_seed(seed)
     size = k if group_size == -1 else min(group_size, k)
     groups = -(-k // size)
@@ -71,6 +73,9 @@ def random_tuple(
     if scattered:
         g_idx = g_idx[torch.randperm(k, generator=generator)]
     codes = torch.randint(0, 1 << bits, (k, n), generator=generator, dtype=torch.uint8)
+    if sparse:
+        kept = TWO_OF_FOUR.largest(torch.rand(k, n, generator=generator))
+        codes = torch.where(kept, codes, points[g_idx.long()])
     return quantized(codes, scales.to(dtype), points, g_idx, size, integer_element(bits))
 
 
@@ -111,7 +116,7 @@ def write(
     """Write ``modules`` with the safetensors library. ``quantization`` overrides keys of its config."""
     folder.mkdir()
     plain = plain_tensors(modules) if plain is None else plain
-    target = INTEGERS[layout]
+    target = LAYOUTS[layout]
     stores_zeros = any(q.scheme.stores_zeros for q in modules.values())
 
     def declared(q: QuantizedWeight) -> Scheme:

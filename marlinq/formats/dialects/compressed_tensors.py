@@ -15,6 +15,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep, Matcher, Rule, Rules
 from marlinq.core.scheme import Activations, Element, Scheme
 from marlinq.core.schemes import MX_GROUP
+from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.dialects.patterns import EXPERTS, is_head, names_pattern
@@ -27,6 +28,10 @@ _TWO_LEVELS = "tensor_group"
 """The strategy of scales with a second level."""
 _SCALE_DTYPES = {"torch.uint8": "float8_e8m0fnu", "torch.float8_e4m3fn": "float8_e4m3fn"}
 _LARGEST_BLOCK = 1 << 20
+_SPARSE_FORMAT = "marlin-24"
+"""The format of sparse integers, here and in :data:`marlinq.formats.FORMATS`."""
+_DENSE_STORAGE = "dense"
+"""What a ``sparsity_config`` says of weights whose storage the groups' format describes alone."""
 _MIXED = "mixed-precision"
 """The format of a checkpoint whose groups differ in theirs."""
 
@@ -38,9 +43,13 @@ class CompressedTensorsDialect(Dialect):
     quant_methods = ("compressed-tensors",)
 
     def read(self, keys: Keys) -> QuantizationConfig:
-        for name in ("sparsity_config", "transform_config"):
-            if keys.mapping(name):
-                raise UnsupportedError(f"{keys.where}: a non-empty {name} is not supported")
+        if keys.mapping("transform_config"):
+            raise UnsupportedError(f"{keys.where}: a non-empty transform_config is not supported")
+        said = keys.mapping("sparsity_config").get("format", _DENSE_STORAGE)
+        if said != _DENSE_STORAGE:
+            raise UnsupportedError(
+                f"{keys.where}: sparsity_config: format {said!r} beside quantised weights is not supported"
+            )
         if keys.raw.get("kv_cache_scheme") is not None:
             raise UnsupportedError(f"{keys.where}: a quantised KV cache (kv_cache_scheme) is not supported")
         rules: list[Rule[Scheme]] = [
@@ -62,7 +71,11 @@ class CompressedTensorsDialect(Dialect):
                     default = scheme
                 else:
                     rules.append(Rule(_target(inner, target), scheme))
-        return QuantizationConfig("compressed-tensors", Rules(default, tuple(rules)))
+        outcomes = (default, *(rule.outcome for rule in rules))
+        sparse = any(isinstance(each, Scheme) and each.sparsity is not None for each in outcomes)
+        return QuantizationConfig(
+            _SPARSE_FORMAT if sparse else "compressed-tensors", Rules(default, tuple(rules))
+        )
 
     def says_head(self, config: QuantizationConfig, name: str) -> bool:
         # Class targets don't reach it: servers have a class of their own for heads.
@@ -109,6 +122,7 @@ def _scheme(keys: Keys, outer_format: object) -> Scheme:
         raise UnsupportedError(f"{keys.where}: quantised outputs (output_activations) are not supported")
     weights = Keys(keys.mapping("weights"), f"{keys.where}.weights")
     element = _element(weights)
+    said = keys.raw.get("format") or outer_format
     scheme = Scheme(
         element=element,
         granularity=_granularity(weights),
@@ -117,8 +131,8 @@ def _scheme(keys: Keys, outer_format: object) -> Scheme:
         tensor_scale="divides" if weights.raw.get("strategy") == _TWO_LEVELS else "none",
         act_order=weights.raw.get("actorder") in ("group", "dynamic"),
         activations=_activations(keys, element),
+        sparsity=TWO_OF_FOUR if said == _SPARSE_FORMAT else None,
     )
-    said = keys.raw.get("format") or outer_format
     if said not in (wanted := _formats(scheme)):
         raise UnsupportedError(
             f"{keys.where}: format {said!r} is not supported for {scheme.describe()}; "
@@ -179,7 +193,7 @@ def _formats(scheme: Scheme) -> tuple[str, ...]:
     """The formats that may be said of a scheme; the first is the one that is written."""
     element = scheme.element
     if element.table is None:
-        return ("pack-quantized",)
+        return ("pack-quantized",) if scheme.sparsity is None else (_SPARSE_FORMAT,)
     if scheme.tensor_scale != "none":
         return ("nvfp4-pack-quantized",)
     if element == E2M1:

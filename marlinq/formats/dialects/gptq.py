@@ -1,8 +1,8 @@
 """The config of AutoGPTQ and GPTQModel, which vLLM, SGLang and transformers read (docs/formats.md).
 
-It describes GPTQ v1, GPTQ v2 and Marlin tensors; ``checkpoint_format`` says which. ``dynamic`` rules are
-matched with ``re.match`` against the full module name, the first match wins, and ``-:`` in front of a pattern
-leaves its modules unquantised.
+It describes GPTQ v1, GPTQ v2, Marlin and Marlin-24 tensors; ``checkpoint_format`` says which. ``dynamic``
+rules are matched with ``re.match`` against the full module name, the first match wins, and ``-:`` in front of
+a pattern leaves its modules unquantised.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from marlinq.core.version import __version__
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.dialects.patterns import expert_layer, in_block, inside_block, is_head, names_pattern
-from marlinq.formats.format import Format
+from marlinq.formats.format import FORMATS, Format
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.formats.layouts.gptq import WORD_ADD_WRITER
 
-_LAYOUTS = {"gptq": "gptq", "gptq_v2": "gptq-v2", "marlin": "marlin"}
+_LAYOUTS = {"gptq": "gptq", "gptq_v2": "gptq-v2", "marlin": "marlin", "marlin_24": "gptq-marlin-24"}
 """Layouts by their ``checkpoint_format``."""
 _CHECKPOINT_FORMATS = {layout: said for said, layout in _LAYOUTS.items()}
 
@@ -47,6 +47,7 @@ class GPTQDialect(Dialect):
             granularity=keys.granularity("group_size"),
             zero_point=_zero_point(keys, "stored"),
             act_order=bool(keys.boolean("desc_act", False)),
+            sparsity=FORMATS[_LAYOUTS[layout]].sparsity,
         )
         rules: list[Rule[Scheme]] = []
         for text, overrides in keys.mapping("dynamic").items():
@@ -124,6 +125,7 @@ def _override(keys: Keys, text: str, overrides: object, default: Scheme) -> Sche
         granularity=inner.granularity("group_size") if "group_size" in overrides else default.granularity,
         zero_point=_zero_point(inner, default.zero_point),
         act_order=bool(inner.boolean("desc_act", default.act_order)),
+        sparsity=default.sparsity,
     )
 
 

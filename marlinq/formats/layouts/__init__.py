@@ -15,6 +15,7 @@ from marlinq.formats.layouts.floats import (
 )
 from marlinq.formats.layouts.gptq import GPTQ
 from marlinq.formats.layouts.marlin import Marlin
+from marlinq.formats.layouts.marlin_24 import COMPRESSED_24, GPTQ_24
 from marlinq.formats.layouts.transcoding import transcode
 from marlinq.formats.layouts.words import WordLayout
 
@@ -30,10 +31,12 @@ def register_layout(layout: Layout) -> Layout:
 
 __all__ = [
     "AWQ",
+    "COMPRESSED_24",
     "COMPRESSED_FLOATS",
     "DEEPSEEK_FP4",
     "GPTQ",
     "GPTQMODEL_FP8",
+    "GPTQ_24",
     "HUGGING_FACE_FP8",
     "LAYOUTS",
     "MODELOPT",

@@ -118,6 +118,8 @@ class Layout(ABC):
     """The suffix of the codes; its presence marks a quantised module."""
     scale_key: str
     """The suffix of the scales."""
+    mask_key: str | None = None
+    """The suffix of what says where the stored codes of a sparse weight stand; None where all are stored."""
     code_dtype: str = "int32"
     """The dtype of the codes' tensor."""
     suffixes: tuple[str, ...]
@@ -219,8 +221,18 @@ class Layout(ABC):
         """What is stored under ``key`` for ``codes``, uint8 [K, N]."""
 
     @abstractmethod
-    def unpack_codes(self, stored: Tensor, spec: ModuleSpec) -> Tensor:
-        """The codes, uint8 [K, N]; the inverse of :meth:`pack_codes`."""
+    def unpack_codes(self, stored: Tensor, spec: ModuleSpec, mask: Tensor | None = None) -> Tensor:
+        """The codes, uint8 [K, N]; the inverse of :meth:`pack_codes`.
+
+        Args:
+            stored: tensor under :attr:`key`.
+            spec: the module.
+            mask: tensor under :attr:`mask_key`, where the layout has one.
+        """
+
+    def pack_mask(self, codes: Tensor, spec: ModuleSpec) -> Tensor:
+        """What is stored under :attr:`mask_key` for ``codes``, uint8 [K, N], of a sparse weight."""
+        raise NotImplementedError(f"{self.name} has no mask")
 
     @abstractmethod
     def _pack_grid(self, grid: Grid, scheme: Scheme) -> dict[str, Tensor]:
@@ -243,8 +255,13 @@ class Layout(ABC):
         Raises:
             ConversionRefused: the layout can't hold ``weight`` without loss; the message is the reason.
         """
-        tensors = self.pack_grid(weight, declared)
-        return {self.key: self.pack_codes(weight.codes, spec_of(weight)), **tensors}
+        tensors, spec = self.pack_grid(weight, declared), spec_of(weight)
+        if self.sparsity is not None and (reason := self.sparsity.refusal(weight.used())) is not None:
+            raise ConversionRefused(f"{self.name}: {reason}")
+        packed = {self.key: self.pack_codes(weight.codes, spec), **tensors}
+        if self.mask_key is not None:
+            packed[self.mask_key] = self.pack_mask(weight.codes, spec)
+        return packed
 
     def pack_grid(self, grid: Grid, declared: Scheme | None = None) -> dict[str, Tensor]:
         """The tensors of :meth:`pack` except the codes' own.
@@ -272,7 +289,8 @@ class Layout(ABC):
         """
         self._check(tensors, spec)
         grid = self._unpack_grid(tensors, spec)
-        return grid.with_codes(self.unpack_codes(tensors[self.key], spec))
+        mask = None if self.mask_key is None else tensors[self.mask_key]
+        return grid.with_codes(self.unpack_codes(tensors[self.key], spec, mask))
 
     def unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
         """Everything but the codes, from the tensors except the codes' own.

@@ -39,7 +39,7 @@ class ByteLayout(Layout):
             rows = rows[:, 0::2] | (rows[:, 1::2] << 4)
         return self.from_bytes(rows)
 
-    def unpack_codes(self, stored: Tensor, spec: ModuleSpec) -> Tensor:
+    def unpack_codes(self, stored: Tensor, spec: ModuleSpec, mask: Tensor | None = None) -> Tensor:
         rows = self.to_bytes(stored)
         if spec.scheme.element.bits == 4:
             rows = torch.stack((rows & 15, rows >> 4), dim=-1).flatten(-2)

@@ -18,6 +18,8 @@ def transcode(stored: Tensor, spec: ModuleSpec, source: Layout, target: Layout) 
     Args:
         stored: the source's codes tensor, of the shape that ``spec`` says.
         spec: the module; ``target`` must be able to hold its shape.
+
+    Neither layout has a mask; the codes of such a one are unpacked (:meth:`Layout.pack`).
     """
     if source is target or source.family == target.family:
         return stored

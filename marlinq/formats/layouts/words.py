@@ -42,7 +42,7 @@ class WordLayout(Layout):
     def pack_codes(self, codes: Tensor, spec: ModuleSpec) -> Tensor:
         return permuted(pack_rows(codes, spec.scheme.element.bits), spec, None, self)
 
-    def unpack_codes(self, stored: Tensor, spec: ModuleSpec) -> Tensor:
+    def unpack_codes(self, stored: Tensor, spec: ModuleSpec, mask: Tensor | None = None) -> Tensor:
         return unpack_rows(permuted(stored, spec, self, None), spec.scheme.element.bits)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -283,9 +283,12 @@ def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
         writer.write(f"{job.name}.weight", weight.t() if plan.transposed else weight)
         return job
     layout, target = source.layouts[job.name], plan.layout_of(job.name)
-    if (way := plan.recasts.get(job.name)) is not None:
-        changed = way.apply(source.load(job.name), allow_loss=plan.allow_loss)
+    way = plan.recasts.get(job.name)
+    if way is not None or layout.mask_key is not None or target.mask_key is not None:
+        weight = source.load(job.name)
+        changed = weight if way is None else way.apply(weight, allow_loss=plan.allow_loss)
         assert changed is not None, "what is refused was found before"
+        changed = replace(changed, sparsity=spec.scheme.sparsity)
         for suffix, tensor in target.pack(changed, spec.scheme).items():
             writer.write(f"{job.name}.{suffix}", tensor)
         return job

@@ -1,7 +1,7 @@
 """What a conversion will write, decided before anything is written.
 
 First from headers and config alone (shapes, group sizes, widths), then from the small tensors of every module
-(zeros, g_idx, scales). Every reason to refuse is found here; the codes can't give one.
+(zeros, g_idx, scales), of sparse ones from their codes and masks. Every reason to refuse is found here.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from marlinq.core.weight import Grid
 from marlinq.formats import Format, Layout, ModuleSpec
 from marlinq.formats.dialects import is_head, write_quantization_config
 from marlinq.operations.convert.recast import Recast, recast
+from marlinq.operations.convert.sparse import with_sparsity
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +114,7 @@ def plan_conversion(
         else spec
         for name, spec in source.modules.items()
     }
+    specs = with_sparsity(source, target, specs, progress)
     skipped = _excluded_shapes(source, specs, target, strict_marlin, skip_unsupported)
     kept = {name: spec for name, spec in specs.items() if name not in skipped}
     if not kept:
@@ -241,6 +243,7 @@ class _Scan:
             self._lose(name, rounds, 2.0**-24)
         if name in self._recasts:
             grid = self._recast(name)
+        grid = replace(grid, sparsity=self._specs[name].scheme.sparsity)
         reason = self._target.layout_of(grid.scheme).refusal(grid, self._scale_dtype(name))
         if reason is not None:
             raise ConversionRefused(f"{path}: {name}: {self._target.name} can't hold it: {reason}")

@@ -369,6 +369,15 @@ class Recipe:
         for rule in self.rules.ordered:
             self._check_outcome(rule.outcome)
         self._check_outcome(self.rules.default)
+        outcomes = (self.rules.default, *(rule.outcome for rule in self.rules.ordered))
+        wanted = FORMATS[self.format].sparsity
+        if wanted is not None and not any(
+            isinstance(each, ModuleSettings) and each.sparsity == wanted for each in outcomes
+        ):
+            raise UsageError(
+                f"format: {self.format} is for {wanted.describe()} weights; add --sparsity {wanted.name}, or "
+                "choose another --format"
+            )
         # Which overrides are about the head is known with its name.
         self._check_outcome(self.head_rules.default)
 
@@ -400,6 +409,9 @@ class Recipe:
         if scheme.sparsity is not None and scheme.element.table is not None:
             raise UsageError(f"{outcome.reason}: sparsity: {scheme.element.name} weights are not pruned")
         if (reason := form.scheme_refusal(scheme)) is not None:
+            raise UsageError(f"{outcome.reason}: {form.name} can't hold {reason}; choose another --format")
+        sparse = form.sparsity is not None and scheme.sparsity is not None
+        if sparse and (reason := form.layouts[0].scheme_refusal(scheme)) is not None:
             raise UsageError(f"{outcome.reason}: {form.name} can't hold {reason}; choose another --format")
         if (reason := method.scheme_refusal(scheme)) is not None:
             raise UsageError(f"{outcome.reason}: {method.name} can't make {reason}; choose another --method")

@@ -59,3 +59,15 @@ def test_what_cannot_be_pruned_is_refused(settings: dict[str, str], message: str
     group_size = "auto" if settings.get("scheme") == "fp8" else 32
     with pytest.raises(UsageError, match=message):
         Recipe.from_dict({"group_size": group_size, **settings})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sparsity": "none"}, "marlin-24 is for 2:4 sparse weights; add --sparsity 2:4"),
+        ({"symmetric": False}, "marlin-24 can't hold asymmetric weights"),
+    ],
+)
+def test_what_a_sparse_layout_asks_for(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SPARSE.replace(format="marlin-24", **changes)

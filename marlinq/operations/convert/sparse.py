@@ -1,0 +1,37 @@
+"""Sparse weights in a conversion: what only the codes and masks can tell, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from marlinq.checkpoint import QuantizedCheckpoint
+from marlinq.core.errors import ConversionRefused
+from marlinq.core.progress import ReportProgress
+from marlinq.formats import Format, ModuleSpec
+
+
+def with_sparsity(
+    source: QuantizedCheckpoint, target: Format, specs: Mapping[str, ModuleSpec], progress: ReportProgress
+) -> dict[str, ModuleSpec]:
+    """``specs`` with the sparsity that ``target`` is for, and none where it is for dense weights.
+
+    Modules are read where their codes decide: those that go to a sparse format, and those that have a mask.
+
+    Raises:
+        ConversionRefused: a module is not sparse as the target needs it.
+        CheckpointError: a mask is damaged.
+    """
+    wanted = target.sparsity
+    found: dict[str, ModuleSpec] = {}
+    for done, (name, spec) in enumerate(specs.items()):
+        if wanted is not None or source.layouts[name].mask_key is not None:
+            progress("checking masks", done, len(specs))
+            used = source.load(name).used()
+            if wanted is not None and (reason := wanted.refusal(used)) is not None:
+                raise ConversionRefused(
+                    f"{source.checkpoint.path}: {name}: {target.name} holds {wanted.describe()} weights "
+                    f"only, and {reason}; quantize --sparsity {wanted.name} makes such weights"
+                )
+        found[name] = replace(spec, scheme=replace(spec.scheme, sparsity=wanted))
+    return found
