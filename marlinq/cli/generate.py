@@ -66,6 +66,12 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, help="Seed of the sampling.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
+@click.option(
+    "--speculate",
+    type=click.Choice(["auto", "off"]),
+    default="auto",
+    help="Check several tokens at once where the text repeats itself; it stays the same text.",
+)
 @revision_option
 @device_option
 @dtype_option
@@ -84,6 +90,7 @@ def command(
     repetition_penalty: float | None,
     seed: int,
     chat: bool,
+    speculate: str,
     revision: str | None,
     device: str,
     dtype: str,
@@ -154,6 +161,7 @@ def command(
                     max_new_tokens=max_new_tokens,
                     sampling=sampling,
                     chat=chat,
+                    speculate=speculate == "auto",
                     on_text=print_text if streams else None,
                     progress=progress,
                 )

@@ -65,6 +65,8 @@ class Decoder:
 
     Attributes:
         in_use: somebody's tokens are under way; until :meth:`stop` nobody else is given it.
+        most_drafted: tokens that :meth:`verify` checks at most; 0 where it can't be called.
+        drafts_refusal: why ``most_drafted`` is 0; else empty.
     """
 
     def __init__(self, forward: Forward, shape: SamplerShape = GREEDY.shape, *, graphs: bool = True) -> None:
@@ -77,6 +79,12 @@ class Decoder:
         self._logits: Tensor | None = None
         self._visits: deque[_Visit] = deque()
         self._chosen = 0
+        self._prompt_tokens = 0
+        self._begun: tuple[Sampling, Sequence[Sequence[int]], Sequence[int]] | None = None
+        # For each number of tokens a sampler with a row for each, and those that know the text's seed.
+        self._verifiers: dict[int, Sampler] = {}
+        self._verifiers_begun: set[int] = set()
+        self._verification: _Verification | None = None
         on_gpu = self.device.type == "cuda"
         self._host_ring = torch.zeros((RING, forward.batch), dtype=torch.int64, pin_memory=on_gpu)
         refusal = self._prepare(graphs)
@@ -84,6 +92,8 @@ class Decoder:
             "eager" if refusal else "cuda-graph",
             f"{refusal or 'one captured step is replayed for each token'}; {forward.reason}",
         )
+        self.drafts_refusal = self._refuse_drafts()
+        self.most_drafted = 0 if self.drafts_refusal else forward.most_verified - 1
 
     @property
     def visits_at_once(self) -> int:
@@ -122,8 +132,12 @@ class Decoder:
         with self._here():
             logits = self.forward.prefill(ids.to(self.device), lengths)
             sampler = self._sampler_for(logits)
-            sampler.begin(sampling, prompts, range(len(prompts)) if streams is None else streams)
+            streams = range(len(prompts)) if streams is None else streams
+            sampler.begin(sampling, prompts, streams)
             sampler.sample(logits)
+            self._begun = sampling, prompts, streams
+            self._prompt_tokens = len(prompts[0])
+            self._verifiers_begun.clear()
             self._chosen = 0
             self._leave(1)
 
@@ -138,6 +152,69 @@ class Decoder:
                 else:
                     self._sampler.sample(self.forward.step(self._sampler.state.tokens))
             self._leave(steps)
+
+    @property
+    def drafted_room(self) -> int:
+        """Tokens that :meth:`verify` may check now: as many as the cache has room for."""
+        # On a GPU the rows of a verification are always as many.
+        room = self.forward.capacity - (self._prompt_tokens + self._chosen - 1)
+        if self.device.type == "cuda":
+            return self.most_drafted if room > self.most_drafted else 0
+        return max(0, min(self.most_drafted, room - 1))
+
+    @torch.no_grad()
+    def verify(self, last: int, draft: Sequence[int]) -> list[int]:
+        """The tokens that steps would choose behind ``last`` as long as they are those of ``draft``, and the
+        first one that is not; of a batch of one, with nothing pending.
+
+        Each token is drawn with the random numbers that its step would draw with, so the text does not depend
+        on drafts: one of probability p is accepted with p, and else another one is drawn from the rest.
+
+        Args:
+            last: the last token chosen.
+            draft: guesses of what follows, 1 to :attr:`drafted_room`.
+
+        Raises:
+            NumericsError: logits were NaN or infinite.
+        """
+        assert self._sampler is not None, "begin comes first"
+        assert not self._visits, "steps are under way"
+        assert 0 < len(draft) <= self.drafted_room, f"{len(draft)} tokens of at most {self.drafted_room}"
+        tokens = [last, *draft]
+        with self._here():
+            rows = len(tokens) if self._verification is None else self.forward.most_verified
+            sampler = self._verifier(rows)
+            sampler.state.drawn.copy_(torch.arange(self._chosen, self._chosen + rows, dtype=torch.int32))
+            # Further rows of a captured verification get a token that brings no further experts.
+            padded = torch.tensor(tokens + tokens[-1:] * (rows - len(tokens)), dtype=torch.int64)
+            if self._verification is None:
+                sampler.sample(self.forward.verify(padded.to(self.device)))
+            else:
+                self._verification.tokens.copy_(padded)
+                self._verification.graph.replay()
+            ring = sampler.state.ring.cpu()
+        chosen = [int(ring[(self._chosen + row) % RING, row]) for row in range(len(tokens))]
+        right = next((row for row, token in enumerate(draft) if chosen[row] != token), len(draft))
+        new = chosen[: right + 1]
+        _check_faults([new])
+        self._chosen += len(new)
+        with self._here():
+            self.forward.keep(self._prompt_tokens + self._chosen - 1)
+            self._sampler.state.drawn.fill_(self._chosen)
+            self._sampler.state.tokens.fill_(new[-1])
+        return new
+
+    def _verifier(self, rows: int) -> Sampler:
+        """A sampler whose rows are ``rows`` draws of the only row of the batch."""
+        assert self._sampler is not None
+        if rows not in self._verifiers:
+            self._verifiers[rows] = Sampler(self.shape, rows, self._sampler.vocabulary, self.device)
+        sampler = self._verifiers[rows]
+        if rows not in self._verifiers_begun and self._begun is not None:
+            sampling, prompts, streams = self._begun
+            sampler.begin(sampling, [prompts[0]] * rows, [streams[0]] * rows)
+            self._verifiers_begun.add(rows)
+        return sampler
 
     def assume(self, length: int) -> None:
         """Let further steps take the time that they take behind ``length`` tokens; their tokens mean nothing
@@ -156,10 +233,7 @@ class Decoder:
             visit.done.synchronize()
         numbers = range(visit.first, visit.first + visit.steps)
         tokens: list[list[int]] = [self._host_ring[number % RING].tolist() for number in numbers]
-        if any(FAULT in row for row in tokens):
-            raise NumericsError(
-                "the model's logits are NaN or infinite; check its weights, or run in another --dtype"
-            )
+        _check_faults(tokens)
         return tokens
 
     def stop(self) -> None:
@@ -245,18 +319,79 @@ class Decoder:
         sampler = self._sampler
         assert sampler is not None
         tokens = sampler.state.tokens
+        tokens.zero_()
+        self._graph, self._logits = self._captured(lambda: self.forward.step(tokens), sampler)
+
+    def _refuse_drafts(self) -> str:
+        """Why drafts can't be checked; a verification is captured where steps are."""
+        forward = self.forward
+        if forward.batch != 1:
+            return f"{forward.batch} texts are decoded together"
+        if not forward.most_verified:
+            return "the model's steps take one token at a time"
+        if self.shape.penalty:
+            return "a repetition penalty counts every token before the next"
+        if self.device.type != "cuda":
+            return ""
+        if self._graph is None or forward.capacity < _PROBE_TOKENS + forward.most_verified:
+            return "the step is not captured"
+        return self._prepare_verification()
+
+    @torch.no_grad()
+    def _prepare_verification(self) -> str:
+        """Capture a verification if its logits are those of steps; why not, else."""
+        rows = self.forward.most_verified
+        tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        with self._here():
+            expected = self._probe()
+            sampler = self._verifier(rows)
+            try:
+                graph, logits = self._captured(lambda: self.forward.verify(tokens), sampler)
+                self.forward.keep(_PROBE_TOKENS - 2)
+                tokens.copy_(torch.arange(_PROBE_TOKENS - 2, _PROBE_TOKENS - 2 + rows))
+                graph.replay()
+            except RuntimeError as error:
+                return f"a verification could not be captured ({' '.join(str(error).split())[:160]})"
+        difference = float((logits[1].float() - expected[0]).norm() / expected[0].norm())
+        if not difference <= _REPLAY_TOLERANCE:
+            return f"a verification gave other logits than steps (relative error {difference:.2g})"
+        self._verification = _Verification(graph, tokens)
+        return ""
+
+    def _captured(
+        self, compute: Callable[[], Tensor], sampler: Sampler
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """A graph that computes logits and samples from them, and those logits."""
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             # Whatever is compiled, loaded or allocated at first use happens here, outside the graph.
-            tokens.zero_()
-            sampler.sample(self.forward.step(tokens))
+            sampler.sample(compute())
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._logits = self.forward.step(tokens)
-            sampler.sample(self._logits)
-        self._graph = graph
+            logits = compute()
+            sampler.sample(logits)
+        return graph, logits
+
+
+class _Verification(NamedTuple):
+    """A captured verification.
+
+    Attributes:
+        graph: computes and samples.
+        tokens: int64 [R], what it appends.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor
+
+
+def _check_faults(tokens: Sequence[Sequence[int]]) -> None:
+    if any(FAULT in row for row in tokens):
+        raise NumericsError(
+            "the model's logits are NaN or infinite; check its weights, or run in another --dtype"
+        )
 
 
 class Decoders:

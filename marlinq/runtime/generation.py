@@ -20,6 +20,7 @@ from marlinq.runtime.decision import summarize
 from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.loading import LoadedModel
 from marlinq.runtime.sampling import GREEDY, Sampling
+from marlinq.runtime.speculation import Speculated, Speculation
 from marlinq.runtime.step.choose import take_decoder
 
 _CONTEXT_TOKENS = 8
@@ -50,6 +51,7 @@ class Generation(Shown):
         device: where it ran.
         dtype: of the activations.
         step: how decode steps ran, and why.
+        drafts: what became of drafted tokens.
         notes: how the quantised linears were multiplied, and what else was said at load.
     """
 
@@ -62,6 +64,7 @@ class Generation(Shown):
     device: str
     dtype: str
     step: StepDecision
+    drafts: Speculated
     notes: tuple[str, ...]
 
     @property
@@ -140,6 +143,7 @@ def _figures(rows: Sequence[Generation], first: Sequence[tuple[str, str]]) -> li
         ("decode", f"{sum(row.tokens_per_second for row in rows):.1f} tokens/s"),
         ("prompt", f"{prompt_tokens} tokens in {one.prefill_seconds:.3f} s, {prefill:.1f} tokens/s"),
         ("steps", f"{one.step.mode}: {one.step.reason}"),
+        ("drafts", str(one.drafts)),
         ("device", f"{one.device}, {one.dtype}"),
     )
     return [Facts((*first, *shared))]
@@ -200,6 +204,7 @@ def generate(
     max_new_tokens: int = 128,
     sampling: Sampling = GREEDY,
     chat: bool = False,
+    speculate: bool = True,
     on_text: Callable[[str], None] | None = None,
     progress: ReportProgress = no_progress,
 ) -> Generation:
@@ -211,6 +216,8 @@ def generate(
         max_new_tokens: at most this many; fewer when the end token is drawn or the positions run out.
         sampling: how tokens are chosen. The checkpoint's generation config has no say in it.
         chat: put the text into the tokenizer's chat template as a user's message.
+        speculate: where the text repeats itself, check several drafted tokens at once. The text stays the
+            same, as far as products of several rows round as those of one.
         on_text: called with each piece of text as it comes.
         progress: called after each kernel that is compiled, before any text comes.
 
@@ -220,7 +227,18 @@ def generate(
         NumericsError: logits are NaN or infinite.
         Interrupted: a KeyboardInterrupt while tokens were generated.
     """
-    return _generate(loaded, [prompt], max_new_tokens, sampling, chat, on_text, progress, alone=True)[0]
+    rows = _generate(
+        loaded,
+        [prompt],
+        max_new_tokens,
+        sampling,
+        chat,
+        on_text,
+        progress,
+        alone=True,
+        speculate=speculate,
+    )
+    return rows[0]
 
 
 def generate_batch(
@@ -293,6 +311,7 @@ def _generate(
     progress: ReportProgress,
     *,
     alone: bool = False,
+    speculate: bool = False,
 ) -> list[Generation]:
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens: expected 1 or more, found {max_new_tokens}")
@@ -313,12 +332,16 @@ def _generate(
             progress=progress,
         )
         decoder.in_use = True
+    refusal = decoder.drafts_refusal if speculate or not alone else "not asked for"
+    speculation = None
+    if not refusal:
+        speculation = Speculation(rows[0].ids, decoder.most_drafted, decoder.forward.verification_cost)
     ends = end_tokens(loaded.model)
     start = read_clock(loaded.device)
     first = last = start
     interrupted = False
     try:
-        for number, step in enumerate(_steps(loaded, decoder, rows, sampling, limit), 1):
+        for number, step in enumerate(_steps(loaded, decoder, rows, sampling, limit, speculation), 1):
             # Before the text is decoded: by then the device works on later steps.
             last = time.perf_counter()
             first = last if number == 1 else first
@@ -343,6 +366,7 @@ def _generate(
                 row.stop("interrupt")
     finally:
         decoder.stop()
+    drafts = Speculated(0, 0, 0, refusal) if speculation is None else speculation.result()
     done = [
         Generation(
             text="".join(row.pieces),
@@ -354,6 +378,7 @@ def _generate(
             device=device_name(loaded.device),
             dtype=dtype_name(loaded.dtype),
             step=decoder.decision,
+            drafts=drafts,
             notes=(*summarize(loaded.decisions.values()), *loaded.notes),
         )
         for row in rows
@@ -364,25 +389,51 @@ def _generate(
 
 
 def _steps(
-    loaded: LoadedModel, decoder: Decoder, rows: Sequence[_Row], sampling: Sampling, limit: int
+    loaded: LoadedModel,
+    decoder: Decoder,
+    rows: Sequence[_Row],
+    sampling: Sampling,
+    limit: int,
+    speculation: Speculation | None,
 ) -> Iterator[list[int]]:
-    """The tokens of every row, step after step; later steps are queued before earlier ones are given out."""
+    """The tokens of every row, step after step; later steps are queued before earlier ones are given out.
+
+    With ``speculation`` of a single row, drafts are checked instead while they are promising.
+    """
     with boundaries.forward(loaded.path):
         decoder.begin([row.ids for row in rows], sampling)
-    queued, visit = 1, 1
+    queued, visit, last = 1, 1, -1
     while True:
-        while queued < limit and decoder.pending < decoder.visits_at_once:
+        drafting = speculation is not None and speculation.promising
+        while not drafting and queued < limit and decoder.pending < decoder.visits_at_once:
             steps = min(visit, limit - queued)
             with boundaries.forward(loaded.path):
                 decoder.advance(steps)
             queued += steps
             # Short visits at first, so that text begins to appear at once.
             visit = min(2 * visit, decoder.steps_a_visit)
+        if speculation is not None and drafting and not decoder.pending and queued < limit:
+            draft = speculation.draft(min(decoder.drafted_room, limit - queued - 1))
+            with boundaries.forward(loaded.path):
+                if draft:
+                    checked = decoder.verify(last, draft)
+                else:
+                    decoder.advance(1)
+            if draft:
+                speculation.checked(draft, checked)
+                queued, last = queued + len(checked), checked[-1]
+                yield from ([token] for token in checked)
+                continue
+            queued += 1
         if not decoder.pending:
             return
         with boundaries.forward(loaded.path):
             tokens = decoder.read()
-        yield from tokens
+        for step in tokens:
+            last = step[0]
+            if speculation is not None:
+                speculation.came(last)
+            yield step
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:

@@ -23,6 +23,8 @@ class Forward(ABC):
         observe: where set, it is called with the index of each layer and the hidden states behind it, in
             order; [B, T, hidden] of a prefill, [B, 1, hidden] of a step. An executor that keeps them to
             itself calls nothing. Never set while a step is captured.
+        most_verified: tokens that :meth:`verify` takes at once; 0 where it can't be called.
+        verification_cost: about how many steps take as long as one :meth:`verify`.
         observe_routing: where set, it is called with the index of each routed layer and the experts' numbers
             and weights, both [B, T, top], before they are multiplied.
     """
@@ -32,6 +34,8 @@ class Forward(ABC):
     lengths: Tensor
     reason: str
     capturable: bool
+    most_verified: int = 0
+    verification_cost: float = 1.0
     observe: Callable[[int, Tensor], None] | None = None
     observe_routing: Callable[[int, Tensor, Tensor], None] | None = None
 
@@ -55,13 +59,32 @@ class Forward(ABC):
             logits [B, vocabulary]; on a GPU the same memory every time, valid until the next step.
         """
 
+    def verify(self, tokens: Tensor) -> Tensor:
+        """Append ``tokens``, int64 [R] on the device, to the only row of a batch of one, all at once.
+
+        The row's length stays what it was; :meth:`keep` then says how many of them count. The cache must have
+        room for all.
+
+        Returns:
+            logits [R, vocabulary] behind each of them, those that :meth:`step` would give one by one; on a
+            GPU the same memory every time.
+
+        Raises:
+            NotImplementedError: ``most_verified`` is 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} computes one token of a row at a time")
+
+    def keep(self, length: int) -> None:
+        """Let every row's cache end behind its first ``length`` tokens."""
+        self.lengths.fill_(length)
+
     def assume(self, length: int) -> None:
         """Let every row's cache count as holding ``length`` tokens, whatever lies there.
 
         For timing: steps take as long as they would behind so many tokens, and their results mean nothing
         until the next :meth:`prefill`. A forward whose cache can't be set so ignores the call.
         """
-        self.lengths.fill_(length)
+        self.keep(length)
 
     def check_prompts(self, ids: Tensor, lengths: Tensor) -> list[int]:
         """The lengths as numbers, where :meth:`prefill` can read the prompts.

@@ -20,6 +20,9 @@ Chosen = Callable[[Tensor, Tensor], None]
 
 _ROW_BLOCK = 512
 """Queries whose products with all keys exist at a time, where torch's fused attention can't be used."""
+MOST_VERIFIED = 8
+"""Tokens of a verification: products of up to eight rows read the weights once."""
+_VERIFICATION_COST = 2.5
 _ALONE = 1 << 18
 """Elements of keys up to which a step's attention runs on one thread of a CPU: 2 x 2^18 float32 values take
 0.2 ms to read. Waking a second thread takes 20 us, and milliseconds where another process is on its core."""
@@ -60,6 +63,8 @@ class ReferenceForward(Forward):
         self._places = torch.arange(capacity, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._shortest = self._longest = 0
+        self.most_verified = MOST_VERIFIED if batch == 1 else 0
+        self.verification_cost = _VERIFICATION_COST
         self._routing = 0
 
     def _chosen(self, index: Tensor, weights: Tensor) -> None:
@@ -96,9 +101,9 @@ class ReferenceForward(Forward):
         last = x[self._rows, self.lengths.long() - 1]
         return self._logits(last)
 
-    def assume(self, length: int) -> None:
+    def keep(self, length: int) -> None:
         """As in :class:`Forward`."""
-        super().assume(length)
+        super().keep(length)
         self._shortest = self._longest = length
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -131,6 +136,24 @@ class ReferenceForward(Forward):
         self._longest += 1
         self.lengths += 1
         return self._logits(x[:, 0])
+
+    def verify(self, tokens: Tensor) -> Tensor:
+        """As in :class:`Forward`.
+
+        Raises:
+            ValueError: the batch is not 1, or the cache has no room for all.
+        """
+        start, end = self._longest, self._longest + len(tokens)
+        if self.batch != 1 or end > self.capacity:
+            raise ValueError(f"{end} tokens of {self.batch} rows: expected at most {self.capacity} of one")
+        with torch.inference_mode():
+            positions = self._places[start:end]
+            x = self._embed(tokens[None], positions)
+            turns = self._rotations.at(positions)
+            for index, parts in enumerate(self._layers):
+                x = parts.forward(x, self._run_attention(index, parts, turns, start))
+            logits = self._logits(x[0])
+        return logits.clone()
 
     def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         x = F.embedding(ids, self._embedding)
@@ -179,6 +202,25 @@ class ReferenceForward(Forward):
             seen = keys[:, :, first:end]
             with threads_at_most(1 if seen.is_cpu and seen.numel() <= _ALONE else None):
                 return _one_query(q, seen, values[:, :, first:end], mask, parts.attention)
+
+        return attend
+
+    def _run_attention(self, index: int, parts: _LayerParts, turns: _Turns, start: int) -> Function:
+        """Of neighbouring tokens of one row, the first of them at position ``start``."""
+        keys, values, window = self._keys[index], self._values[index], parts.attention.window
+
+        def attend(x: Tensor) -> Tensor:
+            q, k, v = (heads.transpose(1, 2) for heads in parts.heads(x, turns))
+            end = start + x.shape[1]
+            keys[:, :, start:end] = k
+            values[:, :, start:end] = v
+            first = 0 if window is None else max(0, start + 1 - window)
+            query, place = self._places[start:end, None], self._places[first:end]
+            mask = place <= query
+            if window is not None:
+                mask &= place > query - window
+            seen = keys[:, :, first:end], values[:, :, first:end]
+            return _masked(q, *seen, mask=mask, attention=parts.attention).transpose(1, 2)
 
         return attend
 
