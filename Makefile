@@ -97,7 +97,7 @@ INTEROP_PINS := tests/interop/constraints.txt tests/interop/constraints-llmcompr
 $(INTEROP)/.installed: pyproject.toml $(INTEROP_PINS)
 	$(PYTHON) -m venv --clear $(INTEROP)/venv
 	$(INTEROP)/venv/bin/python -m pip install --quiet --constraint tests/interop/constraints.txt torch
-	$(INTEROP)/venv/bin/python -m pip install --quiet --constraint tests/interop/constraints.txt gptqmodel optimum compressed-tensors pytest --editable .
+	$(INTEROP)/venv/bin/python -m pip install --quiet --constraint tests/interop/constraints.txt gptqmodel optimum compressed-tensors pytest --editable ".[eval]"
 	$(PYTHON) -m venv --clear $(INTEROP)/venv-llmcompressor
 	$(INTEROP)/venv-llmcompressor/bin/python -m pip install --quiet --constraint tests/interop/constraints-llmcompressor.txt torch
 	$(INTEROP)/venv-llmcompressor/bin/python -m pip install --quiet --constraint tests/interop/constraints-llmcompressor.txt llmcompressor

@@ -36,7 +36,7 @@ KERNEL_NEIGHBOURS = {("experts", "ops")}
 """Doors on one floor of the kernels: (who imports, from where)."""
 NEIGHBOURS = {("methods", "kernels")}
 """Doors on one floor: (who imports, from where)."""
-OPERATIONS_SHARED = {("quantize", "report"), ("quantize", "inspect")}
+OPERATIONS_SHARED = {("quantize", "report"), ("quantize", "inspect"), ("evaluate", "report")}
 """Doors between operations: (who imports, from where)."""
 
 

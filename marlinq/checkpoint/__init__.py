@@ -12,12 +12,13 @@ from marlinq.checkpoint.quantization_config import (
     without_quantization_config,
 )
 from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears, misplaced
-from marlinq.checkpoint.reader import MANIFEST, Checkpoint
+from marlinq.checkpoint.reader import EVALUATION, MANIFEST, Checkpoint
 from marlinq.checkpoint.tying import says_tied, untied_config
 from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter, check_place
 
 __all__ = [
     "DEFAULT_MAX_SHARD_BYTES",
+    "EVALUATION",
     "MANIFEST",
     "TRANSPOSED_WEIGHTS",
     "Checkpoint",

@@ -31,8 +31,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MANIFEST = "marlinq.json"
 QUANTIZE_CONFIGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-REPORTS = ("report.html", "report.csv", "report.json")
-"""What describes one folder and no copy of it; `marlinq report` makes them anew."""
+EVALUATION = "evaluation.json"
+REPORTS = ("report.html", "report.csv", "report.json", EVALUATION)
+"""What describes one folder and no copy of it; `marlinq report` and `marlinq eval --keep` make them anew."""
 
 _MAX_JSON_BYTES = 64 * 1024 * 1024
 _WEIGHT_SUFFIXES = (

@@ -9,7 +9,7 @@ import click
 
 from marlinq.cli.options import device_option, dtype_option, output_options
 from marlinq.cli.output import print_report, showing_progress
-from marlinq.cli.types import SOURCE, OneOf
+from marlinq.cli.types import SOURCE, OneOf, names
 from marlinq.core.errors import UsageError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -67,10 +67,6 @@ def _weight_options(command: _Command) -> _Command:
     return command
 
 
-def _names(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
-    return [name.strip() for name in value.split(",") if name.strip()]
-
-
 @click.group("bench", short_help="Measure speed: kernels, decoding or vLLM.")
 def command() -> None:
     """Measure speed: of matrix multiplications, of decoding, of vLLM with and without the plugin."""
@@ -87,7 +83,7 @@ def command() -> None:
 @click.option(
     "--against",
     metavar="PEER,PEER,...",
-    callback=_names,
+    callback=names,
     default="cublas,humming",
     help="Peers to measure alongside: cublas, humming, tinygemm; one that is not installed is noted. "
     "batch-invariant and act-order are the same kernel under those demands.",
@@ -111,7 +107,7 @@ def kernels(
     models: tuple[str, ...],
     shapes: tuple[str, ...],
     batches: tuple[int, ...],
-    against: list[str],
+    against: tuple[str, ...],
     dtype: str,
     scheme: str,
     group_size: str,
@@ -154,7 +150,7 @@ def kernels(
 @click.option(
     "--against",
     metavar="PEER,PEER,...",
-    callback=_names,
+    callback=names,
     default="humming",
     help="Peers to measure alongside: cublas, grouped_mm, humming; one that can not run is noted.",
 )
@@ -171,7 +167,7 @@ def kernels(
 def experts(
     models: tuple[str, ...],
     batches: tuple[int, ...],
-    against: list[str],
+    against: tuple[str, ...],
     dtype: str,
     scheme: str,
     group_size: str,

@@ -13,7 +13,8 @@ from marlinq.cli.options import (
     trust_remote_code_option,
 )
 from marlinq.cli.output import print_explained, showing_progress
-from marlinq.cli.types import SOURCE, TEXT
+from marlinq.cli.types import SOURCE, TEXT, names
+from marlinq.core.errors import UsageError
 
 
 @click.command(
@@ -38,6 +39,30 @@ from marlinq.cli.types import SOURCE, TEXT
     "--windows", type=click.IntRange(1, 1 << 31), default=32, help="Windows of text to evaluate, at most."
 )
 @click.option("--length", type=click.IntRange(2, 1 << 31), default=1024, help="Tokens a window.")
+@click.option(
+    "--tasks",
+    metavar="TASK,TASK,...",
+    callback=names,
+    default="",
+    help="Also score tasks of lm-evaluation-harness (the extra marlinq[eval]), by name or YAML file.",
+)
+@click.option(
+    "--task-limit", type=click.IntRange(1, 1 << 31), metavar="N", help="Documents of each task, at most."
+)
+@click.option(
+    "--shots",
+    type=click.IntRange(0, 1000),
+    help="Examples before each document; as the task says unless given.",
+)
+@click.option(
+    "--task-batch", type=click.IntRange(1, 1 << 20), default=8, help="Requests of tasks that run together."
+)
+@click.option(
+    "--trust-task-code",
+    is_flag=True,
+    help="Run Python that a task file names, and programs that a model writes for a task.",
+)
+@click.option("--keep", is_flag=True, help="Write the figures into MODEL's folder and its model card.")
 @revision_option
 @device_option
 @dtype_option
@@ -50,6 +75,12 @@ def command(
     text: str | None,
     windows: int,
     length: int,
+    tasks: tuple[str, ...],
+    task_limit: int | None,
+    shots: int | None,
+    task_batch: int,
+    trust_task_code: bool,
+    keep: bool,
     revision: str | None,
     device: str,
     dtype: str,
@@ -60,8 +91,15 @@ def command(
     """Measure the perplexity of MODEL, quantised or not, and how far it is from an original.
 
     --revision is MODEL's; an original on the Hub is read from its main branch.
+
+    Tasks come behind the text: with --against, recovery is MODEL's score in per cent of the original's, with
+    its standard error over the same documents. Names and options of tasks are the harness's.
     """
-    from marlinq.operations.evaluate import evaluate
+    from marlinq.operations.evaluate import TaskOptions, evaluate
+
+    options = TaskOptions(tasks, shots, task_limit, task_batch, trust_task_code) if tasks else None
+    if options is None and (shots is not None or task_limit is not None or trust_task_code):
+        raise UsageError("--shots, --task-limit and --trust-task-code go with --tasks; name tasks")
 
     with showing_progress() as progress:
         report = evaluate(
@@ -74,6 +112,8 @@ def command(
             device=device,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
+            tasks=options,
+            keep=keep,
             progress=progress,
         )
     print_explained(report, as_json=as_json, explain=explain)

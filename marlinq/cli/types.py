@@ -37,6 +37,11 @@ def suggestion(word: str, choices: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+    """A callback: the names in a list with commas."""
+    return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
 class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
     """One of a few words, in any case and with ``_`` for ``-``; a near miss gets a suggestion.
 

@@ -49,6 +49,23 @@ def _refuse_others(status: os.stat_result, path: str | os.PathLike[str]) -> None
         raise OSError(errno.EINVAL, f"it is {kind_of(status.st_mode)}, not a regular file", os.fspath(path))
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Put the file ``path`` with ``text`` into place at once; a link in its place is replaced, not followed.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    # A name without a number: what a killed process left is replaced by the next one.
+    temporary = path.parent / f".{path.name}.partial"
+    temporary.unlink(missing_ok=True)
+    try:
+        with temporary.open("x", encoding="utf-8", newline="") as file:
+            file.write(text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def read_regular(path: Path, limit: int | None = None) -> bytes:
     """The content of the regular file ``path``.
 

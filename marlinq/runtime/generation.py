@@ -27,9 +27,10 @@ _CONTEXT_TOKENS = 8
 _REPLACEMENT = "\ufffd"
 
 
-Stopped = Literal["eos", "length", "context", "interrupt"]
+Stopped = Literal["eos", "text", "length", "context", "interrupt"]
 _ENDED = {
     "eos": "the end token",
+    "text": "a text that ends it",
     "length": "the length asked for",
     "context": "no positions left",
     "interrupt": "an interrupt",
@@ -44,8 +45,8 @@ class Generation(Shown):
         text: the continuation, without the prompt.
         tokens: its token ids; ends with the end token when that was drawn.
         prompt_tokens: length of the prompt.
-        stopped: ``eos`` (the end token), ``length`` (as many as asked for), ``context`` (the model's
-            position table is full) or ``interrupt``.
+        stopped: ``eos`` (the end token), ``text`` (one of ``until``), ``length`` (as many as asked for),
+            ``context`` (the model's position table is full) or ``interrupt``.
         prefill_seconds: from the prompt to the first token, of the whole batch.
         decode_seconds: for the tokens after the first, of the whole batch.
         device: where it ran.
@@ -248,12 +249,14 @@ def generate_batch(
     max_new_tokens: int = 128,
     sampling: Sampling = GREEDY,
     chat: bool = False,
+    until: Sequence[str] = (),
     progress: ReportProgress = no_progress,
 ) -> Generations:
     """As :func:`generate`, for several prompts of any lengths, decoded together until the last one has ended.
 
     Each row sees its own tokens only. Row n draws from stream n of the seed's random numbers, whatever the
-    other rows are. All end where the longest prompt runs out of positions.
+    other rows are. All end where the longest prompt runs out of positions. A row also ends with the token
+    that completes one of the texts ``until``, which needs the folder's tokenizer.
 
     Raises:
         UsageError: there are no prompts, or as :func:`generate`.
@@ -265,7 +268,8 @@ def generate_batch(
     """
     if not prompts:
         raise UsageError("prompts: expected at least one, found none")
-    return Generations(tuple(_generate(loaded, prompts, max_new_tokens, sampling, chat, None, progress)))
+    rows = _generate(loaded, prompts, max_new_tokens, sampling, chat, None, progress, until=until)
+    return Generations(tuple(rows))
 
 
 @dataclass
@@ -290,6 +294,10 @@ class _Row:
         self.tokens.append(token)
         return self._keep("" if self.stream is None else self.stream.push(token))
 
+    def has(self, texts: Sequence[str]) -> bool:
+        """Whether one of ``texts`` has come."""
+        return bool(texts) and any(text in "".join(self.pieces) for text in texts)
+
     def stop(self, why: Stopped) -> str:
         """The text that was waiting for the rest of a character."""
         self.stopped = why
@@ -312,6 +320,7 @@ def _generate(
     *,
     alone: bool = False,
     speculate: bool = False,
+    until: Sequence[str] = (),
 ) -> list[Generation]:
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens: expected 1 or more, found {max_new_tokens}")
@@ -353,7 +362,9 @@ def _generate(
                     piece = row.stop("eos")
                 else:
                     piece = row.push(token)
-                    if number == limit:
+                    if piece and row.has(until):
+                        piece += row.stop("text")
+                    elif number == limit:
                         piece += row.stop("length" if limit == max_new_tokens else "context")
                 if piece and on_text is not None:
                     on_text(piece)

@@ -31,8 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if missing:
         reason = f"needs the published peers ({', '.join(missing)} not installed); run: make interop"
         for item in items:
-            # vLLM is a program beside, in an environment of its own.
-            if item.get_closest_marker("interop") and item.path.name != "test_vllm.py":
+            # vLLM is a program beside, in an environment of its own; the harness needs no other peer.
+            if item.get_closest_marker("interop") and item.path.name not in (
+                "test_vllm.py",
+                "test_harness.py",
+            ):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 from marlinq.core.display import plain
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
 from marlinq.runtime import LoadedModel, Sampling, generate, load
-from marlinq.runtime.generation import TextStream
+from marlinq.runtime.generation import TextStream, generate_batch
 from marlinq.runtime.step.choose import fixed_cache_refusal
 from marlinq.runtime.step.transformers_forward import TransformersForward
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized, save_tokenizer
@@ -71,6 +71,18 @@ def test_stops_at_the_end_token(loaded: LoadedModel) -> None:
     result = generate(loaded, PROMPT, max_new_tokens=12)
     assert result.tokens == free.tokens[: free.tokens.index(end) + 1]
     assert result.stopped == "eos"
+
+
+def test_rows_stop_behind_a_text_that_ends_them(loaded: LoadedModel) -> None:
+    set_ends(loaded, None)
+    free = generate_batch(loaded, ["a cat", "Ä"], max_new_tokens=12).rows
+    wanted = free[0].text[2:4]
+    first, second = generate_batch(loaded, ["a cat", "Ä"], max_new_tokens=12, until=[wanted, "x" * 20]).rows
+    assert first.stopped == "text"
+    assert free[0].text.startswith(first.text)
+    assert first.text.index(wanted) + len(wanted) == len(first.text)
+    if wanted not in free[1].text:
+        assert second.tokens == free[1].tokens
 
 
 def test_stops_where_positions_end(tmp_path: Path) -> None:

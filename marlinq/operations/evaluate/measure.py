@@ -1,4 +1,4 @@
-"""Perplexity of one model; mean KL divergence and top-1 agreement between two.
+"""Perplexity of one model; mean KL divergence and top-1 agreement between two; scores on tasks, if asked for.
 
 For every position but the last of each window, with p the original's and q the model's distribution over the
 next token x:
@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +25,17 @@ from marlinq.core import boundaries
 from marlinq.core.display import Block, Facts, Shown, Table, lines
 from marlinq.core.errors import CheckpointError, NumericsError, UsageError
 from marlinq.core.progress import Progress, ReportProgress, shows_progress
+from marlinq.core.sources import local_folder
+from marlinq.operations.evaluate.tasks import (
+    Ratio,
+    TaskOptions,
+    TaskScore,
+    check_tasks,
+    mean_recovery,
+    run_tasks,
+)
 from marlinq.operations.evaluate.text import EvaluationText, read_windows, write_windows
+from marlinq.operations.report import keep_evaluation
 from marlinq.runtime import LoadedModel, load
 from marlinq.runtime.generation import device_name, position_limit
 
@@ -55,6 +66,9 @@ class Evaluation(Shown):
         seconds: for the evaluation, without loading.
         device: where it ran.
         notes: how the models were run.
+        tasks: scores on tasks; empty where none were asked for.
+        recovery: mean over tasks of the share of the original's score that is left.
+        kept: where the figures were written, in a line each.
     """
 
     model: str
@@ -69,6 +83,9 @@ class Evaluation(Shown):
     seconds: float
     device: str
     notes: tuple[str, ...]
+    tasks: tuple[TaskScore, ...] = ()
+    recovery: Ratio | None = None
+    kept: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -100,11 +117,40 @@ class Evaluation(Shown):
             ("time", f"{self.seconds:.1f} s on {self.device}"),
         ]
         numbers = tuple(range(1, len(header) - 1))
-        return [Table(header, tuple(rows), numbers=numbers), Facts(tuple(facts))]
+        facts += [("note", line) for line in self.kept]
+        return [
+            Table(header, tuple(rows), numbers=numbers),
+            *_task_table(self.tasks, self.recovery),
+            Facts(tuple(facts)),
+        ]
 
     def explain(self) -> list[Block]:
         """The notes: which operator multiplies the weights, and why."""
         return [lines(*self.notes)]
+
+
+def _task_table(tasks: Sequence[TaskScore], mean: Ratio | None) -> list[Block]:
+    if not tasks:
+        return []
+    rows = [
+        (
+            score.task,
+            score.metric,
+            str(score.documents),
+            _score(score.value, score.stderr),
+            "" if score.against_value is None else _score(score.against_value, score.against_stderr),
+            "" if score.recovery is None else score.recovery.describe(),
+        )
+        for score in tasks
+    ]
+    if mean is not None:
+        rows.append(("mean", "", "", "", "", mean.describe()))
+    header = ("task", "metric", "documents", "model", "original", "recovery")
+    return [Table(header, tuple(rows), numbers=(2, 3, 4, 5))]
+
+
+def _score(value: float, stderr: float | None) -> str:
+    return f"{value:.4f}" + ("" if stderr is None else f" ± {stderr:.4f}")
 
 
 @dataclass
@@ -148,6 +194,8 @@ def evaluate(
     dtype: str | torch.dtype | None = None,
     seed: int = DEFAULT_SEED,
     trust_remote_code: bool = False,
+    tasks: TaskOptions | None = None,
+    keep: bool = False,
     progress: Progress = True,
 ) -> Evaluation:
     """Measures ``model`` on non-overlapping windows of text, and its distance to ``against``.
@@ -166,6 +214,8 @@ def evaluate(
         dtype: as in :func:`marlinq.runtime.load`, for both models.
         seed: of the sampling when there is no text.
         trust_remote_code: run model code that a checkpoint brings.
+        tasks: of lm-evaluation-harness, to be answered by both models behind the text.
+        keep: write the figures into the model's folder, and into its model card.
         progress: True shows progress on stderr, False does not; or a function that is called with (what is
             being done, steps done, steps in all).
 
@@ -174,10 +224,16 @@ def evaluate(
             revision is given for a model that is loaded already.
         CheckpointError: a checkpoint can't be loaded, or has no tokenizer for the text.
         NumericsError: a model's logits are NaN or infinite.
+        EnvironmentProblem: there are tasks, and lm-evaluation-harness is not installed or stops.
+        OutputError: the figures are to be kept, and the folder can't be written.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
     if windows < 1 or length < 2:
         raise UsageError(f"expected at least 1 window of 2 tokens, found {windows} of {length}")
+
+    if keep and not isinstance(model, LoadedModel) and local_folder(model) is None:
+        raise UsageError(f"--keep: {os.fspath(model)} is no local folder; leave it out")
+    found = None if tasks is None else check_tasks(tasks)
 
     def opened(source: Source, revision: str | None = None) -> LoadedModel:
         if isinstance(source, LoadedModel):
@@ -203,8 +259,11 @@ def evaluate(
     sums = _measure(loaded, original, evaluated, progress)
     seconds = time.perf_counter() - start
     nll = sums.nll / sums.tokens
+    scores: tuple[TaskScore, ...] = ()
+    if tasks is not None and found is not None:
+        scores = run_tasks(found, tasks, loaded, original, progress)
     notes = loaded.report() if original is None else [*loaded.report(), *original.report()]
-    return Evaluation(
+    evaluation = Evaluation(
         model=str(loaded.path),
         against=None if original is None else str(original.path),
         text=evaluated.source,
@@ -217,7 +276,13 @@ def evaluate(
         seconds=seconds,
         device=device_name(loaded.device),
         notes=tuple(dict.fromkeys(notes)),
+        tasks=scores,
+        recovery=mean_recovery(scores),
     )
+    if keep:
+        plain = {key: value for key, value in evaluation.to_dict().items() if key != "kept"}
+        evaluation = replace(evaluation, kept=tuple(keep_evaluation(loaded.path, plain)))
+    return evaluation
 
 
 def _check_pair(loaded: LoadedModel, original: LoadedModel | None, length: int) -> None:

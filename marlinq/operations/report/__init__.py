@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from marlinq.operations.report.card import CARD, hub_id, model_card
+from marlinq.operations.report.evaluation import keep_evaluation
 from marlinq.operations.report.figures import CheckpointFigures, ModuleFigures, ScaleFigures, TimeFigures
 from marlinq.operations.report.operation import WrittenReport, report, write_report
 
@@ -14,6 +15,7 @@ __all__ = [
     "TimeFigures",
     "WrittenReport",
     "hub_id",
+    "keep_evaluation",
     "model_card",
     "report",
     "write_report",

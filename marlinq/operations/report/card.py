@@ -63,13 +63,13 @@ def model_card(
     yaml_text = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
     original = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "the original model"
     lines = [
-        f"# {_inline(name)} in {_bits(recipe)} bits",
+        f"# {inline(name)} in {_bits(recipe)} bits",
         "",
-        f"Made from {original} by {_inline(tool)}: {_bytes(source.nbytes)} became {_bytes(nbytes)}.",
+        f"Made from {original} by {inline(tool)}: {_bytes(source.nbytes)} became {_bytes(nbytes)}.",
         "",
         "| | |",
         "| --- | --- |",
-        *(f"| quantised | {count} linears as {_inline(scheme)} |" for scheme, count in schemes.items()),
+        *(f"| quantised | {count} linears as {inline(scheme)} |" for scheme, count in schemes.items()),
         *_calibration(calibration),
         *(line for label, known in errors.items() for line in _errors(label, known)),
         "",
@@ -184,7 +184,7 @@ def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:
     source = calibration.get("source")
     shown = "text that the model wrote itself" if source == "self" else Path(str(source)).name
     documents, tokens = calibration.get("documents"), calibration.get("tokens")
-    return [f"| calibration | {documents} documents, {tokens} tokens: {_inline(shown)} |"]
+    return [f"| calibration | {documents} documents, {tokens} tokens: {inline(shown)} |"]
 
 
 def _errors(label: str, errors: Mapping[str, float]) -> list[str]:
@@ -192,7 +192,7 @@ def _errors(label: str, errors: Mapping[str, float]) -> list[str]:
     if not known:
         return []
     worst = max(known, key=lambda name: known[name])
-    largest = f"largest {known[worst]:.2e} in {_inline(worst)}"
+    largest = f"largest {known[worst]:.2e} in {inline(worst)}"
     return [f"| {label}, squared, relative | median {median(known.values()):.2e}, {largest} |"]
 
 
@@ -217,7 +217,7 @@ def _fenced(text: str, language: str) -> list[str]:
     return [f"{fence}{language}", text.rstrip("\n"), fence]
 
 
-def _inline(text: str) -> str:
+def inline(text: str) -> str:
     """Text inside a line of Markdown or a cell of its tables."""
     return re.sub(r"([\\`*_{}\[\]<>#|!])", r"\\\1", one_line(text))
 

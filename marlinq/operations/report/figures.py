@@ -8,6 +8,7 @@ from statistics import median, mode
 from typing import Any
 
 from marlinq.methods.quantity import ErrorQuantity
+from marlinq.operations.report.evaluation import EvaluationFigures
 
 OCTAVES = (-24, 8)
 """Powers of two between which magnitudes of scales are counted; what lies outside counts at the ends."""
@@ -111,6 +112,7 @@ class CheckpointFigures:
         recipe, environment, calibration: as the manifest has them, made printable; empty where it does not.
         kept: linears that stay in floating point, with the reason where the manifest gives one.
         time: of the run; None where no report of it lies in the folder.
+        evaluation: what ``marlinq eval --keep`` measured; None where nothing of it lies in the folder.
         sampled: share of the codes that were counted, 0..1.
         notes: what could not be read, in a sentence each.
     """
@@ -128,6 +130,7 @@ class CheckpointFigures:
     calibration: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
     time: TimeFigures | None = None
+    evaluation: EvaluationFigures | None = None
     sampled: float = 1.0
     notes: tuple[str, ...] = ()
 

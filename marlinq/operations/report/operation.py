@@ -11,7 +11,7 @@ from typing import Any
 from marlinq.checkpoint import Checkpoint
 from marlinq.core.display import Block, Facts, Shown, Table
 from marlinq.core.errors import OutputError, UsageError
-from marlinq.core.files import read_regular
+from marlinq.core.files import read_regular, replace_text
 from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
 from marlinq.core.sources import local_folder
 from marlinq.operations.report.figures import CheckpointFigures, TimeFigures
@@ -143,16 +143,7 @@ def _write(folder: Path, figures: Sequence[CheckpointFigures]) -> WrittenReport:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            # Beside its place and then moved there: a link in its place is replaced, not followed.
-            # A name without a number: what a killed process left is replaced by the next one.
-            temporary = folder / f".{name}.partial"
-            temporary.unlink(missing_ok=True)
-            try:
-                with temporary.open("x", encoding="utf-8", newline="") as file:
-                    file.write(text)
-                temporary.replace(folder / name)
-            finally:
-                temporary.unlink(missing_ok=True)
+            replace_text(folder / name, text)
     except OSError as error:
         raise OutputError(
             f"{error.filename or folder}: {error.strerror or error}; choose another folder with --out"

@@ -8,6 +8,7 @@ from marlinq.core.version import __version__
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.report.charts import Ramp, heat_map, legend, stack
 from marlinq.operations.report.distributions import codes_section, scales_section
+from marlinq.operations.report.evaluation import TASK_COLUMNS
 from marlinq.operations.report.figures import CheckpointFigures, ModuleFigures, TimeFigures, cell_error
 from marlinq.operations.report.markup import Element, style_sheet, tag
 from marlinq.operations.report.style import style_rules
@@ -50,6 +51,7 @@ def page(checkpoints: Sequence[CheckpointFigures]) -> str:
 def _about_one(figures: CheckpointFigures) -> list[Element | None]:
     return [
         _notes(figures),
+        _evaluation_section(figures),
         _error_section(figures),
         _worst_section(figures),
         codes_section([figures]),
@@ -209,6 +211,24 @@ def _medians(figures: CheckpointFigures) -> dict[str, float]:
     for module in figures.worst:
         by_kind.setdefault(module.projection, []).append(module.error or 0.0)
     return {kind: sorted(errors)[len(errors) // 2] for kind, errors in by_kind.items()}
+
+
+def _evaluation_section(figures: CheckpointFigures) -> Element | None:
+    found = figures.evaluation
+    if found is None:
+        return None
+    measures = [tag("tr", tag("th", label), tag("td", value)) for label, value in found.measures()]
+    parts = [_table((), measures)] if measures else []
+    if tasks := found.task_rows():
+        rows = [
+            tag(
+                "tr", [tag("td", cell, class_="n" if number > 1 else None) for number, cell in enumerate(row)]
+            )
+            for row in tasks
+        ]
+        head = [f"{name}|" if number > 1 else name for number, name in enumerate(TASK_COLUMNS)]
+        parts.append(tag("div", _table(head, rows), class_="scroll"))
+    return tag("section", tag("h2", "Evaluation"), parts)
 
 
 def _token_section(figures: CheckpointFigures) -> Element | None:

@@ -24,6 +24,7 @@ from marlinq.core.progress import ReportProgress
 from marlinq.core.safe_text import one_line
 from marlinq.formats.dialects import is_head
 from marlinq.methods.quantity import ErrorQuantity
+from marlinq.operations.report.evaluation import read_evaluation
 from marlinq.operations.report.figures import (
     BINS_PER_OCTAVE,
     OCTAVES,
@@ -98,6 +99,7 @@ def read_figures(checkpoint: Checkpoint, name: str, progress: ReportProgress) ->
         calibration=_texts(run.get("calibration")),
         kept=kept,
         time=_time(checkpoint, fingerprint),
+        evaluation=read_evaluation(checkpoint.path, fingerprint),
         sampled=counted / weights,
         notes=tuple(notes),
     )

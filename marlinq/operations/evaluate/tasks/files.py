@@ -1,0 +1,146 @@
+"""Local task files: a YAML of lm-evaluation-harness beside its documents.
+
+The harness runs code that such a file names: functions behind ``!function``, classes, metrics that the
+``evaluate`` package fetches, data sets of pickles, and whatever its Jinja templates reach. So of a file that
+is not trusted only plain data is taken: known keys, metrics of the harness itself, documents in local JSON,
+CSV, Parquet, Arrow or text files; and its templates are rendered in Jinja's sandbox
+(:func:`marlinq.operations.evaluate.tasks.harness.sandboxed_templates`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from marlinq.core.errors import UsageError
+from marlinq.core.files import read_regular
+from marlinq.core.plain_values import MAX_YAML_BYTES, load_yaml
+
+SUFFIXES = (".yaml", ".yml")
+TRUST = "--trust-task-code"
+
+_DEEPEST_INCLUDE = 8
+_READERS = ("arrow", "csv", "json", "parquet", "text")
+_DATA_KEYS = ("data_files", "field")
+_KEYS = frozenset(
+    {
+        "task", "task_alias", "tag", "dataset_path", "dataset_name", "dataset_kwargs", "training_split",
+        "validation_split", "test_split", "fewshot_split", "doc_to_text", "doc_to_target", "doc_to_choice",
+        "description", "target_delimiter", "fewshot_delimiter", "gen_prefix", "num_fewshot", "metric_list",
+        "output_type", "generation_kwargs", "repeats", "filter_list", "should_decontaminate",
+        "doc_to_decontamination_query", "metadata",
+    }
+)  # fmt: skip
+_METRIC_KEYS = frozenset(
+    {
+        "metric", "aggregation", "higher_is_better", "ignore_case", "ignore_punctuation", "ignore_numbers",
+        "regexes_to_ignore",
+    }
+)  # fmt: skip
+
+
+def is_task_file(task: str) -> bool:
+    """Whether ``task`` names a file rather than a task of the harness."""
+    return task.endswith(SUFFIXES)
+
+
+def read_task(path: str, metrics: Collection[str]) -> dict[str, Any]:
+    """The task that a file describes, as plain values; its data files as paths from the file's folder.
+
+    Args:
+        path: of the YAML.
+        metrics: names of metrics that the harness brings.
+
+    Raises:
+        UsageError: it can't be read, or names something that is code or may fetch code.
+    """
+    task = _merged(Path(path), ())
+    if not isinstance(task.get("task"), str):
+        raise _refused(path, "expected a name under task, found none; a group of tasks is named task by task")
+    for key in task:
+        if key not in _KEYS:
+            raise _refused(path, f"the key {key!r} is none of a plain task's; remove it, or pass {TRUST}")
+    for metric in _mappings(path, task, "metric_list"):
+        name, unknown = metric.get("metric"), sorted(set(metric) - _METRIC_KEYS)
+        if name not in metrics or unknown:
+            what = f"the option {unknown[0]!r}" if unknown else repr(name)
+            raise _refused(
+                path, f"metric {what} is not the harness's own and may be code; pass {TRUST} to run it"
+            )
+    return {**task, "dataset_kwargs": _local_data(Path(path), task)}
+
+
+def with_local_data(path: str, task: dict[str, Any]) -> dict[str, Any]:
+    """A trusted task whose data files, where they lie beside its YAML, are named from there."""
+    options = task.get("dataset_kwargs")
+    if not isinstance(options, Mapping) or "data_files" not in options:
+        return task
+    files = _resolved(Path(path).parent, options["data_files"], required=False)
+    return {**task, "dataset_kwargs": {**options, "data_files": files}}
+
+
+def _merged(path: Path, outer: tuple[Path, ...]) -> dict[str, Any]:
+    """The mapping of a file over those that it includes."""
+    if path in outer or len(outer) >= _DEEPEST_INCLUDE:
+        raise _refused(path, "include: goes round, or deeper than any task's; mend it")
+    try:
+        value = load_yaml(read_regular(path, MAX_YAML_BYTES))
+    except OSError as error:
+        raise _refused(
+            path, f"{error.strerror or error}; name a YAML file, or a task of the harness"
+        ) from None
+    except ValueError as error:
+        code = "'!function'" in str(error) or "python/" in str(error)
+        advice = f"; {TRUST} runs the code that it names" if code else "; mend the file"
+        raise _refused(path, f"{error}{advice}") from None
+    if not isinstance(value, dict):
+        raise _refused(path, "expected the keys of a task, found something else; mend the file")
+    included = value.pop("include", [])
+    merged: dict[str, Any] = {}
+    for name in included if isinstance(included, list) else [included]:
+        if not isinstance(name, str):
+            raise _refused(path, "include: expected names of files; mend it")
+        merged |= _merged(path.parent / name, (*outer, path))
+    return merged | value
+
+
+def _mappings(path: str, task: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    found = task.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise _refused(path, f"{key}: expected a list of mappings, found something else; mend the file")
+    return found
+
+
+def _local_data(path: Path, task: Mapping[str, Any]) -> dict[str, Any]:
+    reader, options = task.get("dataset_path"), task.get("dataset_kwargs")
+    if reader not in _READERS:
+        raise _refused(
+            path,
+            f"dataset_path: expected one of {', '.join(_READERS)}, found {reader!r}; convert the documents, "
+            f"or pass {TRUST}",
+        )
+    if not isinstance(options, dict) or "data_files" not in options:
+        raise _refused(path, "dataset_kwargs: expected data_files with the documents' files; add them")
+    for key in options:
+        if key not in _DATA_KEYS:
+            raise _refused(path, f"dataset_kwargs: the key {key!r} is not data_files or field; remove it")
+    return {**options, "data_files": _resolved(path.parent, options["data_files"], required=True)}
+
+
+def _resolved(folder: Path, value: Any, *, required: bool) -> Any:
+    """``data_files`` with the names of files that are in ``folder`` as paths; all must be if ``required``."""
+    if isinstance(value, dict):
+        return {key: _resolved(folder, each, required=required) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_resolved(folder, each, required=required) for each in value]
+    local = folder / value if isinstance(value, str) else None
+    if local is not None and local.is_file():
+        return str(local.absolute())
+    if required:
+        raise _refused(folder, f"data_files: no local file {value!r}; put it beside the task's YAML")
+    return value
+
+
+def _refused(path: str | Path, why: str) -> UsageError:
+    return UsageError(f"--tasks {path}: {why}")

@@ -1,0 +1,244 @@
+"""What ``marlinq eval --keep`` measured, kept beside a checkpoint: a file, and a section of its model card.
+
+The file is untrusted when it is read again: only numbers and short lines are taken over, and only where its
+fingerprint is that of the checkpoint's manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marlinq.checkpoint import EVALUATION, MANIFEST
+from marlinq.checkpoint.reader import read_json
+from marlinq.core.errors import CheckpointError, OutputError
+from marlinq.core.files import read_regular, replace_text
+from marlinq.core.safe_text import one_line
+from marlinq.core.version import __version__
+from marlinq.operations.report.card import CARD, inline
+
+_BEGIN, _END = "<!-- marlinq: evaluation -->", "<!-- marlinq: end of evaluation -->"
+_SECTION = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END) + r"\n*", re.DOTALL)
+_BEFORE = "\n## Use\n"
+_MOST_TASKS = 400
+_LONGEST = 200
+_LARGEST = 1e30
+_MAX_CARD_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class TaskFigures:
+    """A metric of a task.
+
+    Attributes:
+        task, metric: their names in lm-evaluation-harness.
+        documents: that were answered.
+        value, against: scores of the checkpoint and the original.
+        recovery, recovery_stderr: per cent of the original's score, and its standard error.
+    """
+
+    task: str
+    metric: str
+    documents: float | None
+    value: float | None
+    against: float | None
+    recovery: float | None
+    recovery_stderr: float | None
+
+
+@dataclass(frozen=True)
+class EvaluationFigures:
+    """A kept evaluation; None for what was not measured.
+
+    Attributes:
+        text: where the windows of text come from.
+        tokens: predicted tokens.
+        perplexity, against_perplexity: of the checkpoint and the original.
+        kl: mean divergence in nats.
+        top1_agreement: share of positions where both predict the same token, 0..1.
+        tasks: scores of tasks.
+        recovery, recovery_stderr: mean over tasks, in per cent.
+    """
+
+    text: str
+    tokens: float | None
+    perplexity: float | None
+    against_perplexity: float | None
+    kl: float | None
+    top1_agreement: float | None
+    tasks: tuple[TaskFigures, ...]
+    recovery: float | None
+    recovery_stderr: float | None
+
+    def measures(self) -> list[tuple[str, str]]:
+        """Label and value of what was measured on text."""
+        rows = []
+        if self.kl is not None:
+            rows.append(("mean KL divergence from the original, nats", f"{self.kl:.6f}"))
+        if self.top1_agreement is not None:
+            rows.append(("same most likely token as the original", f"{100 * self.top1_agreement:.2f} %"))
+        if self.perplexity is not None:
+            before = "" if self.against_perplexity is None else f" (original {self.against_perplexity:.4f})"
+            rows.append(("perplexity", f"{self.perplexity:.4f}{before}"))
+        on = "" if self.tokens is None else f", {self.tokens:.0f} tokens"
+        return [*rows, ("text", self.text + on)] if rows else []
+
+    def task_rows(self) -> list[tuple[str, str, str, str, str, str]]:
+        """Task, metric, documents, score, the original's, recovery."""
+        rows = [
+            (
+                task.task,
+                task.metric,
+                "" if task.documents is None else f"{task.documents:.0f}",
+                _decimal(task.value),
+                _decimal(task.against),
+                _recovery(task.recovery, task.recovery_stderr),
+            )
+            for task in self.tasks
+        ]
+        if self.recovery is not None:
+            rows.append(("mean", "", "", "", "", _recovery(self.recovery, self.recovery_stderr)))
+        return rows
+
+
+TASK_COLUMNS = ("task", "metric", "documents", "score", "original", "recovery")
+
+
+def read_evaluation(folder: Path, fingerprint: str) -> EvaluationFigures | None:
+    """The kept evaluation of a checkpoint; None where there is none of this very checkpoint."""
+    if not (folder / EVALUATION).is_file():
+        return None
+    try:
+        found = read_json(folder, EVALUATION)
+    except CheckpointError:
+        return None
+    return _figures(found) if found.get("fingerprint") == fingerprint else None
+
+
+def keep_evaluation(folder: Path, measured: Mapping[str, Any]) -> list[str]:
+    """Writes what was measured into the checkpoint's folder, and into its card if marlinq wrote that.
+
+    Args:
+        folder: the checkpoint's.
+        measured: plain values of the evaluation.
+
+    Returns:
+        What was written, in a line each.
+
+    Raises:
+        OutputError: the folder can't be written.
+    """
+    plain = {"made_by": f"marlinq {__version__}", "fingerprint": _fingerprint(folder), **measured}
+    figures = _figures(plain)
+    notes = []
+    try:
+        replace_text(folder / EVALUATION, json.dumps(plain, indent=1) + "\n")
+        notes.append(f"kept in {folder / EVALUATION}")
+        card = _card(folder, figures)
+        if card is not None:
+            replace_text(folder / CARD, card)
+            notes.append(f"and in {folder / CARD}")
+    except OSError as error:
+        raise OutputError(
+            f"{error.filename or folder}: {error.strerror or error}; leave out --keep, or mend the folder"
+        ) from None
+    return notes
+
+
+def _fingerprint(folder: Path) -> str:
+    try:
+        found = read_json(folder, MANIFEST).get("fingerprint") if (folder / MANIFEST).is_file() else ""
+    except CheckpointError:
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def _card(folder: Path, figures: EvaluationFigures) -> str | None:
+    """The card with a section about the evaluation; None where there is no card of marlinq's."""
+    try:
+        text = read_regular(folder / CARD, _MAX_CARD_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    section = "\n".join([_BEGIN, *_markdown(figures), _END]) + "\n\n"
+    if _SECTION.search(text):
+        return _SECTION.sub(lambda _: section, text, count=1)
+    if "marlinq.json" not in text or _BEFORE not in text:
+        return None
+    return text.replace(_BEFORE, f"\n{section}{_BEFORE[1:]}", 1)
+
+
+def _markdown(figures: EvaluationFigures) -> list[str]:
+    lines = ["## Evaluation", ""]
+    if measures := figures.measures():
+        lines += ["| | |", "| --- | --- |", *(_row(row) for row in measures), ""]
+    if rows := figures.task_rows():
+        lines += [_row(TASK_COLUMNS), "|" + " --- |" * len(TASK_COLUMNS), *(_row(row) for row in rows), ""]
+        lines += [
+            "Recovery is the score in per cent of the original's ± its standard error over documents.",
+            "",
+        ]
+    return lines
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(inline(cell) for cell in cells) + " |"
+
+
+def _figures(found: Mapping[str, Any]) -> EvaluationFigures:
+    tasks = found.get("tasks")
+    mean = _mapping(found.get("recovery"))
+    return EvaluationFigures(
+        text=_line(found.get("text")),
+        tokens=_number(found.get("tokens")),
+        perplexity=_number(found.get("perplexity")),
+        against_perplexity=_number(found.get("against_perplexity")),
+        kl=_number(found.get("kl")),
+        top1_agreement=_number(found.get("top1_agreement")),
+        tasks=tuple(_task(_mapping(one)) for one in tasks[:_MOST_TASKS])
+        if isinstance(tasks, (list, tuple))
+        else (),
+        recovery=_number(mean.get("percent")),
+        recovery_stderr=_number(mean.get("stderr")),
+    )
+
+
+def _task(found: Mapping[str, Any]) -> TaskFigures:
+    ratio = _mapping(found.get("recovery"))
+    return TaskFigures(
+        task=_line(found.get("task")),
+        metric=_line(found.get("metric")),
+        documents=_number(found.get("documents")),
+        value=_number(found.get("value")),
+        against=_number(found.get("against_value")),
+        recovery=_number(ratio.get("percent")),
+        recovery_stderr=_number(ratio.get("stderr")),
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value) if abs(value) <= _LARGEST else None
+
+
+def _line(value: Any) -> str:
+    return one_line(value)[:_LONGEST] if isinstance(value, str) else ""
+
+
+def _decimal(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _recovery(percent: float | None, stderr: float | None) -> str:
+    if percent is None:
+        return ""
+    return f"{percent:.1f} %" + ("" if stderr is None else f" ± {stderr:.1f}")
