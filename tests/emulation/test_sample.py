@@ -104,11 +104,9 @@ def normal(batch: int, vocabulary: int, dtype: torch.dtype, seed: int = 0) -> Te
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_tokens_are_those_of_the_reference(builder: Builder, name: str) -> None:
-    for seed in range(2):
-        tokens = check(
-            builder, SAMPLINGS[name], normal(2, 9000, torch.float16, seed), drawn=seed * 70, seed=seed
-        )
-        assert tokens.min() >= 0
+    # The ring begins anew after RING tokens.
+    logits = normal(2, 3000, torch.float16, seed=1)
+    assert check(builder, SAMPLINGS[name], logits, drawn=RING + 6, seed=1).min() >= 0
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,7 @@ def rows(values: Sequence[float], vocabulary: int, dtype: torch.dtype = torch.fl
 )
 def test_ties_and_extremes(builder: Builder, sampling: Sampling) -> None:
     for values in ([1.0] * 8, [4.0, 4.0, 3.0, 3.0, 3.0, -40.0], [1e30, -1e30, float("-inf"), 1e30]):
-        check(builder, sampling, rows(values, 5000))
+        check(builder, sampling, rows(values, 1200))
     check(builder, sampling, torch.zeros(1, 700))
 
 

@@ -1,4 +1,4 @@
-"""Forty cases of the campaign, and sixty where it may be slow; ``make fuzz`` runs ten thousand."""
+"""Twenty cases of the campaign, and eighty where it may be slow; ``make fuzz`` runs ten thousand."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from marlinq.operations.verify import operation as verify_operation
 from marlinq.operations.verify.report import Check
 from tests.fuzz.campaign import AREAS, Campaign
 from tests.fuzz.mutations import MARKER
+from tests.testing.pairs import slow_but
 
 SEED = 20_261
 
@@ -22,9 +23,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     return Campaign(tmp_path_factory.mktemp("campaign"), seed=SEED, apart_every=0)
 
 
-@pytest.mark.parametrize(
-    "part", [*range(4), *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 10))]
-)
+@pytest.mark.parametrize("part", slow_but(range(10), 0, 1))
 def test_no_case_breaks_a_promise(campaign: Campaign, part: int) -> None:
     for number in range(10 * part, 10 * part + 10):
         campaign.case(number)

@@ -224,6 +224,8 @@ for m in (1, 4, 16, 48, 64, 256, 1000, 2048, 8192):
             start = time.process_time()
             decide(int4_problem(m, n, k, 128, False, False), H200)
             found[name] = min(found.get(name, 9), (time.process_time() - start) / slower)
+            if found[name] < 0.004:
+                break
 print(json.dumps(found))
 """
     ended = subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,8 +89,14 @@ def matrices(model: PreTrainedModel, mixture: Mixture) -> dict[tuple[int, str], 
     return found
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_the_whole_way(name: str, tmp_path: Path) -> None:
+def one_format_each() -> list[Any]:
+    """Every family with one format, formats in turn; with all formats where it is slow."""
+    turns = [pytest.param(name, (FORMATS[i % len(FORMATS)],)) for i, name in enumerate(MIXTURES)]
+    return turns + [pytest.param(name, FORMATS, marks=pytest.mark.slow) for name in MIXTURES]
+
+
+@pytest.mark.parametrize(("name", "formats"), one_format_each())
+def test_the_whole_way(name: str, formats: tuple[str, ...], tmp_path: Path) -> None:
     mixture = MIXTURES[name]
     original = save_mixture(tmp_path / "model", name)
     text = calibration_text(tmp_path)
@@ -132,7 +139,7 @@ def test_the_whole_way(name: str, tmp_path: Path) -> None:
     dense = reference(tmp_path / "gptq", tmp_path / "dense", mixture)
     with torch.no_grad():
         theirs = dense(ids).logits
-    for target in ("gptq", *FORMATS):
+    for target in ("gptq", *formats):
         folder = tmp_path / target
         if target != "gptq":
             convert(tmp_path / "gptq", folder, target_format=target)

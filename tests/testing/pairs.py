@@ -9,18 +9,28 @@ from typing import Any
 import pytest
 
 
+def every_value(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Parameters of all ``cases`` in their order, marked slow where others have all of their values."""
+    return _covering(cases, 1)
+
+
 def every_pair(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Parameters of all ``cases`` in their order, marked slow where others have all pairs of their values.
 
     A fault that takes two values to show is found by those that are left; one that takes three, by all.
     """
-    pairs = [set(combinations(enumerate(map(repr, case)), 2)) for case in cases]
-    missing = set().union(*pairs)
+    return _covering(cases, 2)
+
+
+def _covering(cases: Sequence[tuple[Any, ...]], together: int) -> list[Any]:
+    """Few cases have every combination of ``together`` values that occurs; the others are marked slow."""
+    combined = [set(combinations(enumerate(map(repr, case)), together)) for case in cases]
+    missing = set().union(*combined)
     chosen: set[int] = set()
     while missing:
-        best = max(range(len(cases)), key=lambda index: len(pairs[index] & missing))
+        best = max(range(len(cases)), key=lambda index: len(combined[index] & missing))
         chosen.add(best)
-        missing -= pairs[best]
+        missing -= combined[best]
     return [
         pytest.param(*case, marks=[] if index in chosen else pytest.mark.slow)
         for index, case in enumerate(cases)

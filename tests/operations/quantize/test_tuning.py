@@ -29,7 +29,7 @@ from marlinq.operations.quantize.tuning import loop, run, teacher
 from marlinq.operations.quantize.tuning.rows import NOISE, REDRAWN, hold_out, new_rows, random_rows, redraw
 from marlinq.operations.quantize.tuning.student import Student, backward_kept
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
-from tests.testing.pairs import in_turn
+from tests.testing.pairs import in_turn, slow_but
 
 # With this seed tuning gains most on held-out text of the toy; with others chance decides.
 TUNED = RECIPE.replace(samples=64, tune_steps=12, tune_tokens=512, tune_rate=0.002, seed=1)
@@ -730,7 +730,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    "moment", ["between steps", "before the result", "between tensors", "before the end"]
+    "moment",
+    slow_but(
+        ("between steps", "before the result", "between tensors", "before the end"),
+        "between steps",
+        "between tensors",
+    ),
 )
 def test_an_interrupted_run_ends_with_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: tuple[Path, Path], moment: str

@@ -44,7 +44,10 @@ def test_in_every_layout(group_size, symmetric, act_order):
 # The shapes, groups and dtypes of two models whose correct checkpoints were once refused.
 @pytest.mark.parametrize(
     ("k", "n", "group_size", "dtype"),
-    [(1024, 640, 64, torch.bfloat16), (896, 640, 128, torch.float16)],
+    [
+        pytest.param(1024, 640, 64, torch.bfloat16, marks=pytest.mark.slow),
+        (896, 640, 128, torch.float16),
+    ],
 )
 def test_in_shapes_that_were_refused(k, n, group_size, dtype):
     for seed, dominant in ((1, 0), (2, 4)):
