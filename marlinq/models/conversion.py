@@ -73,7 +73,8 @@ def find_conversions(
     names: TensorNames | None = None
     for stored in sorted(set(tensors) - set(packed), key=dot_natural_key):
         rule, pattern, parameter = _matching_rule(blueprint, stored, places)
-        if rule is None or pattern is None:
+        if rule is None or pattern is None or parameter not in places:
+            # A layer that the model does not run is carried as it is stored.
             continue
         names = names or TensorNames(blueprint, tensors, source=source)
         if names.in_parts(parameter):
