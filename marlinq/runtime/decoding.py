@@ -65,8 +65,8 @@ class Decoder:
 
     Attributes:
         in_use: somebody's tokens are under way; until :meth:`stop` nobody else is given it.
-        most_drafted: tokens that :meth:`verify` checks at most; 0 where it can't be called.
-        drafts_refusal: why ``most_drafted`` is 0; else empty.
+        most_drafted: tokens that :meth:`verify` checks at most; 0 before :meth:`prepare_drafts`, or where it
+            refuses.
     """
 
     def __init__(self, forward: Forward, shape: SamplerShape = GREEDY.shape, *, graphs: bool = True) -> None:
@@ -92,8 +92,8 @@ class Decoder:
             "eager" if refusal else "cuda-graph",
             f"{refusal or 'one captured step is replayed for each token'}; {forward.reason}",
         )
-        self.drafts_refusal = self._refuse_drafts()
-        self.most_drafted = 0 if self.drafts_refusal else forward.most_verified - 1
+        self.most_drafted = 0
+        self._drafts_refusal: str | None = None
 
     @property
     def visits_at_once(self) -> int:
@@ -152,6 +152,17 @@ class Decoder:
                 else:
                     self._sampler.sample(self.forward.step(self._sampler.state.tokens))
             self._leave(steps)
+
+    def prepare_drafts(self) -> str:
+        """Make :meth:`verify` ready, once; :meth:`begin` has to follow.
+
+        Returns:
+            why it can't be called; empty where it can.
+        """
+        if self._drafts_refusal is None:
+            self._drafts_refusal = self._refuse_drafts()
+            self.most_drafted = 0 if self._drafts_refusal else self.forward.most_verified - 1
+        return self._drafts_refusal
 
     @property
     def drafted_room(self) -> int:
@@ -325,7 +336,7 @@ class Decoder:
     def _refuse_drafts(self) -> str:
         """Why drafts can't be checked; a verification is captured where steps are."""
         forward = self.forward
-        if forward.batch != 1:
+        if forward.batch > 1:
             return f"{forward.batch} texts are decoded together"
         if not forward.most_verified:
             return "the model's steps take one token at a time"

@@ -268,7 +268,9 @@ def generate_batch(
     """
     if not prompts:
         raise UsageError("prompts: expected at least one, found none")
-    rows = _generate(loaded, prompts, max_new_tokens, sampling, chat, None, progress, until=until)
+    rows = _generate(
+        loaded, prompts, max_new_tokens, sampling, chat, None, progress, until=until, speculate=True
+    )
     return Generations(tuple(rows))
 
 
@@ -341,7 +343,10 @@ def _generate(
             progress=progress,
         )
         decoder.in_use = True
-    refusal = decoder.drafts_refusal if speculate or not alone else "not asked for"
+    refusal = "not asked for"
+    if speculate:
+        with boundaries.forward(loaded.path):
+            refusal = decoder.prepare_drafts()
     speculation = None
     if not refusal:
         speculation = Speculation(rows[0].ids, decoder.most_drafted, decoder.forward.verification_cost)

@@ -115,6 +115,73 @@ def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) 
     assert all(torch.equal(out, found[0]) for out in found), "how splits meet, or when, shows in the bits"
 
 
+# (heads, kv_heads, D, tokens in the cache, rows, splits, window, softcap), warps, rotated channels, norm
+TOGETHER = [
+    ((4, 2, 64, 0, 3, 1, None, None), 4, 64, "RMS"),
+    ((12, 1, 32, 93, 8, 2, None, None), 4, 16, None),
+    ((2, 2, 80, 127, 4, 3, 40, 9.0), 4, 32, "LAYER"),
+    ((3, 1, 16, 62, 5, 2, 2, None), 4, 0, None),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), in_turn(TOGETHER, DTYPES), ids=str)
+def test_neighbouring_tokens_of_one_sequence(
+    builder: Builder, case: tuple[Any, ...], dtype: torch.dtype
+) -> None:
+    (heads, kv, size, length, rows, splits, window, softcap), warps, channels, kind = case
+    torch.manual_seed(size)
+    capacity, columns = length + rows, (heads + 2 * kv) * size
+    x = strided(rows, columns, columns + 64, dtype)
+    table = apart(rotation_table(capacity, channels)) if channels else None
+    norms = [head_norm(kind, size, count, dtype, wide=False) for count in (heads, kv)]
+    work = HeadWork(table=table, query_norm=norms[0], key_norm=norms[1])
+    filled = [random(1, kv, capacity, size, dtype=dtype) for _ in range(2)]
+    for cache in filled:
+        cache[:, :, length:] = torch.nan
+    lengths = apart(torch.arange(length, length + rows, dtype=torch.int32))
+    shape = AttentionShape(rows, heads, kv, size, capacity)
+    q, *new = expected_heads(x, heads, kv, size, lengths.long(), work)
+    whole = [cache.clone() for cache in filled]
+    for cache, heads_of in zip(whole, new, strict=True):
+        cache[0, :, length:] = heads_of.to(dtype).transpose(0, 1)
+    expected = expected_attention(
+        q.to(dtype),
+        *(cache.expand(rows, -1, -1, -1) for cache in whole),
+        lengths,
+        scale=size**-0.5,
+        window=window,
+        softcap=softcap,
+    )
+    for meets in (False, True)[: 1 if splits == 1 else 2]:
+        division = Division(splits, warps, meets)
+        made = Workspace.of([(shape, division)], torch.device("cpu"))
+        workspace = Workspace(apart(made.partials), apart(made.counters))
+        keys, values = (apart(cache) for cache in filled)
+        out = poisoned(rows, heads, size, dtype=dtype)
+        prepared = attend(
+            *(x, keys, values, out, lengths, work, workspace),
+            scale=size**-0.5,
+            division=division,
+            window=window,
+            softcap=softcap,
+            together=True,
+        )
+        memory = [
+            *given(x=x),
+            *constants(table=table, lengths=lengths),
+            *weights_of("query norm's", norms[0]),
+            *weights_of("key norm's", norms[1]),
+            Memory("keys", keys, writable=True, holds_values=True),
+            Memory("values", values, writable=True, holds_values=True),
+            *results(out=out, partials=workspace.partials),
+            Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
+        ]
+        start(builder, prepared, memory, seed=size)
+        assert relative_error(out, expected) < BOUND[dtype]
+        for found, wanted in zip((keys, values), whole, strict=True):
+            assert relative_error(found, wanted.double()) < BOUND[dtype]
+
+
 FAULTS = {
     "no wait for the product": (Planted("attention_waits"), "griddepcontrol.wait"),
     "heads not waited for": (Planted("heads_there"), "without waiting for it|still be reading"),

@@ -121,6 +121,7 @@ def test_wrong_drafts_change_nothing(tmp_path: Path, name: str) -> None:
     model = loaded(tmp_path, name)
     plain = generate(model, PROMPT, max_new_tokens=40, speculate=False).tokens
     decoder = model.decoders.take(lambda *_: pytest.fail("one is kept"), batch=1, tokens=45)
+    assert decoder.prepare_drafts() == ""
     decoder.begin([PROMPT])
     tokens = [decoder.read()[0][0]]
     rng = random.Random(2)
@@ -167,7 +168,8 @@ def test_verified_draws_have_the_models_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, 0.5, -1.0])
     chances = logits.softmax(0)
     decoder = Decoder(OneDistribution(logits), Sampling(temperature=1.0).shape)
-    counts, accepted, draws = torch.zeros(5), 0, 1500
+    decoder.prepare_drafts()
+    counts, accepted, draws = torch.zeros(5), 0, 500
     for seed in range(draws):
         decoder.begin([[0]], Sampling(temperature=1.0, seed=seed))
         first = decoder.read()[0][0]
@@ -183,6 +185,7 @@ def test_verified_draws_have_the_models_distribution() -> None:
 def test_infinite_logits_end_a_verification() -> None:
     forward = OneDistribution(torch.tensor([0.0, 1.0]))
     decoder = Decoder(forward)
+    decoder.prepare_drafts()
     decoder.begin([[0]])
     decoder.read()
     forward._logits = torch.tensor([[0.0, math.nan]])

@@ -56,10 +56,10 @@ class Division(NamedTuple):
     warps: int = 4
     meets: bool = False
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory of a block."""
-        # A warp's sums, and what it turns the new token's heads in; those heads.
-        return self.warps * (_HEADS + 1) * head_dim * 4 + (_HEADS + 2) * head_dim * 2
+    def shared_bytes(self, head_dim: int, together: int = 1) -> int:
+        """Dynamic shared memory of a block; ``together`` rows are of one sequence."""
+        # A warp's sums, and what it turns the new tokens' heads in; those heads.
+        return self.warps * (_HEADS + 1) * head_dim * 4 + (_HEADS + 2 * together) * head_dim * 2
 
     def blocks_each(self, head_dim: int) -> int:
         """Blocks that a multiprocessor holds: registers decide."""
@@ -140,6 +140,7 @@ def attend(
     division: Division,
     window: int | None = None,
     softcap: float | None = None,
+    together: bool = False,
 ) -> Prepared:
     """Append a token to every sequence, and its attention over positions 0 to ``lengths[b]``.
 
@@ -148,15 +149,17 @@ def attend(
 
     Args:
         x: [B, (H + 2 * KV) * D], queries, keys and values side by side.
-        keys, values: [B, KV, L, D], contiguous: the cache.
+        keys, values: [B, KV, L, D], contiguous: the cache; [1, KV, L, D] with ``together``.
         out: [B, H, D], each row contiguous.
-        lengths: int32 [B], tokens in the cache.
+        lengths: int32 [B], tokens in the cache; with ``together`` rising by one from row to row.
         work: what is done with queries and keys first.
         workspace: made for this shape and division.
         scale: factor on the dot products.
         division: from :func:`divide`.
         window: positions that are seen at most, the token's own included.
         softcap: dot products become ``softcap * tanh(product / softcap)``.
+        together: the rows are neighbouring tokens of one sequence, each of which sees those before it; not
+            with norms over all heads.
 
     Raises:
         ValueError: a tensor that the kernel can't load, or norms that it can't combine.
@@ -166,7 +169,7 @@ def attend(
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     if not all(tensor.is_contiguous() for tensor in (keys, values, out[0])):
         raise ValueError("keys, values, rows of out: expected contiguous tensors")
-    if x.shape[0] != batch or keys.shape[0] != batch:
+    if x.shape[0] != batch or keys.shape[0] != (1 if together else batch):
         raise ValueError(f"x: expected {batch} rows, found {list(x.shape)}")
     shape = AttentionShape(batch, heads, kv_heads, size, capacity)
     group = heads // kv_heads
@@ -189,13 +192,15 @@ def attend(
         scale=scale * log2e if softcap is None else scale / softcap,
         softcap=0.0 if softcap is None else softcap * log2e,
     )
-    shared = division.shared_bytes(size)
+    rows = batch if together else 1
+    shared = division.shared_bytes(size, rows)
     parameters: Parameters = (
         ("Element", ELEMENTS[x.dtype]),
         ("D", size),
         ("WARPS", division.warps),
         ("MIN_BLOCKS", division.blocks_each(size)),
         ("CLUSTER", division.splits if division.meets else 1),
+        ("TOGETHER", rows),
         ("SOFTCAP", softcap is not None),
         *head_parameters(work),
         ("SHARED_BYTES", shared),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 
 import torch
 from torch import nn
@@ -50,6 +51,7 @@ class BoundForward(Forward):
         head: product that gives the logits.
         divisions: for each layer, how its attention is divided among blocks.
         workspace: memory through which the blocks of an attention meet.
+        together: whether the rows are neighbouring tokens of one sequence, whose cache the layers hold.
         multiplied_apart: reasons why projections with the same input were not joined.
 
     Raises:
@@ -62,6 +64,7 @@ class BoundForward(Forward):
             raise ValueError(f"{refused.part}: {refused.reason}")
         self.batch, self.capacity = batch, capacity
         self.capturable = True
+        self.together = False
         self.anatomy = anatomy
         self.embedding = model.get_submodule(anatomy.embedding).get_parameter("weight").detach()
         self.places = (
@@ -83,9 +86,7 @@ class BoundForward(Forward):
         self.embedding_norm = row_norm(model, anatomy.embedding_norm, self.dtype)
         self.final_norm = row_norm(model, anatomy.final_norm, self.dtype)
         self.head = single_product(model, anatomy.head)
-        self.divisions = [self._divide(layer.attention) for layer in self.layers]
-        shapes = [self._shape(layer.attention) for layer in self.layers]
-        self.workspace = Workspace.of(zip(shapes, self.divisions, strict=True), device)
+        self._divide_attention()
 
     @property
     def has_clusters(self) -> bool:
@@ -137,6 +138,21 @@ class BoundForward(Forward):
         return AttentionShape(
             self.batch, attention.heads, attention.kv_heads, attention.head_dim, self.capacity
         )
+
+    def _divide_attention(self) -> None:
+        self.divisions = [self._divide(layer.attention) for layer in self.layers]
+        shapes = [self._shape(layer.attention) for layer in self.layers]
+        self.workspace = Workspace.of(zip(shapes, self.divisions, strict=True), self.lengths.device)
+
+    def neighbours(self, rows: int) -> BoundForward:
+        """The same layers and cache of a batch of one, with ``rows`` neighbouring tokens as its rows. Its
+        lengths are its own."""
+        assert self.batch == 1
+        other = copy(self)
+        other.batch, other.together = rows, True
+        other.lengths = torch.zeros(rows, dtype=torch.int32, device=self.lengths.device)
+        other._divide_attention()
+        return other
 
     def _divide(self, attention: Attention) -> Division:
         seen = min(self.capacity, attention.window or self.capacity)

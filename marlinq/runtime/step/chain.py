@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import dependent_launches
 from marlinq.models.anatomy import Anatomy
+from marlinq.runtime.step.bound import BoundLayer, BoundMixture
 from marlinq.runtime.step.bound_forward import BoundForward
 from marlinq.runtime.step.products import precompile_prompts
 from marlinq.runtime.step.prompts import MOST_ROWS, read_prompts
@@ -25,6 +26,11 @@ from marlinq.runtime.step.walk import Walk, finish
 # Up to this batch products overlap with their neighbours, which at 16 rows saves 9 % of a step of
 # Llama-3-8B's shape on an H200, and at 64 rows costs 2 %.
 _OVERLAPPING_ROWS = 32
+
+# Tokens of a verification, and the steps that it takes as long as. Products of up to eight rows have the same
+# tiles; each row's experts are read apart.
+_VERIFIED = 8, 1.3
+_ROUTED_VERIFIED = 4, 1.6
 
 _prepared_for_prompts: WeakSet[nn.Module] = WeakSet()
 
@@ -68,6 +74,11 @@ class ChainForward(BoundForward):
         with self.on_device(), overlapping:
             self.recorded = RecordedStep(self, progress)
         self.reason = f"{len(self.recorded.starts)} dependent launches a step"
+        self._progress = progress
+        self._verification: RecordedStep | None = None
+        if batch == 1 and not any(_wide(layer) for layer in self.layers):
+            routed = any(isinstance(layer.mlp, BoundMixture) for layer in self.layers)
+            self.most_verified, self.verification_cost = _ROUTED_VERIFIED if routed else _VERIFIED
         if self.multiplied_apart:
             self.reason += f"; multiplied apart: {'; '.join(self.multiplied_apart)}"
 
@@ -104,6 +115,26 @@ class ChainForward(BoundForward):
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     @torch.no_grad()
+    def verify(self, tokens: Tensor) -> Tensor:
+        """As in :class:`~marlinq.runtime.step.forward.Forward`, for exactly ``most_verified`` tokens. The
+        first call prepares launches and compiles kernels.
+
+        Raises:
+            ValueError: another number of tokens.
+        """
+        if not self.most_verified or len(tokens) != self.most_verified:
+            raise ValueError(f"{len(tokens)} tokens: expected {self.most_verified}")
+        with self.on_device():
+            if self._verification is None:
+                neighbours = self.neighbours(len(tokens))
+                self._places = torch.arange(len(tokens), dtype=torch.int32, device=self.device())
+                self._lengths_of_rows = neighbours.lengths
+                with dependent_launches():
+                    self._verification = RecordedStep(neighbours, self._progress)
+            torch.add(self.lengths, self._places, out=self._lengths_of_rows)
+            return self._verification.start(tokens)
+
+    @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """As in :class:`~marlinq.runtime.step.forward.Forward`; ``tokens`` is contiguous."""
         with self.on_device():
@@ -113,3 +144,8 @@ class ChainForward(BoundForward):
                 _, normed = walk.add(x, pending, self.final_norm, counter=self.lengths)
                 return finish(self.head.run(normed), self.anatomy)
             return self.recorded.start(tokens)
+
+
+def _wide(layer: BoundLayer) -> bool:
+    """Whether queries or keys are normalised over all heads, which attention does for one row alone."""
+    return any(norm is not None and norm.wide for norm in (layer.heads.query_norm, layer.heads.key_norm))

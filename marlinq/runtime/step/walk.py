@@ -260,6 +260,7 @@ class Walk:
                 division=forward.divisions[index],
                 window=attention.window,
                 softcap=attention.softcap,
+                together=forward.together,
             )
         )
         return out

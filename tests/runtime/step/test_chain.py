@@ -102,6 +102,31 @@ def test_logits_are_the_references(name: str) -> None:
     assert max(found) < TOLERANCE, found
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "padded"])
+def test_verifications_are_steps(name: str) -> None:
+    """A verification behind a step, a refused tail, and another one over what that has left."""
+    half, wide = halved(tiny(name))
+    anatomy = recognised(wide)
+    own = ChainForward(half, anatomy, batch=1, capacity=40)
+    reference = ReferenceForward(wide, anatomy, batch=1, capacity=40)
+    torch.manual_seed(2)
+    ids = torch.randint(0, wide.config.vocab_size, (1, 32))
+    length = torch.tensor([6], dtype=torch.int32)
+    assert error(own.prefill(ids[:, :6], length), reference.prefill(ids[:, :6], length)) < TOLERANCE
+    for start in (6, 9, 17):
+        reference.keep(start)
+        wanted = [reference.step(ids[:, place])[0] for place in range(start, start + 8)]
+        own.keep(start)
+        found = own.verify(ids[0, start : start + 8].contiguous())
+        assert error(found, torch.stack(wanted)) < TOLERANCE
+        reference.keep(start)
+        assert error(reference.verify(ids[0, start : start + 8]), torch.stack(wanted)) < 1e-5
+    own.keep(25)
+    reference.keep(25)
+    token = ids[0, 25:26].contiguous()
+    assert error(own.step(token), reference.step(token)) < TOLERANCE
+
+
 def quantized(
     model: PreTrainedModel, *, act_order: str = "", apart: str = "", group_size: int = 32, bits: int = 4
 ) -> None:

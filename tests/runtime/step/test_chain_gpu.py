@@ -11,7 +11,7 @@ from torch import Tensor
 
 from marlinq.kernels import device_numbers
 from marlinq.models.anatomy import Anatomy
-from marlinq.runtime import QuantLinear
+from marlinq.runtime import Decoder, QuantLinear
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.probe import compare
@@ -74,6 +74,40 @@ def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
     if refused is not None:
         pytest.skip(f"refused: {refused.part}: {refused.reason}")
     compare_steps(half, wide, anatomy, dtype, batch=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "starcoder2"])
+@torch.no_grad()
+def test_captured_verifications_are_steps(name: str, dtype: torch.dtype) -> None:
+    model = tiny(name)
+    anatomy = recognised(model)
+    quantized(model)
+    half, wide = halved(model, dtype)
+    half, wide = half.cuda(), wide.cuda()
+    own = ChainForward(half, anatomy, batch=1, capacity=512)
+    reference = ReferenceForward(wide, anatomy, batch=1, capacity=512)
+    decoder = Decoder(own)
+    assert decoder.prepare_drafts() == ""
+    assert decoder.most_drafted == 7
+    torch.manual_seed(3)
+    prompt = torch.randint(0, 128, (1, 300), device="cuda")
+    reference.prefill(prompt, torch.tensor([300], dtype=torch.int32))
+    decoder.begin(prompt.tolist())
+    last = decoder.read()[0][0]
+    for start in (300, 303, 311):
+        draft = torch.randint(0, 128, (7,)).tolist()
+        chosen = decoder.verify(last, draft)
+        assert decoder._verification is not None
+        reference.keep(start)
+        wanted = reference.verify(torch.tensor([last, *draft], device="cuda"))
+        assert own._verification is not None
+        assert error(own._verification.logits, wanted) < TOLERANCE[dtype]
+        # Whatever was accepted, the next round begins where it is told to.
+        decoder._chosen = start + (3 if start == 300 else 8) - 299
+        own.keep(decoder._chosen + 299)
+        reference.keep(decoder._chosen + 299)
+        last = chosen[-1]
 
 
 # The stream kernel multiplies five rows, the warpgroup kernel the others: 11 with sums that meet in a block

@@ -174,11 +174,14 @@ def attend(
     division: Division,
     window: int | None = None,
     softcap: float | None = None,
+    together: bool = False,
 ) -> Prepared:
     def run(launch: Prepared) -> None:
         q = torch.empty_like(out)
-        append(x, q, keys, values, lengths, work).action(launch)
-        out.copy_(expected_attention(q, keys, values, lengths, scale=scale, window=window, softcap=softcap))
+        before, each = (lengths[:1], out.shape[0]) if together else (lengths, 1)
+        append(x, q, keys, values, before, work, tokens_each=each).action(launch)
+        seen = (cache.expand(out.shape[0], -1, -1, -1) for cache in (keys, values))
+        out.copy_(expected_attention(q, *seen, lengths, scale=scale, window=window, softcap=softcap))
 
     return Prepared(run)
 

@@ -23,8 +23,12 @@
 // merge through `partials`: the block that finishes last of its splits adds them up, in order, and resets their counter. Splits
 // that have no positions end at once. Splits are chosen on the device, so a captured launch serves every length.
 //
-// Configuration: Element, D, WARPS, MIN_BLOCKS, CLUSTER (1, or the splits), SOFTCAP, and those of step/heads.cuh; SHARED_BYTES,
-// the host's count of dynamic shared memory.
+// With TOGETHER > 1 the rows, so many at most, are neighbouring tokens of one sequence, of which the cache holds those before the
+// first row. A block then makes the keys and values of all rows up to its own that fall into its split, and puts its own into the
+// cache.
+//
+// Configuration: Element, D, WARPS, MIN_BLOCKS, CLUSTER (1, or the splits), TOGETHER, SOFTCAP, and those of step/heads.cuh, but
+// WIDE only where TOGETHER is 1; SHARED_BYTES, the host's count of dynamic shared memory.
 #pragma once
 #include "fault_site.cuh"
 #include "ptx/bits.cuh"
@@ -64,14 +68,15 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     typedef typename C::Element E;
     constexpr int D = C::D, WARPS = C::WARPS, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
     constexpr int KEY_CHUNKS = (D + 31) / 32, VALUE_GROUPS = (D + 63) / 64;
-    constexpr int STEP = TILE * WARPS;
+    constexpr int STEP = TILE * WARPS, TOGETHER = C::TOGETHER;
+    static_assert(TOGETHER == 1 || !C::WIDE, "sums of squares are of one row");
     // In shared memory: sums of the warps, the new token's heads, and what a warp turns them in.
-    constexpr int SUMS = HEADS * D, FRESH_AT = WARPS * SUMS * 4, TURNING_AT = FRESH_AT + (HEADS + 2) * D * 2;
+    constexpr int SUMS = HEADS * D, FRESH_AT = WARPS * SUMS * 4, TURNING_AT = FRESH_AT + (HEADS + 2 * TOGETHER) * D * 2;
     static_assert(C::SHARED_BYTES == TURNING_AT + WARPS * D * 4, "host and kernel count different bytes of shared memory");
     constexpr int SLOT = HEADS * (D + 2);  // floats that a split leaves
     const float LOWEST = __uint_as_float(0xff800000u);  // minus infinity
     extern __shared__ __align__(128) unsigned char shared[];
-    // Of the new token: queries, then the key and the value.
+    // Queries of the new token, then keys and values of new tokens in turns.
     u32* fresh = reinterpret_cast<u32*>(shared + FRESH_AT);
     float(*turning)[D] = reinterpret_cast<float(*)[D]>(shared + TURNING_AT);
     __shared__ float squares[2][WARPS];
@@ -84,8 +89,10 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, u = lane / 4, v = lane % 4;
     const int split = blockIdx.x % splits, work = blockIdx.x / splits;
     const int chunk = work % chunks, pair = work / chunks, kv_head = pair % given.kv_heads, sequence = pair / given.kv_heads;
-    const i64 row = (i64)pair * capacity;
+    const i64 row = (i64)(TOGETHER > 1 ? kv_head : pair) * capacity;
+    // The cache holds `old` tokens; the row's own stands at `length`.
     const int length = load_scalar(lengths + sequence), tokens = min(length + 1, capacity);
+    const int old = TOGETHER > 1 ? load_scalar(lengths) : length;
     const Split part = split_of<C>(tokens, window, splits, split);
     if (split >= part.active) {
         if constexpr (MEETS) {
@@ -104,9 +111,12 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     uint4 k[2][KEY_CHUNKS], w[VALUE_GROUPS][4];
     // This lane's first vectors of the sequence.
     const u16 *my_keys = keys + (row + u) * D + 8 * v, *my_values = values + (row + 2 * v) * D + 8 * u;
-    // The newest token's are not in the cache yet.
-    const bool has_newest = length >= part.first && length < last;
-    const int newest = has_newest ? length : 0x7fffffff, last_old = min(last, newest);
+    // Those of new tokens, [first_new, last), are not in the cache yet.
+    const int first_new = old < last ? max(old, part.first) : 0x7fffffff, last_old = min(last, first_new);
+    const int news = old < last ? last - first_new : 0;
+    const auto is_new = [&](int token) {
+        return TOGETHER > 1 ? token >= first_new && token < last : token == first_new;
+    };
     const auto load_keys = [&](int tile) {
         const u16* from = my_keys + (i64)tile * D;
 #pragma unroll
@@ -141,16 +151,25 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     const WideSquares<C> wide(given, new_row, squares);
     // Queries, then the key and the value. Columns of the product that are no head stay zero.
 #pragma unroll 1
-    for (int item = warp; item < heads + 2 * has_newest; item += WARPS) {
-        const int at = item < heads ? item : HEADS + item - heads;
-        const int number = item < heads ? first_head + item : given.heads + (item - heads) * given.kv_heads + kv_head;
+    for (int item = warp; item < heads + 2 * news; item += WARPS) {
+        const bool is_query = item < heads;
+        const int at = is_query ? item : HEADS + item - heads, is_value = is_query ? 0 : (item - heads) % 2;
+        const int number = is_query ? first_head + item : given.heads + is_value * given.kv_heads + kv_head;
+        const int position = TOGETHER == 1 || is_query ? length : first_new + (item - heads) / 2;
         Head<C> mine;
-        mine.load(new_row + given.place(number) * (D / 2), lane);
-        if (item <= heads)
-            mine.transform(given, item < heads, item < heads ? first_head + item : kv_head, wide, angles, turning[warp], lane);
+        mine.load((TOGETHER == 1 ? new_row : given.row(position - old)) + given.place(number) * (D / 2), lane);
+        if (!is_value) {
+            const int of_kind = is_query ? first_head + item : kv_head;
+            if (TOGETHER == 1) {
+                mine.transform(given, is_query, of_kind, wide, angles, turning[warp], lane);
+            } else {
+                const typename Head<C>::Angles own(given, min(position, capacity - 1), lane);
+                mine.transform(given, is_query, of_kind, wide, own, turning[warp], lane);
+            }
+        }
         mine.store(fresh + at * (D / 2), lane);
-        if (item >= heads && chunk == 0)
-            mine.store(reinterpret_cast<u32*>(item == heads ? keys : values) + (row + length) * (D / 2), lane);
+        if (!is_query && position == length && chunk == 0)
+            mine.store(reinterpret_cast<u32*>(is_value ? values : keys) + (row + length) * (D / 2), lane);
     }
     for (int i = threadIdx.x; i < (HEADS - heads) * (D / 2); i += 32 * WARPS) fresh[heads * (D / 2) + i] = 0;
     FAULT_SITE(heads_there, __syncthreads();)
@@ -167,14 +186,16 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     const auto take = [&](int tile, auto is_first) {
         constexpr bool FIRST = decltype(is_first)::value;
         if (!FIRST) load_keys(tile);
-        const bool newest_here = FAULT_SITE(newest_token, tile <= newest) && newest < tile + TILE;
-        if (newest_here) {
+        const bool new_here = FAULT_SITE(newest_token, tile < last) && first_new < tile + TILE;
+        if (new_here) {
 #pragma unroll
             for (int h = 0; h < 2; ++h)
 #pragma unroll
-                for (int c = 0; c < KEY_CHUNKS; ++c)
-                    if (tile + u + 8 * h == newest && 32 * c + 8 * v < D)
-                        k[h][c] = load_shared(fresh_at + (HEADS * D + 32 * c + 8 * v) * 2);
+                for (int c = 0; c < KEY_CHUNKS; ++c) {
+                    const int token = tile + u + 8 * h, slot = HEADS + (TOGETHER > 1 ? 2 * (token - first_new) : 0);
+                    if (is_new(token) && 32 * c + 8 * v < D)
+                        k[h][c] = load_shared(fresh_at + (slot * D + 32 * c + 8 * v) * 2);
+                }
         }
         float s[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -217,13 +238,16 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                     o[g][i][j + 2] *= shrink;
                 }
         }
-        if (newest_here) {
+        if (new_here) {
 #pragma unroll
             for (int g = 0; g < VALUE_GROUPS; ++g)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (tile + 2 * v + i % 2 + 8 * (i / 2) == newest && 64 * g + 8 * u < D)
-                        w[g][i] = load_shared(fresh_at + ((HEADS + 1) * D + 64 * g + 8 * u) * 2);
+                for (int i = 0; i < 4; ++i) {
+                    const int token = tile + 2 * v + i % 2 + 8 * (i / 2);
+                    const int slot = HEADS + 1 + (TOGETHER > 1 ? 2 * (token - first_new) : 0);
+                    if (is_new(token) && 64 * g + 8 * u < D)
+                        w[g][i] = load_shared(fresh_at + (slot * D + 64 * g + 8 * u) * 2);
+                }
         }
         const u32 b0 = transpose_matrix(E::narrow(p[0], p[1])), b1 = transpose_matrix(E::narrow(p[2], p[3]));
 #pragma unroll
