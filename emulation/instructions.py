@@ -41,6 +41,7 @@ _TABLE = {
     r"cvt\.u16\.u32": "truncate_to_u16",
     rf"cvt\.f32\.{_ELEMENT}": "widen<emulation::Element::{element}>",
     rf"cvt\.rn\.{_ELEMENT}x2\.f32": "narrow_pair<emulation::Element::{element}>",
+    r"cvt\.rn\.satfinite\.e4m3x2\.f32": "narrow_pair_to_e4m3",
     r"cvt\.rni\.s32\.f32": "round_to_int",
     r"ex2\.approx\.ftz\.f32": "approximate_exp2",
     r"lg2\.approx\.ftz\.f32": "approximate_log2",

@@ -82,6 +82,10 @@ void narrow_pair(Output<u32> result, float high, float low) {
     result.set(Float<ELEMENT>::narrow(low) | static_cast<u32>(Float<ELEMENT>::narrow(high)) << 16);
 }
 
+void narrow_pair_to_e4m3(Output<u16> result, float high, float low) {
+    result.set(static_cast<u16>(narrow_to_e4m3(low) | narrow_to_e4m3(high) << 8));
+}
+
 template <Element ELEMENT>
 void add_pairs(Output<u32> result, u32 a, u32 b) {
     result.set(each_half<ELEMENT>([](double x, double y, double) { return x + y; }, a, b));

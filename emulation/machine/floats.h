@@ -47,4 +47,16 @@ struct Bfloat16 {
     static uint16_t narrow(double value) { return round_to_16_bits<8, 7>(value); }
 };
 
+// `value` rounded to nearest even to sign, four bits of exponent and three of mantissa; beyond 448 it is 448.
+inline uint8_t narrow_to_e4m3(float value) {
+    if (std::isnan(value)) return 0x7f;
+    const int sign = std::signbit(value) ? 0x80 : 0;
+    const double magnitude = std::fabs(static_cast<double>(value));
+    if (magnitude >= 448) return static_cast<uint8_t>(sign | 0x7e);
+    // Subnormal numbers count units of 2^-9. A carry out of the mantissa lands in the exponent, where it belongs.
+    const int exponent = magnitude < 0x1p-6 ? -6 : std::ilogb(magnitude);
+    const int units = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
+    return static_cast<uint8_t>(sign | (units + (magnitude < 0x1p-6 ? 0 : (exponent + 6) * 8)));
+}
+
 }  // namespace emulation

@@ -134,6 +134,7 @@ template <Element ELEMENT>
 void widen(Output<float> result, u16 value);
 template <Element ELEMENT>
 void narrow_pair(Output<u32> result, float high, float low);
+void narrow_pair_to_e4m3(Output<u16> result, float high, float low);
 template <Element ELEMENT>
 void add_pairs(Output<u32> result, u32 a, u32 b);
 template <Element ELEMENT>

@@ -5,10 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq.kernels import GEMMS, Operand
+from marlinq.kernels import GEMMS, Operand, device_numbers
+from marlinq.kernels.choose.eight_bits import decide_eight_bits
+from marlinq.kernels.contract.demands import Demands, demands
+from marlinq.kernels.ops.eight_bits import fp8_a8_gemm
+
+
+def _least_rows(operand: Operand) -> int | None:
+    """Rows from which on activations are quantised, too; None for never."""
+    words = operand.words
+    if operand.activations is None or not words.is_cuda or operand.order is not None:
+        return None
+    device = device_numbers(words.get_device())
+    return decide_eight_bits(operand.problem(1), operand.activations, device).least_rows
+
+
+def _may_round(x: Tensor) -> bool:
+    """Whether activations are of the type that was decided for, and nobody asks for certain sums."""
+    return x.dtype == torch.bfloat16 and demands()._replace(dependent=False) == Demands()
 
 
 class QuantLinear(nn.Module):
@@ -27,6 +45,7 @@ class QuantLinear(nn.Module):
     scales: Tensor
     zeros: Tensor | None
     order: Tensor | None
+    input_scale: Tensor | None
     bias: Tensor | None
 
     def __init__(self, operand: Operand, bias: Tensor | None = None) -> None:
@@ -38,7 +57,9 @@ class QuantLinear(nn.Module):
         self._group_size = operand.granularity.group_size
         self.padded_shape = operand.padded_shape
         self._padding = operand.padded_shape[0] - operand.in_features
-        for key in ("words", "scales", "zeros", "order"):
+        self.activations = operand.activations
+        self._least_rows = _least_rows(operand)
+        for key in ("words", "scales", "zeros", "order", "input_scale"):
             self.register_buffer(key, getattr(operand, key), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.to(operand.scales), persistent=False)
 
@@ -54,7 +75,14 @@ class QuantLinear(nn.Module):
             self.order,
             self.in_features,
             self.out_features,
+            self.activations,
+            self.input_scale,
         )
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it quantises the activations of large batches, too."""
+        return self._least_rows is not None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As a module's; the power of two that scales are stored with follows their dtype."""
@@ -69,6 +97,12 @@ class QuantLinear(nn.Module):
         order = held["order"]
         if order is None and self._padding:
             x = F.pad(x, (0, self._padding))
+        least = self._least_rows
+        if least is not None and x.numel() >= least * x.shape[-1] and _may_round(x):
+            return fp8_a8_gemm(
+                *(x, held["words"], held["scales"], held["bias"], held["input_scale"]),
+                *(self._group_size, self.out_features),
+            )
         return GEMMS[self.format.name](
             x,
             held["words"],

@@ -11,6 +11,7 @@ from emulation.faults import Planted, UnknownSite, sites
 from tests.emulation import (
     faults,
     test_attention,
+    test_eight_bits,
     test_expert_faults,
     test_other_elements,
     test_panel,
@@ -27,6 +28,8 @@ PLANTED: list[Planted] = [
     *(fault.planted for fault in faults.FAULTS),
     *(fault.planted for fault in test_expert_faults.FAULTS.values()),
     *(planted for planted, _ in test_attention.FAULTS.values()),
+    *(planted for planted, _ in test_eight_bits.ROW_FAULTS.values()),
+    *test_eight_bits.PLAIN_FAULTS.values(),
     *(planted for planted, *_ in test_other_elements.FAULTS.values()),
     *test_panel.FAULTS.values(),
     *test_residual.FAULTS.values(),

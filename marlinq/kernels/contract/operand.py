@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Activations
 from marlinq.kernels.contract.problem import Problem
 from marlinq.kernels.contract.weight_formats import WeightFormat
 
@@ -26,6 +27,9 @@ class Operand:
         order: int32 [K'], the input channel that each row belongs to, -1 for padding; None for 0, 1, 2, ...
         in_features: K.
         out_features: N.
+        activations: what the checkpoint wants activations quantised to where that is faster
+            (:mod:`marlinq.kernels.choose.eight_bits`); None for 16 bits always.
+        input_scale: scale of static activations, float32 []; None where they are dynamic, or not quantised.
     """
 
     format: WeightFormat
@@ -36,6 +40,8 @@ class Operand:
     order: Tensor | None
     in_features: int
     out_features: int
+    activations: Activations | None = None
+    input_scale: Tensor | None = None
 
     @classmethod
     def whole(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -12,13 +13,25 @@ from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.formats import StoredWeight
-from marlinq.kernels import LayerShape, Problem, explain, precompile_model
+from marlinq.kernels import LayerShape, Problem, device_numbers, explain, precompile_model
+from marlinq.kernels.choose.eight_bits import decide_eight_bits
 from marlinq.kernels.contract.weight_formats import WeightFormat
+from marlinq.kernels.driver.cache import compile_missing
+from marlinq.kernels.launch.eight_bits import instantiations
 from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.operand import format_of, operand_refusal, operand_shape, stored_operand
 from marlinq.runtime.operators.base import Estimate, Operator, Setting
 
 _DTYPES = (torch.float16, torch.bfloat16)
+
+
+def _eight_bits(problem: Problem, stored: StoredWeight, setting: Setting) -> str:
+    """From how many rows on activations are quantised, too, or why not."""
+    if setting.exact:
+        return "activations stay in 16 bits: products are to round no more than the dtype"
+    return decide_eight_bits(
+        problem, stored.scheme.activations, device_numbers(setting.device.index or 0)
+    ).reason
 
 
 class Packed(Operator):
@@ -68,17 +81,32 @@ class Packed(Operator):
         zeros = stored.scheme.stores_zeros
         problem = Problem(rows, n, k, granularity, zeros, bfloat16, format_of(stored.scheme))
         found = explain(setting.device, problem)
-        return Estimate(found.seconds, f"{found.kernel} kernel: {found.reason}")
+        reason = f"{found.kernel} kernel: {found.reason}"
+        if stored.scheme.activations is not None:
+            reason += f"; {_eight_bits(problem, stored, setting)}"
+        return Estimate(found.seconds, reason)
 
     def build(self, stored: StoredWeight, bias: Tensor | None, setting: Setting) -> nn.Module:
-        return QuantLinear(stored_operand(stored, setting.dtype, setting.device), bias)
+        operand = stored_operand(stored, setting.dtype, setting.device)
+        activations = stored.scheme.activations
+        if activations is not None and not setting.exact:
+            scale = stored.grid.input_scale
+            if scale is not None:
+                scale = scale.to(device=setting.device, dtype=torch.float32).reshape(())
+            if activations.dynamic or scale is not None:
+                operand = replace(operand, activations=activations, input_scale=scale)
+        return QuantLinear(operand, bias)
 
     def compile(
         self, modules: Iterable[nn.Module], setting: Setting, progress: ReportProgress = no_progress
     ) -> int:
         if setting.device.type != "cuda":
             return 0
-        shapes = {LayerShape.of(module.operand) for module in modules if isinstance(module, QuantLinear)}
-        if not shapes:
+        linears = [module for module in modules if isinstance(module, QuantLinear)]
+        if not linears:
             return 0
-        return precompile_model(shapes, setting.dtype, setting.device.index or 0, progress=progress)
+        index = setting.device.index or 0
+        shapes = {LayerShape.of(module.operand) for module in linears}
+        beside = {one: None for module in linears if module.rounds for one in instantiations(module.operand)}
+        compiled = compile_missing(device_numbers(index).architecture, list(beside)) if beside else 0
+        return compiled + precompile_model(shapes, setting.dtype, index, progress=progress)

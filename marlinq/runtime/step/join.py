@@ -68,6 +68,9 @@ def join_operands(operands: Sequence[Operand], *, interleave: bool) -> Operand:
     first = operands[0]
     columns = sum(operand.padded_shape[1] for operand in operands)
     zeros = [operand.zeros for operand in operands if operand.zeros is not None]
+    alike = len({operand.activations for operand in operands}) == 1
+    # Parts have the same inputs: the largest scale holds those of all.
+    inputs = [operand.input_scale for operand in operands if operand.input_scale is not None]
     return Operand(
         format=first.format,
         words=_joined([operand.words for operand in operands], first.format.tile_words, interleave),
@@ -78,6 +81,8 @@ def join_operands(operands: Sequence[Operand], *, interleave: bool) -> Operand:
         granularity=first.granularity,
         in_features=first.in_features,
         out_features=columns if interleave else sum(operand.out_features for operand in operands),
+        activations=first.activations if alike else None,
+        input_scale=torch.stack(inputs).amax() if alike and inputs else None,
     )
 
 

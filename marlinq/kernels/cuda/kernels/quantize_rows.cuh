@@ -1,0 +1,90 @@
+// Activations as FP8 E4M3 with their scales, in one launch; a block a row.
+//
+//   codes[m, k] = e4m3(x[m, k] * (448 / amax))      scales = amax / 448,  amax the largest magnitude of what shares a scale
+//
+//   GROUP 0    a row shares a scale: scales[m]. The block reads the row twice, the second time from L1.
+//   GROUP 128  128 channels of a row do: scales[k / 128][m]. Sixteen lanes have a group in registers.
+//   GIVEN      the scale of everything is *given, and scales[m] are copies of it
+//
+// Configuration: Element, THREADS, GROUP, GIVEN.
+#pragma once
+#include "fault_site.cuh"
+#include "ptx/narrow.cuh"
+#include "step/rows.cuh"
+
+template <typename C>
+struct QuantizeRows {
+    typedef typename C::Element E;
+    static constexpr int THREADS = C::THREADS, WARPS = THREADS / 32, GROUP = C::GROUP;
+    static constexpr float LARGEST = 448.f, LEAST = 1e-30f;  // of a magnitude; smaller ones become zeros
+    static_assert(GROUP == 0 || GROUP == 128, "sixteen lanes have a group");
+
+    static __device__ __forceinline__ float largest(const float (&x)[8]) {
+        float found = 0.f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) found = fmaxf(found, fabsf(x[i]));
+        return found;
+    }
+    // The largest of the numbers of 2 * HALF neighbouring lanes.
+    template <int HALF>
+    static __device__ __forceinline__ float largest_of_lanes(float value) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int distance = HALF; distance > 0; distance /= 2) value = fmaxf(value, of_lane(value, lane ^ distance));
+        return value;
+    }
+    static __device__ __forceinline__ uint2 narrow(const float (&x)[8], float by) {
+        return make_uint2(narrow_to_e4m3(x[0] * by, x[1] * by) | narrow_to_e4m3(x[2] * by, x[3] * by) << 16,
+                          narrow_to_e4m3(x[4] * by, x[5] * by) | narrow_to_e4m3(x[6] * by, x[7] * by) << 16);
+    }
+
+    static __device__ __forceinline__ void run(const u16* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales,
+                                               const float* __restrict__ given, int K, int pitch, i64 x_stride) {
+        const int row = blockIdx.x, thread = threadIdx.x, vectors = K / 8;
+        const uint4* source = reinterpret_cast<const uint4*>(x + row * x_stride);
+        uint2* target = codes + (i64)row * vectors;
+        float values[8];
+        if constexpr (GROUP == 128) {
+            // Whole warps take part: K is a multiple of 128, and so of the lanes of a group.
+            for (int first = thread / 32 * 32; first < vectors; first += THREADS) {
+                const int v = first + thread % 32;
+                const bool exists = v < vectors;
+                widen_vector<E>(values, exists ? source[v] : make_uint4(0, 0, 0, 0));
+                const float amax = fmaxf(largest_of_lanes<8>(largest(values)), LEAST);
+                if (!exists) continue;
+                target[v] = narrow(values, LARGEST / amax);
+                if (v % 16 == 0) scales[(i64)(v / 16) * pitch + row] = FAULT_SITE(group_scale, amax / LARGEST);
+            }
+            return;
+        }
+        float by, scale;
+        if constexpr (C::GIVEN) {
+            scale = *given, by = 1.f / scale;
+        } else {
+            __shared__ float of_warps[WARPS];
+            float amax = LEAST;
+            for (int v = thread; v < vectors; v += THREADS) {
+                widen_vector<E>(values, source[v]);
+                amax = fmaxf(amax, largest(values));
+            }
+            amax = largest_of_lanes<16>(amax);
+            if (thread % 32 == 0) of_warps[thread / 32] = amax;
+            FAULT_SITE(row_maxima_there, __syncthreads();)
+#pragma unroll
+            for (int warp = 0; warp < WARPS; ++warp) amax = fmaxf(amax, of_warps[warp]);
+            scale = amax / LARGEST, by = LARGEST / amax;
+        }
+        if (thread == 0) scales[row] = scale;
+        for (int v = thread; v < vectors; v += THREADS) {
+            widen_vector<E>(values, source[v]);
+            target[v] = narrow(values, by);
+        }
+    }
+};
+
+#define INSTANTIATE_QUANTIZE_ROWS(NAME, CONFIGURATION)                                                                   \
+    extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS)                                                 \
+    NAME(const u16* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales, const float* __restrict__ given, \
+         int K, int pitch, i64 x_stride) {                                                                               \
+        QuantizeRows<CONFIGURATION>::run(x, codes, scales, given, K, pitch, x_stride);                                   \
+    }

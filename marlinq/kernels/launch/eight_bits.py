@@ -1,0 +1,168 @@
+"""Products of FP8 weights with activations that are quantised to FP8: cuBLAS behind two launches of ours."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.operand import Operand
+from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.module import load_kernel
+from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, address
+
+ROW_THREADS, PLAIN_THREADS = 256, 256
+_ROWS_TOGETHER = 4
+GROUP = 128
+"""Channels of a row that share a scale, where weights have groups."""
+LARGEST, LEAST = 448.0, 1e-30
+"""The largest value of E4M3, and the least magnitude that a scale is made of."""
+
+
+class RowArguments(ctypes.Structure):
+    """The parameters of ``cuda/kernels/quantize_rows.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "given")),
+        ("k", ctypes.c_int),
+        ("pitch", ctypes.c_int),
+        ("x_stride", ctypes.c_longlong),
+    )
+
+
+class PlainArguments(ctypes.Structure):
+    """The parameters of ``cuda/kernels/plain_bytes.cuh``."""
+
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        ("plain", ctypes.c_void_p),
+        ("k", ctypes.c_int),
+        ("n", ctypes.c_int),
+    )
+
+
+def row_instantiation(dtype: torch.dtype, group: int, *, given: bool) -> Instantiation:
+    """The kernel that quantises rows; ``group``: channels that share a scale, 0 for all."""
+    parameters = (
+        ("Element", ELEMENTS[dtype]),
+        ("THREADS", ROW_THREADS),
+        ("GROUP", group),
+        ("GIVEN", given),
+    )
+    return Instantiation("kernels/quantize_rows.cuh", "quantize_rows", parameters)
+
+
+def instantiations(weight: Operand) -> list[Instantiation]:
+    """What products of the weight compile."""
+    group = weight.granularity.for_channels(weight.padded_shape[0]).channels
+    given = weight.input_scale is not None
+    return [row_instantiation(weight.scales.dtype, group, given=given), plain_instantiation()]
+
+
+def plain_instantiation() -> Instantiation:
+    """The kernel that orders a weight's bytes for cuBLAS."""
+    return Instantiation("kernels/plain_bytes.cuh", "plain_bytes", (("THREADS", PLAIN_THREADS),))
+
+
+@lru_cache(maxsize=64)
+def _function(instantiation: Instantiation, device_index: int) -> Function:
+    return load_kernel(instantiation, device_numbers(device_index).architecture, device_index)
+
+
+def quantized_shapes(m: int, k: int, group: int) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Of the codes of activations [m, k], and of their scales; with groups of rows in fours, as cuBLAS counts
+    them, of which those past ``m`` hold anything."""
+    rows = -(-m // _ROWS_TOGETHER) * _ROWS_TOGETHER if group else m
+    return (rows, k), (k // group, rows) if group else (m,)
+
+
+def quantize_rows(x: Tensor, group: int, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Activations as E4M3, and float32 scales of each row, or of each row and group, in one launch.
+
+    Args:
+        x: [M, K] float16 or bfloat16 on a GPU, or of any dtype on a CPU; K a multiple of 16 and of ``group``.
+        group: channels that share a scale, 128; 0 for a row.
+        given: the scale of everything, float32 []; None for scales of what ``x`` holds. Without ``group``.
+
+    Returns:
+        Codes float8_e4m3fn [M, K], and scales [M, 1]; with groups [M, K / group], on a GPU with strides
+        (1, M) and M the next multiple of four.
+    """
+    m, k = x.shape
+    if not x.is_cuda:
+        return _reference_rows(x, group, given)
+    if x.stride(1) != 1 or x.stride(0) % VECTOR or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    shape, of_scales = quantized_shapes(m, k, group)
+    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(of_scales, dtype=torch.float32, device=x.device)
+    arguments = RowArguments(
+        *(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), address(given)), k, shape[0], x.stride(0)
+    )
+    index = x.device.index
+    function = _function(row_instantiation(x.dtype, group, given=given is not None), index)
+    with on_device(index):
+        Launches(function, m, ROW_THREADS, 0, arguments, dependent=False).take().start()
+    return codes, scales.t() if group else scales[:, None]
+
+
+def _reference_rows(x: Tensor, group: int, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    m, k = x.shape
+    parts = x.float().view(m, -1, group or k)
+    if given is None:
+        amax = parts.abs().amax(-1, keepdim=True).clamp(min=LEAST)
+        scales, by = amax / LARGEST, LARGEST / amax
+    else:
+        scales = given.float().expand(m, 1, 1)
+        by = 1.0 / scales
+    codes = (parts * by).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(m, k)
+    return codes, scales[..., 0]
+
+
+def plain_bytes(weight: Operand) -> Tensor:
+    """The weight's codes as float8_e4m3fn [N', K']."""
+    k, n = weight.padded_shape
+    if not weight.words.is_cuda:
+        codes: Tensor = weight.format.values(weight.words, torch.float32)
+        return codes.t().to(torch.float8_e4m3fn).contiguous()
+    plain = torch.empty((n, k), dtype=torch.float8_e4m3fn, device=weight.words.device)
+    arguments = PlainArguments(weight.words.data_ptr(), plain.data_ptr(), k, n)
+    index = plain.device.index
+    with on_device(index):
+        launches = Launches(
+            *(_function(plain_instantiation(), index), n // 64 * -(-k // 128), PLAIN_THREADS, 0, arguments),
+            dependent=False,
+        )
+        launches.take().start()
+    return plain
+
+
+def eight_bit_gemm(x: Tensor, weight: Operand, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
+    """``x @ W + bias`` of activations rounded to E4M3, [M, N'] bfloat16.
+
+    Weights with a scale per channel take activations with a scale per row, or ``input_scale``; weights in
+    groups of 128 take activations with a scale per row and group.
+
+    Args:
+        x: [M, K'] bfloat16, on a GPU.
+        weight: of FP8 E4M3.
+        bias: [N'] bfloat16, or None.
+        input_scale: of static activations, float32 []; None for dynamic ones.
+    """
+    group = weight.granularity.for_channels(weight.padded_shape[0]).channels
+    codes, scales = quantize_rows(x, group, input_scale)
+    natural = weight.format.in_order(weight.scales).float() / weight.format.scale_factor(weight.scales.dtype)
+    # Column-major, as cuBLAS wants the second operand.
+    plain = plain_bytes(weight).t()
+    if not group:
+        return torch._scaled_mm(codes, plain, scales, natural, bias, out_dtype=torch.bfloat16)
+    recipe = F.ScalingType.BlockWise1x128
+    out: Tensor = F.scaled_mm(codes, plain, scales, recipe, natural.t(), recipe, output_dtype=torch.bfloat16)[
+        : x.shape[0]
+    ]
+    return out if bias is None else out.add_(bias)

@@ -1,0 +1,125 @@
+"""``torch.ops.marlinq.fp8_a8_gemm``: FP8 activations times an FP8 weight in the kernels' words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.core.granularity import Granularity
+from marlinq.kernels.contract.operand import Operand
+from marlinq.kernels.contract.weight_formats import E4M3
+from marlinq.kernels.launch.eight_bits import GROUP, eight_bit_gemm, quantize_rows
+
+_NAME = "fp8_a8_gemm"
+_LIBRARY = torch.library.Library("marlinq", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    f"{_NAME}(Tensor x, Tensor words, Tensor scales, Tensor? bias, Tensor? input_scale, int group_size, "
+    "int out_features) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def fp8_a8_gemm(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """``e4m3(x) @ W + bias``: activations are rounded to FP8 E4M3 with a scale of each row.
+
+    Args:
+        x: [..., K] bfloat16, on a CPU of any float dtype.
+        words: int32 [K/16, 4N] of E4M3 codes, K and N multiples of 64.
+        scales: [G, N] in ``x.dtype``, stored order.
+        bias: None or [out_features] in ``x.dtype``.
+        input_scale: None, or float32 []: the scale of all activations, instead of each row's own.
+        group_size: -1; or 128, and activations have a scale of each row and 128 channels.
+        out_features: columns to return, at most N.
+
+    Returns:
+        [..., out_features] in ``x.dtype``.
+
+    Raises:
+        ValueError: an operand's shape does not fit.
+        UnsupportedError: activations on a GPU that are not bfloat16.
+        EnvironmentProblem: CuPy, NVRTC or the driver is missing.
+    """
+    return torch.ops.marlinq.fp8_a8_gemm.default(  # type: ignore[no-any-return]
+        x, words, scales, bias, input_scale, group_size, out_features
+    )
+
+
+def _operand(
+    x: Tensor, words: Tensor, scales: Tensor, input_scale: Tensor | None, group_size: int
+) -> Operand:
+    granularity = Granularity.from_group_size(group_size)
+    weight = Operand.whole(E4M3, granularity, words, scales, None)
+    k, n = weight.padded_shape
+    if x.shape[-1] != k:
+        raise ValueError(f"x: expected {k} columns (K of the weight), found {x.shape[-1]}")
+    if group_size not in (-1, GROUP) or (input_scale is not None and group_size != -1):
+        raise ValueError(f"group_size: expected -1, or {GROUP} without input_scale, found {group_size}")
+    groups = granularity.groups(k)
+    if scales.shape != (groups, n) or k % granularity.channels_per_group(k):
+        raise ValueError(f"scales: expected [{groups}, {n}], found {list(scales.shape)}")
+    return weight
+
+
+def _cuda(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    weight = _operand(x, words, scales, input_scale, group_size)
+    if x.dtype != torch.bfloat16:
+        raise UnsupportedError(f"{_NAME}: x has dtype {x.dtype}; FP8 products give bfloat16")
+    if bias is not None:
+        bias = torch.nn.functional.pad(bias, (0, weight.padded_shape[1] - len(bias)))
+    out = eight_bit_gemm(x.reshape(-1, x.shape[-1]), weight, bias, input_scale)
+    return out.view(*x.shape[:-1], -1)[..., :out_features]
+
+
+def _cpu(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    weight = _operand(x, words, scales, input_scale, group_size)
+    k, n = weight.padded_shape
+    group = weight.granularity.for_channels(k).channels
+    codes, of_rows = quantize_rows(x.reshape(-1, k), group, input_scale)
+    rounded = (codes.float().view(len(codes), -1, group or k) * of_rows[..., None]).view(-1, k)
+    out = rounded @ weight.dequantize(torch.float32)
+    if bias is not None:
+        out[:, : len(bias)] += bias.float()
+    memory = x.new_empty((*x.shape[:-1], n))
+    memory.copy_(out.view(memory.shape))
+    return memory[..., :out_features]
+
+
+def _meta(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], words.shape[1] // E4M3.row_words))[..., :out_features]
+
+
+for _function, _key in ((_cuda, "CUDA"), (_cpu, "CPU"), (_meta, "Meta")):
+    _LIBRARY.impl(_NAME, _function, _key)  # type: ignore[no-untyped-call]

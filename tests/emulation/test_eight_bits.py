@@ -1,0 +1,134 @@
+"""Activations as FP8 and weights in cuBLAS's order: on the emulation, bit for bit the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from emulation.build import Builder
+from emulation.faults import Planted
+from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
+from marlinq.kernels.contract.weight_formats.byte_order import pack_bytes
+from marlinq.kernels.driver.compiler import compile_kernel
+from marlinq.kernels.launch import eight_bits
+from tests.emulation.gemm import SOURCES
+
+
+def activations(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Of many sizes; a row of zeros, and a zero group in another."""
+    torch.manual_seed(m + k)
+    x = torch.randn(m, k) * torch.exp2(torch.randint(-12, 5, (m, k)).float())
+    x[-1] = 0
+    x[0, : k // 2] = 0
+    return x.to(dtype)
+
+
+def quantized(
+    builder: Builder, x: Tensor, group: int, given: Tensor | None, planted: Planted | None = None
+) -> tuple[Tensor, Tensor]:
+    """What the kernel makes of ``x``; scales as the launcher has them, without rows past M."""
+    m, k = x.shape
+    rows, of_scales = eight_bits.quantized_shapes(m, k, group)
+    # Rows of x further apart than their channels.
+    x = apart(torch.nn.functional.pad(x, (0, 64)))[:, :k]
+    codes = apart(torch.zeros(rows, dtype=torch.uint8))
+    scales = apart(torch.full(of_scales, torch.nan))
+    given = None if given is None else apart(given.reshape(1))
+    text = eight_bits.row_instantiation(x.dtype, group, given=given is not None).text()
+    kernel = EmulatedKernel(builder.kernel(text, "quantize_rows", SOURCES, planted=planted))
+    memory = [Memory("x", x), Memory("codes", codes, writable=True), Memory("scales", scales, writable=True)]
+    address = 0
+    if given is not None:
+        memory.append(Memory("given", given))
+        address = given.data_ptr()
+    arguments = eight_bits.RowArguments(
+        *(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), address), k, rows[0], x.stride(0)
+    )
+    kernel.launch(m, eight_bits.ROW_THREADS, 0, arguments, memory)
+    return codes[:m], scales.t()[:m] if group else scales[:, None]
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "group", "dtype", "given"),
+    [
+        (3, 192, 0, torch.bfloat16, None),
+        (2, 4096 + 64, 0, torch.float16, None),
+        (3, 384, 128, torch.bfloat16, None),
+        (2, 192, 0, torch.bfloat16, 0.013),
+    ],
+)
+def test_rows_are_quantised_in_one_launch(
+    builder: Builder, m: int, k: int, group: int, dtype: torch.dtype, given: float | None
+) -> None:
+    x = activations(m, k, dtype)
+    scale = None if given is None else torch.tensor(given)
+    codes, scales = quantized(builder, x, group, scale)
+    expected, of_rows = eight_bits.quantize_rows(x, group, scale)
+    assert torch.equal(codes, expected.view(torch.uint8))
+    assert torch.equal(scales, of_rows)
+
+
+ROW_FAULTS = {
+    "bytes exchanged": (Planted("e4m3_order", '"f"(low), "f"(high)'), 0),
+    "a scale's reciprocal": (Planted("group_scale", "LARGEST / amax"), 128),
+    "maxima read too early": (Planted("row_maxima_there"), 0),
+}
+PLAIN_FAULTS = {
+    "bytes in the words' order": Planted("plain_order", "0x3210u"),
+    "pairs read too early": Planted("plain_pairs_there"),
+}
+
+
+@pytest.mark.parametrize("name", ROW_FAULTS)
+def test_faults_planted_into_rows_are_seen(builder: Builder, name: str) -> None:
+    planted, group = ROW_FAULTS[name]
+    x = activations(2, 256, torch.bfloat16)
+    expected, of_rows = eight_bits.quantize_rows(x, group)
+    try:
+        codes, scales = quantized(builder, x, group, None, planted)
+    except KernelFault:
+        return
+    assert not (torch.equal(codes, expected.view(torch.uint8)) and torch.equal(scales, of_rows))
+
+
+def plain(builder: Builder, codes: Tensor, planted: Planted | None = None) -> Tensor:
+    k, n = codes.shape
+    words, found = apart(pack_bytes(codes)), apart(torch.zeros(n, k, dtype=torch.uint8))
+    kernel = EmulatedKernel(
+        builder.kernel(eight_bits.plain_instantiation().text(), "plain_bytes", SOURCES, planted=planted)
+    )
+    arguments = eight_bits.PlainArguments(words.data_ptr(), found.data_ptr(), k, n)
+    memory = [Memory("words", words), Memory("plain", found, writable=True)]
+    kernel.launch(n // 64 * -(-k // 128), eight_bits.PLAIN_THREADS, 0, arguments, memory)
+    return found
+
+
+@pytest.mark.parametrize(("k", "n"), [(64, 64), (192, 128)])
+def test_bytes_are_brought_into_cublas_order(builder: Builder, k: int, n: int) -> None:
+    codes = torch.randint(0, 256, (k, n), dtype=torch.uint8)
+    assert torch.equal(plain(builder, codes), codes.t())
+
+
+@pytest.mark.parametrize("name", PLAIN_FAULTS)
+def test_faults_planted_into_the_order_are_seen(builder: Builder, name: str) -> None:
+    codes = torch.randint(0, 256, (64, 64), dtype=torch.uint8)
+    try:
+        found = plain(builder, codes, PLAIN_FAULTS[name])
+    except KernelFault:
+        return
+    assert not torch.equal(found, codes.t())
+
+
+@pytest.mark.parametrize("architecture", ["sm_89", "sm_90a", "sm_120a"])
+def test_they_compile_without_spills(architecture: str) -> None:
+    wanted = [
+        *(
+            eight_bits.row_instantiation(torch.bfloat16, group, given=given)
+            for group, given in ((0, False), (0, True), (128, False))
+        ),
+        eight_bits.plain_instantiation(),
+    ]
+    for instantiation in wanted:
+        compiled = compile_kernel(instantiation, architecture)
+        assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)

@@ -1,0 +1,92 @@
+"""FP8 activations: the operator's reference, and when they are taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from marlinq.core.float_elements import E4M3 as ELEMENT
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Activations
+from marlinq.kernels.choose.eight_bits import decide_eight_bits
+from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.weight_formats import E4M3, INT8
+from marlinq.kernels.ops.eight_bits import fp8_a8_gemm
+from tests.emulation.gemm import AMPERE, H200
+from tests.kernels.problems import random_operands, relative_error
+
+DYNAMIC = Activations(ELEMENT, Granularity.channel(), dynamic=True)
+STATIC = Activations(ELEMENT, Granularity.tensor(), dynamic=False)
+BLOCKS = Activations(ELEMENT, Granularity.group(128), dynamic=True)
+GATE_UP = Problem(1, 28672, 4096, Granularity.channel(), False, True, E4M3)
+
+
+@pytest.mark.parametrize(("group", "static"), [(-1, False), (-1, True), (128, False)])
+def test_the_operator_rounds_activations_to_e4m3(group: int, static: bool) -> None:
+    torch.manual_seed(0)
+    made = random_operands(256, 128, group, torch.bfloat16, bias=True, device="cpu", weight_format=E4M3)
+    x = torch.randn(2, 3, 256).bfloat16()
+    scale = torch.tensor(4.5 / 448) if static else None
+    given = x, made.words, made.scales, made.bias, scale, group, 128
+    found = fp8_a8_gemm(*given)
+    exact = made.reference(x.view(6, 256)).view(2, 3, 128)
+    error = relative_error(found, exact)
+    # E4M3 has three bits behind the first: a rounding of at most 2^-4, 2^-4 / sqrt(3) / 1.44 in the mean.
+    assert 2.0**-7 < error < 2.0**-4
+    assert found.shape == (2, 3, 128)
+    torch.library.opcheck(
+        torch.ops.marlinq.fp8_a8_gemm.default, given, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_activations_that_e4m3_holds_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    made = random_operands(128, 64, -1, torch.bfloat16, device="cpu", weight_format=E4M3)
+    x = torch.randint(-8, 9, (5, 128)).bfloat16()
+    x[:, 0] = 7 * 2.0**6  # the largest of E4M3, so that scales are 1
+    found = fp8_a8_gemm(x, made.words, made.scales, None, None, -1, 64)
+    assert relative_error(found, made.reference(x)) < 2.0**-8
+
+
+def test_what_does_not_fit_is_named() -> None:
+    made = random_operands(128, 64, 64, torch.bfloat16, device="cpu", weight_format=E4M3)
+    x = torch.randn(2, 128).bfloat16()
+    with pytest.raises(ValueError, match="group_size: expected -1, or 128"):
+        fp8_a8_gemm(x, made.words, made.scales, None, None, 64, 64)
+    with pytest.raises(ValueError, match="scales: expected"):
+        fp8_a8_gemm(x, made.words, made.scales, None, None, -1, 64)
+    with pytest.raises(ValueError, match="x: expected 128 columns"):
+        fp8_a8_gemm(x[:, :64], made.words, made.scales, None, None, -1, 64)
+
+
+def test_many_rows_take_fp8_activations_and_few_do_not() -> None:
+    for problem, activations in (
+        (GATE_UP, DYNAMIC),
+        (GATE_UP, STATIC),
+        (replace(GATE_UP, granularity=Granularity.group(128)), BLOCKS),
+    ):
+        found = decide_eight_bits(problem, activations, H200)
+        assert found.least_rows is not None
+        assert 128 <= found.least_rows <= 2048
+        assert f"from {found.least_rows} rows on" in found.reason
+
+
+def test_where_activations_stay_in_16_bits_the_reason_says_why() -> None:
+    hopper, before_ada = H200, AMPERE
+    ada = replace(AMPERE, architecture="sm_89")
+    group = replace(GATE_UP, granularity=Granularity.group(128))
+    for problem, activations, device, words in (
+        (GATE_UP, None, hopper, "the checkpoint wants 16-bit activations"),
+        (GATE_UP, DYNAMIC, before_ada, "sm_86 has no FP8 products"),
+        (replace(GATE_UP, bfloat16=False), DYNAMIC, hopper, "activations in float16"),
+        (replace(GATE_UP, format=INT8), DYNAMIC, hopper, "int8 weights"),
+        (group, DYNAMIC, hopper, "groups of 128 with dynamic fp8_e4m3 activations, one scale per token"),
+        (group, BLOCKS, ada, "no product of scales by group for sm_89"),
+        (GATE_UP, BLOCKS, hopper, "one scale per channel with dynamic"),
+        (replace(GATE_UP, n=64, k=64), DYNAMIC, hopper, "not expected to be faster"),
+    ):
+        found = decide_eight_bits(problem, activations, device)
+        assert found.least_rows is None
+        assert words in found.reason
