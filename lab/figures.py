@@ -301,14 +301,6 @@ def head_table() -> str:
     return _table(rows)
 
 
-def chain_table() -> str:
-    """Microseconds per layer of a chain of decode products."""
-    found = result("decode-chain-h200")
-    rows = [["microseconds per layer", *(f"M = {m}" for m in found["batches"])]]
-    rows += [[name, *(f"{v:.1f}" for v in values)] for name, values in found["microseconds"].items()]
-    return _table(rows)
-
-
 def decode_table() -> str:
     """Decode steps by batch and context."""
     rows = [["batch", "context", "first token", "step", "tokens/s", "GB/s"]]
@@ -322,34 +314,6 @@ def decode_table() -> str:
             f"{cell['bandwidth'] / 1e9:,.0f}",
         ]
         for cell in result("decode-h200")["cells"]
-    ]
-    return _table(rows)
-
-
-def against_table() -> str:
-    """Decode steps beside those of the unquantised model in transformers, compiled."""
-    rows = [["batch", "context", "step", "transformers FP16", "times as fast"]]
-    rows += [
-        [
-            str(cell["batch"]),
-            str(cell["context"]),
-            f"{1e3 * cell['step_seconds']:.3f} ms",
-            f"{1e3 * cell['peer_step_seconds']:.3f} ms",
-            f"{cell['speedup']:.2f}",
-        ]
-        for cell in result("decode-shapes-h200")["against"]["cells"]
-    ]
-    return _table(rows)
-
-
-def vllm_table() -> str:
-    """Decode steps beside vLLM's on the same folder."""
-    found = result("decode-vllm-h200")
-    rows = [["context", "", *(f"batch {batch}" for batch in found["batches"])]]
-    rows += [
-        [str(row["context"]) if name == _OURS else "", name, *(f"{value:.2f} ms" for value in row[name])]
-        for row in found["rows"]
-        for name in (_OURS, "vLLM")
     ]
     return _table(rows)
 
@@ -411,10 +375,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-gemma": quality_gemma_table,
     "quality-qwen": quality_qwen_table,
     "head": head_table,
-    "chain": chain_table,
     "decode": decode_table,
-    "against": against_table,
-    "vllm": vllm_table,
     "plugin": plugin_table,
     "plugin-requests": plugin_requests_table,
     "shapes": shapes_table,
