@@ -75,7 +75,8 @@ _HALF_SECTIONS = {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 
 _SET: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
-    "recurrent_gemma": {"num_hidden_layers": 3},
+    "recurrent_gemma": {"num_hidden_layers": 3, "intermediate_size": 192},
+    "step3p7": {"text_config.sliding_window": 32},
     "moshi": {"ffn_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},

@@ -6,6 +6,7 @@ weights, the projections are the ``nn.Linear`` and ``Conv1D`` modules inside the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -76,6 +77,8 @@ class Blueprint:
         base_prefix: what some checkpoints leave out in front of names; may be empty.
         replay_root_name: full name of the smallest module whose forward takes token ids and runs the blocks:
             the model without its head; empty for the model itself.
+        text_root_name: full name of the smallest module whose forward takes token ids and gives logits: a
+            language model without the towers beside it; empty for the model itself.
         renamings: transformers' own rules from the names in files to those in memory, in order.
         converters: rules of transformers that make parameters of stored tensors by more than a new name, in
             order; :mod:`marlinq.models.conversion` runs them.
@@ -100,6 +103,7 @@ class Blueprint:
     ignored: tuple[str, ...]
     base_prefix: str
     replay_root_name: str
+    text_root_name: str
     renamings: tuple[Any, ...]
     converters: tuple[Any, ...]
 
@@ -218,8 +222,6 @@ def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], sour
         _kept_elsewhere(model, blocks_name, {each.name for block in blocks for each in block.experts}) | kept
     )
     chosen = {projection.name for block in blocks for projection in block.projections}
-    prefix = model.base_model_prefix
-    has_root = bool(prefix) and blocks_name.startswith(prefix + ".")
     persistent = model.state_dict().keys()
     return Blueprint(
         build=build,
@@ -245,8 +247,9 @@ def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], sour
         computed=tuple(name for name, _ in model.named_buffers() if name not in persistent),
         tied=MappingProxyType(_tied_parameters(model)),
         ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), *_COMPUTED),
-        base_prefix=prefix,
-        replay_root_name=prefix if has_root else "",
+        base_prefix=model.base_model_prefix,
+        replay_root_name=_replay_root(model, blocks_name),
+        text_root_name=_text_root(model),
         renamings=tuple(rule for rule in rules if isinstance(rule, WeightRenaming)),
         converters=tuple(rule for rule in rules if isinstance(rule, WeightConverter)),
     )
@@ -306,6 +309,36 @@ def towers(model: PreTrainedModel) -> Iterator[str]:
             yield name
 
 
+def _replay_root(model: PreTrainedModel, blocks_name: str) -> str:
+    """Where token ids go in and blocks run: of a model that sees or hears, its language model alone."""
+    prefix = model.base_model_prefix
+    root = prefix if prefix and blocks_name.startswith(f"{prefix}.") else ""
+    if not any(towers(model)):
+        return root
+    return _innermost(model, blocks_name, _table_of(model)) or root
+
+
+def _text_root(model: PreTrainedModel) -> str:
+    """Where token ids go in and logits come out."""
+    head = model.get_output_embeddings()
+    if head is None or not any(towers(model)):
+        return ""
+    return _innermost(
+        model, _table_of(model), *(name for name, each in model.named_modules() if each is head)
+    )
+
+
+def _innermost(model: PreTrainedModel, *inside: str | None) -> str:
+    """The smallest model in ``model`` that holds all of ``inside`` and takes token ids; empty for itself."""
+    found = ""
+    for name, module in model.named_modules():
+        holds = all(each is not None and each.startswith(f"{name}.") for each in inside)
+        if name and holds and isinstance(module, PreTrainedModel):
+            takes = inspect.signature(module.forward).parameters
+            found = name if "input_ids" in takes and len(name) > len(found) else found
+    return found
+
+
 def _hidden_size(model: PreTrainedModel) -> int:
     """Channels of the residual stream; 0 where the config does not say."""
     try:
@@ -333,13 +366,19 @@ def _fused_experts(
     block: nn.Module, name: str, source: str, rules: Sequence[Any], proved: set[tuple[object, ...]]
 ) -> tuple[Experts, ...]:
     found = []
-    try:
-        for inner, module in block.named_modules():
-            if not isinstance(module, _CONVOLUTIONS):
-                experts = find_experts(f"{name}.{inner}" if inner else name, module, rules, proved)
-                found += [] if experts is None else [experts]
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{source}: {error}") from None
+    weights = sum(parameter.numel() for parameter in block.parameters())
+    for inner, module in block.named_modules():
+        if isinstance(module, _CONVOLUTIONS):
+            continue
+        try:
+            experts = find_experts(f"{name}.{inner}" if inner else name, module, rules, proved)
+        except UnsupportedError as error:
+            own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+            if "down_proj" not in module._parameters and 2 * own < weights:
+                # Block-diagonal gates, or heads with an axis of their own: kept, as what is no linear is.
+                continue
+            raise UnsupportedError(f"{source}: {error}") from None
+        found += [] if experts is None else [experts]
     return tuple(found)
 
 

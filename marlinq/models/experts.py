@@ -497,7 +497,7 @@ def _eager(module: nn.Module) -> Iterator[None]:
 
 
 def _gate_is_first(activate: Callable[[Tensor], Tensor], generator: torch.Generator) -> bool:
-    """Whether the result is affine in the second part and in the first part is not."""
+    """Whether the result is affine or odd in the second part, which a cap keeps, and in the first is not."""
     size = (_PROBE_TOKENS, _PROBE_CHANNELS)
     gate, up, one, other = (0.7 * _normal(size, generator) for _ in range(4))
 
@@ -507,6 +507,10 @@ def _gate_is_first(activate: Callable[[Tensor], Tensor], generator: torch.Genera
     def affine(middle: Tensor, ends: tuple[Tensor, Tensor]) -> bool:
         return close(2 * middle, ends[0] + ends[1])
 
-    second = affine(run(gate, (one + other) / 2), (run(gate, one), run(gate, other)))
-    first = affine(run((one + other) / 2, up), (run(one, up), run(other, up)))
+    second = affine(run(gate, (one + other) / 2), (run(gate, one), run(gate, other))) or close(
+        run(gate, -up), -run(gate, up)
+    )
+    first = affine(run((one + other) / 2, up), (run(one, up), run(other, up))) or close(
+        run(-gate, up), -run(gate, up)
+    )
     return second and not first

@@ -208,10 +208,10 @@ class ModelInstance:
     def outer(self, *, whole: bool = False) -> Iterator[nn.Module]:
         """The model without blocks and head: all that runs before, between and after the decoder blocks.
 
-        Yields the module that takes token ids and runs the blocks (:attr:`Blueprint.replay_root_name`), or
-        the ``whole`` model, which reaches as far as the head.
+        Yields the module that takes token ids and runs the blocks (:attr:`Blueprint.replay_root_name`), or,
+        ``whole``, the one that reaches as far as the head (:attr:`Blueprint.text_root_name`).
         """
-        root_name = "" if whole else self.blueprint.replay_root_name
+        root_name = self.blueprint.text_root_name if whole else self.blueprint.replay_root_name
         names = self._outer_modules(root_name)
         try:
             for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError
 from marlinq.models.blueprint import Blueprint
 from marlinq.models.projection import Projection
+
+_BLOCK = re.compile(r"\.\d+\.")
 
 
 class TensorNames:
@@ -33,6 +36,7 @@ class TensorNames:
         for name in sorted(tensors):
             self._stored.setdefault(name_in_memory(name, blueprint.renamings), name)
         self._prefix = blueprint.base_prefix
+        self._renamings = blueprint.renamings
         self._source = source
         self._fused = blueprint.fused
         self._ties: dict[str, list[str]] = {}
@@ -96,17 +100,27 @@ class TensorNames:
         parameter's own.
         """
         stored = self.own(f"{projection.name}.weight")
-        if stored is not None:
+        if stored is not None and stored.endswith(".weight"):
             return stored.removesuffix(".weight")
-        whole = None if projection.whole else self.own(projection.parameter)
-        if whole is None:
+        stored = stored or (None if projection.whole else self.own(projection.parameter))
+        if stored is None:
             return projection.name
-        inner = projection.name.removeprefix(projection.module + ".")
+        inner = projection.name.removeprefix(projection.module).removeprefix(".")
         for module in self._spellings(projection.module):
-            if whole.startswith(module.rpartition(".")[0] + "."):
-                return f"{module}.{inner}"
-        # A prefix that is renamed between files and memory.
-        return f"{whole.rpartition('.')[0]}.{inner}"
+            if stored.startswith(module.rpartition(".")[0] + "."):
+                return f"{module}.{inner}" if inner else module
+        # A prefix that is renamed between files and memory; what lies in the block may be, too.
+        beside = ".".join(part for part in (stored.rpartition(".")[0], inner) if part)
+        in_file, in_tree = _BLOCK.search(stored), _BLOCK.search(projection.name)
+        if in_file is None or in_tree is None:
+            return beside
+        block = stored[: in_file.end()] + projection.name[in_tree.end() :]
+        return next((each for each in (beside, block) if self._means(each, projection)), projection.name)
+
+    def _means(self, module: str, projection: Projection) -> bool:
+        """Whether transformers takes what files call ``module`` for ``projection``."""
+        name = name_in_memory(f"{module}.weight", self._renamings)
+        return name in self._spellings(f"{projection.name}.weight")
 
     def require(self, parameter: str) -> str:
         """Like :meth:`find`.

@@ -144,8 +144,12 @@ class BlockReplay:
         padding = self._instance.blueprint.config.get_text_config().pad_token_id
         ids = torch.full((1, len(hidden)), int(padding == 0), device=self._instance.device)
         with _replaced(blocks, [stub] * len(blocks)), boundaries.forward(self._instance.source):
+            root = self._instance.blueprint.text_root_name
+            inside = {name.removeprefix(f"{root}."): tensor for name, tensor in parameters.items()}
             output = functional_call(
-                self._instance.model, dict(parameters), kwargs={"input_ids": ids, "use_cache": False}
+                self._instance.model.get_submodule(root),
+                inside,
+                kwargs={"input_ids": ids, "use_cache": False},
             )
         logits: Tensor = output.logits[0]
         return logits

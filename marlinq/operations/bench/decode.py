@@ -20,6 +20,7 @@ from marlinq.core.display import Block, Shown, Table, lines
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import Blueprint, build_blueprint
+from marlinq.models.heads import key_channels
 from marlinq.operations.bench.decode_peers import PEERS, CompiledTransformers, dense_twin
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
@@ -416,6 +417,4 @@ def weight_bytes(model: nn.Module, batch: int) -> int:
 def cache_bytes_per_token(loaded: LoadedModel) -> int:
     """Bytes of keys and values of one token in all layers, as if no layer had a window."""
     config = loaded.model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_dim * loaded.dtype.itemsize)
+    return 2 * key_channels(config, config.num_hidden_layers) * loaded.dtype.itemsize

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from marlinq.core.devices import multiplies_bfloat16
 from marlinq.core.settings import AUTO
 from marlinq.kernels import device_numbers
 from marlinq.models import Blueprint
+from marlinq.models.heads import key_channels
 from marlinq.operations.quantize.recipe import Recipe
 
 SAMPLES = 128
@@ -123,28 +125,21 @@ class Work:
         """The work of the model that ``blueprint`` describes."""
         linears = sum(each.in_features * each.out_features for each in blueprint.projections())
         config = blueprint.config.get_text_config()
-        head = config.hidden_size * config.vocab_size
+        table = None if blueprint.embedding is None else blueprint.parameters.get(blueprint.embedding)
         # Linears of one parent and one K mostly read the same input: q, k and v, or gate and up.
         inputs = {(each.module.rpartition(".")[0], each.in_features) for each in blueprint.projections()}
         positions = getattr(config, "max_position_embeddings", None)
         return cls(
             linear_weights=linears,
-            all_weights=linears + head,
+            all_weights=linears + (0 if table is None else prod(table)),
             hessian_products=sum(k * k for _, k in inputs),
-            cache_bytes=len(blueprint.blocks) * _cache_width(config) * 2 * 2,
+            cache_bytes=key_channels(config, len(blueprint.blocks)) * 2 * 2,
             positions=positions if isinstance(positions, int) and positions > 0 else None,
         )
 
     def longest(self, recipe: Recipe) -> int:
         """Tokens that a document may have."""
         return min(recipe.max_length, self.positions or recipe.max_length)
-
-
-def _cache_width(config: Any) -> int:
-    heads = getattr(config, "num_attention_heads", None) or 1
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(kv_heads * head_dim)
 
 
 def writing_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:

@@ -1,0 +1,32 @@
+"""Sizes of attention heads, where layers may differ in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def key_channels(config: Any, layers: int) -> int:
+    """Channels of one token's keys in all layers together.
+
+    Gemma 4 has heads of two sizes, so transformers answers for a layer at a time
+    (``config.per_layer_config``); a part without attention counts its residual stream, and one that says
+    nothing of either counts nothing.
+
+    Args:
+        config: transformers' config of a language model (``get_text_config()``).
+        layers: decoder blocks that have keys.
+    """
+    # Model code that a checkpoint brings may have a config without them.
+    layered = isinstance(getattr(config, "num_hidden_layers", None), int)
+    each = getattr(config, "per_layer_config", None) if layered else None
+    count = 0 if each is None else min(layers, len(each))
+    found = [_key_channels(each[index]) for index in range(count)]
+    if len(found) < layers:
+        found += [found[-1] if found else _key_channels(config)] * (layers - len(found))
+    return sum(found)
+
+
+def _key_channels(config: Any) -> int:
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", None) or 0) // heads
+    return int((getattr(config, "num_key_value_heads", None) or heads) * size)

@@ -1,0 +1,78 @@
+"""Models that see or hear: their language model is quantised with GPTQ on text, converted and run; the rest
+of the folder stays as it is, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import marlinq
+from lab.models.families import families, random_model
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from tests.testing.mixtures import calibration_text
+from tests.testing.runnable_folders import save_tokenizer
+
+SAMPLE = "qwen3_vl"
+FAMILIES = (
+    "qwen2_5_vl",
+    "qwen3_5",
+    "mistral3",
+    "gemma3",
+    "gemma4",
+    "internvl",
+    "glm4v",
+    "llava",
+    "llama4",
+    "qwen2_5_omni_thinker",
+    "blip-2",
+)
+SIDE_FILES = {
+    "preprocessor_config.json": '{"image_mean": [0.5, 0.5, 0.5],  "do_resize": true}',
+    "processor_config.json": '{"image_seq_length": 4}\n\n',
+    "chat_template.jinja": "{% for message in messages %}{{ message.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize(
+    "model_type", [SAMPLE, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)]
+)
+def test_the_language_model_is_quantised_and_the_rest_stays(model_type: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "model", tmp_path / "int4"
+    model = random_model(next(each for each in families() if each.model_type == model_type))
+    model.save_pretrained(source)
+    save_tokenizer(source)
+    for name, text in SIDE_FILES.items():
+        (source / name).write_text(text)
+    recipe = marlinq.Recipe(
+        group_size=32, samples=4, max_length=24, calibration=(str(calibration_text(tmp_path)),)
+    )
+    marlinq.quantize(source, out, recipe=recipe, device="cpu", progress=False, message=lambda text: None)
+    converted = tmp_path / "awq"
+    marlinq.convert(out, converted, target_format="awq")
+    before = Checkpoint.open(source)
+    for folder in (out, converted):
+        for name in SIDE_FILES:
+            assert (folder / name).read_bytes() == (source / name).read_bytes()
+        view = QuantizedCheckpoint.of(Checkpoint.open(folder))
+        assert view is not None
+        # Nothing that sees or hears is touched, and little of the decoder.
+        towers = [name for name in before.tensors if name in view.passthrough]
+        assert any("vision" in name or "visual" in name or "audio" in name for name in towers)
+        assert not any("vision" in name or "visual" in name or "audio" in name for name in view.modules)
+        for name in towers:
+            assert torch.equal(view.checkpoint.tensor(name), before.tensor(name)), name
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("quantization_config")
+        assert config == before.config
+    report = marlinq.verify(converted, against=source, device="cpu", progress=False)
+    assert report.ok, report.checks
+    loaded = marlinq.load(converted, device="cpu", dtype="float32", exact=True, progress=False)
+    if model_type == "blip-2":
+        # It can't run without an image; what generation says is one line.
+        with pytest.raises(marlinq.MarlinqError):
+            marlinq.generate(loaded, [5, 6, 7], max_new_tokens=3)
+    else:
+        assert len(marlinq.generate(loaded, [5, 6, 7], max_new_tokens=3).tokens) == 3
