@@ -122,12 +122,6 @@ class Blueprint:
         return MappingProxyType({name: tuple(members) for name, members in found.items()})
 
     @cached_property
-    def experts_of(self) -> Mapping[str, Experts]:
-        """The fused experts that a parameter belongs to, by the parameter's name."""
-        found = {key: each for block in self.blocks for each in block.experts for key in each.parameters}
-        return MappingProxyType(found)
-
-    @cached_property
     def by_name(self) -> Mapping[str, Projection]:
         """Every projection of the model, :attr:`others` among them, by name."""
         return MappingProxyType({found.name: found for found in (*self.projections(), *self.others)})

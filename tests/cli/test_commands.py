@@ -9,8 +9,9 @@ import pytest
 
 from marlinq.core.settings import kinds
 from marlinq.methods import GPTQOptions, RTNOptions
-from marlinq.operations.quantize.recipe import Override, Recipe, write_recipe
+from marlinq.operations.quantize.recipe import Override, Recipe
 from tests.testing.layouts import INTEGERS
+from tests.testing.recipes import write_recipe
 
 
 def test_quantize_defaults_are_the_recipes(marlinq: Callable, operation: Callable) -> None:

@@ -53,7 +53,7 @@ from marlinq.integrations.transformers.quantizer import MarlinqQuantizer
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.driver import cache as kernel_cache
 from marlinq.kernels.driver.compiler import CompiledKernel
-from marlinq.operations.quantize.recipe import read_recipe, write_recipe
+from marlinq.operations.quantize.recipe import read_recipe
 from tests.fuzz.campaign import (
     EXIT_CODES,
     MEMORY_LIMIT,
@@ -74,8 +74,11 @@ from tests.fuzz.mutations import VALUES, mutate_bytes, mutate_json
 from tests.testing import forks
 from tests.testing.hub_server import Hub, Lie, Repository, hub_server
 from tests.testing.original_folders import folder_bytes
+from tests.testing.recipes import write_recipe
 
 _PACKAGE = Path(marlinq.__file__).parent
+QUICKLY = ("--group-size", "32", "--method", "rtn", "--device", "cpu")
+"""Options with which the tiny model is quantised without text."""
 RANKS_EVERY = 100
 """Cases of which one starts two ranks, which takes seconds."""
 RANKS_TIME_LIMIT = 300
@@ -232,18 +235,7 @@ class _Case:
         return source
 
     def quantize(self, source: Path, *more: str) -> Result | None:
-        return self.command(
-            "quantize",
-            str(source),
-            str(self.out),
-            "--group-size",
-            "32",
-            "--method",
-            "rtn",
-            "--device",
-            "cpu",
-            *more,
-        )
+        return self.command("quantize", str(source), str(self.out), *QUICKLY, *more)
 
     def odd(self) -> Any:
         """A value that no honest file holds."""
@@ -614,19 +606,8 @@ class _Case:
     def partial(self) -> None:
         rng = self.rng
         source = self.copy()
-        arguments = [
-            "quantize",
-            str(source),
-            str(self.out),
-            "--group-size",
-            "32",
-            "--method",
-            "rtn",
-            "--device",
-            "cpu",
-            "--max-shard-size",
-            f"{rng.choice((40, 80, 500))}KB",
-        ]
+        shards = ("--max-shard-size", f"{rng.choice((40, 80, 500))}KB")
+        arguments = ["quantize", str(source), str(self.out), *QUICKLY, *shards]
         whole = self.home / "whole"
         result = self.command(*arguments[:2], str(whole), *arguments[3:])
         if result is None or result.code:

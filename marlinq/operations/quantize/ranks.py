@@ -64,12 +64,6 @@ class Ranks:
     joining: Future[None] | None = None
 
     @property
-    def on_host(self) -> int:
-        """How many of them share this host's memory."""
-        local = os.environ.get("LOCAL_WORLD_SIZE", "")
-        return int(local) if self.size > 1 and local.isdigit() and int(local) else self.size
-
-    @property
     def first(self) -> bool:
         """Whether this is the one that writes."""
         return self.rank == 0

@@ -14,8 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from marlinq.core.errors import UsageError
 from marlinq.core.files import read_regular
 from marlinq.core.granularity import Granularity
@@ -582,11 +580,6 @@ def read_recipe(path: Path) -> Recipe:
         return Recipe.from_dict(values)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-
-
-def write_recipe(recipe: Recipe, path: Path) -> None:
-    """Write ``recipe`` as YAML that ``read_recipe`` turns into an equal value."""
-    path.write_text(yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _override_of(rule: Any) -> Override:

@@ -29,12 +29,13 @@ from marlinq.operations.evaluate import evaluate
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import QuantizeReport, quantize
 from marlinq.operations.quantize.planning import plan_output
-from marlinq.operations.quantize.recipe import Override, Recipe, write_recipe
+from marlinq.operations.quantize.recipe import Override, Recipe
 from marlinq.operations.quantize.solves import try_solver
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
 from tests.runtime.test_generation import wide_model
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+from tests.testing.recipes import write_recipe
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.schemes import scheme
 

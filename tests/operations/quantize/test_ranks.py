@@ -22,11 +22,12 @@ from marlinq.core.errors import EnvironmentProblem, UsageError
 from marlinq.methods.hessian import HessianAccumulator
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.ranks import Ranks, joined_ranks, own_batches, own_share, share_out
-from marlinq.operations.quantize.recipe import Recipe, read_recipe, write_recipe
+from marlinq.operations.quantize.recipe import Recipe, read_recipe
 from tests.operations.quantize.test_quantize import open_quantized
 from tests.testing import forks
 from tests.testing.mixtures import calibration_text, save_mixture
 from tests.testing.original_folders import RECIPE, save_tiny
+from tests.testing.recipes import write_recipe
 
 ROOT = Path(__file__).parents[3]
 

@@ -22,9 +22,9 @@ from marlinq.operations.quantize.recipe import (
     Recipe,
     common_group_size,
     read_recipe,
-    write_recipe,
 )
 from tests.testing.layouts import INTEGERS
+from tests.testing.recipes import write_recipe
 
 _SETTINGS = st.fixed_dictionaries(
     {},
