@@ -12,28 +12,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from marlinq.models.delta_net import DeltaNet
+from marlinq.models.parts import Norm, Slices
 
-@dataclass(frozen=True)
-class Norm:
-    """A normalisation over the last axis, computed in float32.
-
-    Attributes:
-        module: full name of the module; its ``weight`` and ``bias`` are parameters where it has them.
-        kind: ``rms`` divides by the root of the mean square; ``layer`` subtracts the mean first.
-        eps: added to the mean square or the variance.
-        offset: added to the weight: 1 where a model stores ``weight - 1``.
-        narrow_first: whether the normalised value is rounded to the activations' dtype before it is
-            multiplied with the weight (Llama), instead of after (Gemma).
-        width: channels that are normalised together; of a query or key norm the head's width, or that of
-            all heads.
-    """
-
-    module: str
-    kind: Literal["rms", "layer"]
-    eps: float
-    offset: float = 0.0
-    narrow_first: bool = True
-    width: int = 0
+__all__ = [
+    "MLP",
+    "Anatomy",
+    "Attention",
+    "DeltaNet",
+    "Groups",
+    "Layer",
+    "Mixture",
+    "Norm",
+    "Rotary",
+    "Router",
+    "Slices",
+    "Unrecognised",
+]
 
 
 @dataclass(frozen=True)
@@ -59,31 +54,6 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class Slices:
-    """Where the outputs of several projections come from.
-
-    Attributes:
-        modules: full names of the linears; a single one where the model fuses them.
-        widths: output columns of each part, in the order of the executor's parts (q, k, v or gate, up).
-        turns: the columns of all modules, side by side, are this many runs of equal length, and each run
-            holds its share of every part. 1 where the parts lie one behind the other; GPT-NeoX keeps q, k
-            and v of one head together.
-    """
-
-    modules: tuple[str, ...]
-    widths: tuple[int, ...]
-    turns: int = 1
-
-    def split(self, joined: Tensor) -> list[Tensor]:
-        """The parts, each [..., width], of the outputs of all modules side by side [..., sum of widths]."""
-        if self.turns == 1:
-            return list(torch.split(joined, list(self.widths), -1))
-        runs = joined.reshape(*joined.shape[:-1], self.turns, -1)
-        parts = torch.split(runs, [width // self.turns for width in self.widths], -1)
-        return [part.flatten(-2) for part in parts]
-
-
-@dataclass(frozen=True)
 class Attention:
     """Causal self-attention with grouped queries.
 
@@ -96,6 +66,8 @@ class Attention:
         softcap: dot products become ``softcap * tanh(product / softcap)``; None for no cap.
         query_norm, key_norm: applied per head, or over all heads, before the rotary embedding.
         rotary: None where positions are not rotated.
+        gated: each head of queries is followed by as many columns of gates, so ``qkv`` has 2 H D columns of
+            queries; attention's result is multiplied by the gates' sigmoid.
     """
 
     qkv: Slices
@@ -109,6 +81,7 @@ class Attention:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     rotary: Rotary | None = None
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,14 +192,15 @@ class Layer:
 
     Attributes:
         name: the block's full module name.
-        attention, mlp: what they say.
+        attention: attention, or the delta net in its place.
+        mlp: an MLP, or routed experts.
         attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: as above.
         parallel: attention and MLP read the same x.
         residual_scale: factor on what is added.
     """
 
     name: str
-    attention: Attention
+    attention: Attention | DeltaNet
     mlp: MLP | Mixture
     attention_norm: Norm | None
     mlp_norm: Norm | None

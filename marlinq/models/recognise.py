@@ -21,7 +21,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.models.anatomy import MLP, Anatomy, Groups, Layer, Mixture, Norm, Router, Slices, Unrecognised
+from marlinq.models.anatomy import (
+    MLP,
+    Anatomy,
+    Attention,
+    DeltaNet,
+    Groups,
+    Layer,
+    Mixture,
+    Norm,
+    Router,
+    Slices,
+    Unrecognised,
+)
 from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.building import parameters_on_meta
 from marlinq.models.candidates import (
@@ -36,6 +48,7 @@ from marlinq.models.candidates import (
 from marlinq.models.experts import find_experts
 from marlinq.models.linears import is_linear
 from marlinq.models.recognise_attention import RotaryModules, attention_part
+from marlinq.models.recognise_delta import find_delta_nets
 from marlinq.models.recognise_groups import chosen_by, find_groups
 from marlinq.models.recording import TOKENS, AttentionCall, Call, ExpertsCall, Recording, Refusal, record
 
@@ -68,9 +81,11 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
     try:
         norms = _find_norms(model)
         experts: dict[str, _RoutedExperts] = {}
+        mixers: dict[str, DeltaNet] = {}
         for name, block in zip(names, blocks, strict=True):
             experts |= _find_routed(name, block)
-            _check_parameters(name, block, norms, experts)
+            mixers |= find_delta_nets(name, block)
+            _check_parameters(name, block, norms, experts, mixers)
         rotary = RotaryModules(model)
         far = _far(model, rotary)
         corrections = {
@@ -81,10 +96,10 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
             blocks = [model.get_submodule(name) for name in names]
             widths = {name: norm.width for name, norm in norms.items()}
             counts = {name: found.count for name, found in experts.items()}
-            return record(model, blocks, widths, start, counts, list(corrections.values()), seed)
+            return record(model, blocks, widths, start, counts, list(corrections.values()), seed, mixers)
 
         def anatomy_in(recording: Recording) -> Anatomy:
-            return _anatomy(model, names, norms, rotary, experts, groups, recording)
+            return _anatomy(model, names, norms, rotary, experts, mixers, groups, recording)
 
         try:
             # A router that leaves out groups of experts mostly chooses what one without groups would, so few
@@ -223,13 +238,19 @@ def _expert_activation(gate: Callable[[Tensor], Tensor]) -> Activation | None:
 
 
 def _check_parameters(
-    name: str, block: nn.Module, norms: dict[str, Norm], experts: dict[str, _RoutedExperts]
+    name: str,
+    block: nn.Module,
+    norms: dict[str, Norm],
+    experts: dict[str, _RoutedExperts],
+    mixers: dict[str, DeltaNet],
 ) -> None:
     """Refuses a block with parameters of no known use; the largest of them names the part."""
     used = {*experts, *(router for found in experts.values() for router in found.routers)}
     strange: dict[str, tuple[int, ...]] = {}
     for inner, module in block.named_modules():
         full = f"{name}.{inner}" if inner else name
+        if any(full == mixer or full.startswith(f"{mixer}.") for mixer in mixers):
+            continue
         if not is_linear(module) and full not in norms and full not in used:
             parameters = module.named_parameters(recurse=False)
             strange |= {f"{full}.{key}": tuple(value.shape) for key, value in parameters}
@@ -255,6 +276,7 @@ def _anatomy(
     norms: dict[str, Norm],
     rotary: RotaryModules,
     experts: dict[str, _RoutedExperts],
+    mixers: dict[str, DeltaNet],
     groups: Groups | None,
     recording: Recording,
 ) -> Anatomy:
@@ -273,7 +295,7 @@ def _anatomy(
         calls = [call for call in recording.calls if call.block == index]
         layers.append(
             _Block(
-                *(name, calls, norms, rotary, experts, recording.corrections, groups),
+                *(name, calls, norms, rotary, experts, mixers, recording.corrections, groups),
                 *(entered, recording.outputs[index]),
             ).layer(recording.positions)
         )
@@ -377,6 +399,7 @@ class _Block:
         norms: dict[str, Norm],
         rotary: RotaryModules,
         experts: dict[str, _RoutedExperts],
+        mixers: dict[str, DeltaNet],
         corrections: dict[str, Tensor],
         groups: Groups | None,
         entered: Tensor,
@@ -387,6 +410,7 @@ class _Block:
         self.norms = norms
         self.rotary = rotary
         self.experts = experts
+        self.mixers = mixers
         self.corrections = corrections
         self.groups = groups
         self.entered = entered
@@ -394,24 +418,11 @@ class _Block:
         self.unexplained = list(calls)
 
     def layer(self, positions: Tensor) -> Layer:
-        attended = [call for call in self.calls if isinstance(call, AttentionCall)]
-        if len(attended) != 1:
-            raise Refusal(
-                self.name,
-                "does not compute attention through transformers' attention interface"
-                if not attended
-                else "computes attention more than once",
-            )
-        place = self.calls.index(attended[0])
-        attention, used, attention_input, output = attention_part(
-            attended[0], self.calls[:place], self.calls[place + 1 :], self.norms, self.rotary.at(positions)
-        )
-        for call in (attended[0], *used):
-            self.unexplained.remove(call)
-        a, post_attention = self._post_norm(output.output)
-        attention_norm, attention_reads = self._source(attention_input, used[0].name)
+        attention, reader, attention_input, a = self._mixer(positions)
+        a, post_attention = self._post_norm(a)
+        attention_norm, attention_reads = self._source(attention_input, reader)
         if not torch.equal(attention_reads, self.entered):
-            raise Refusal(used[0].name, "attention does not read what enters the block, nor a norm of it")
+            raise Refusal(reader, "attention does not read what enters the block, nor a norm of it")
         routed = [call for call in self.unexplained if isinstance(call, ExpertsCall)]
         mlp: MLP | Mixture
         mlp, mlp_input, m = self._mixture(routed) if routed else self._mlp()
@@ -443,6 +454,28 @@ class _Block:
             parallel=parallel,
             residual_scale=scale,
         )
+
+    def _mixer(self, positions: Tensor) -> tuple[Attention | DeltaNet, str, Tensor, Tensor]:
+        """What mixes tokens, the name of the module that reads its input, that input, and what it gives."""
+        mixed = [call for call in self.calls if isinstance(call, AttentionCall) or call.kind == "mixer"]
+        if len(mixed) != 1:
+            raise Refusal(
+                self.name,
+                "does not compute attention through transformers' attention interface"
+                if not mixed
+                else "computes attention more than once",
+            )
+        (call,) = mixed
+        if not isinstance(call, AttentionCall):
+            self.unexplained.remove(call)
+            return self.mixers[call.name], call.name, call.input, call.output
+        place = self.calls.index(call)
+        attention, used, read, output = attention_part(
+            call, self.calls[:place], self.calls[place + 1 :], self.norms, self.rotary.at(positions)
+        )
+        for each in (call, *used):
+            self.unexplained.remove(each)
+        return attention, used[0].name, read, output.output
 
     def _scale(self, difference: Tensor, addend: Tensor, what: str) -> float:
         # A difference of sums carries their rounding: it is compared with what they are made of.

@@ -167,11 +167,14 @@ def attention_part(
     for each in projections:
         if not torch.equal(each.input, projections[0].input):
             raise Refusal(each.name, f"does not read what {projections[0].name} reads")
-    slices, query, key = _explain(call, projections, before, norms, rotary)
+    slices, query, key, gate = _explain(call, projections, before, norms, rotary)
     if query.rotary != key.rotary:
         raise Refusal(call.name, "queries and keys are not rotated alike")
     output = next((each for each in after if each.kind == "linear"), None)
-    if output is None or not torch.equal(output.input.flatten(), call.output.flatten()):
+    result = call.output.reshape(1, call.output.shape[1], -1)
+    if gate is not None:
+        result = result * torch.sigmoid(gate)
+    if output is None or not torch.equal(output.input.flatten(), result.flatten()):
         raise Refusal(
             call.name if output is None else output.name, "does not read the result of attention as it is"
         )
@@ -187,6 +190,7 @@ def attention_part(
         query_norm=query.norm,
         key_norm=key.norm,
         rotary=query.rotary,
+        gated=gate is not None,
     )
     used = [*projections, output, *(heads.call for heads in (query, key) if heads.call is not None)]
     return attention, used, projections[0].input, output
@@ -208,12 +212,14 @@ def _explain(
     before: Sequence[Call],
     norms: Mapping[str, Norm],
     rotary: RotaryModules,
-) -> tuple[Slices, _Heads, _Heads]:
-    """Which columns are queries, keys and values, and what becomes of them: the first way that fits."""
+) -> tuple[Slices, _Heads, _Heads, Tensor | None]:
+    """Which columns are queries, keys and values, and what becomes of them: the first way that fits; and the
+    gates [1, T, H * D], where each head of queries has some behind it."""
     heads, kv_heads, head_dim = call.input.shape[1], call.keys.shape[1], call.input.shape[3]
-    widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
     failed = "values are not those of a linear, in columns that are known"
-    for order, turns in product(permutations(projections), sorted({1, kv_heads, heads})):
+    ways = product(permutations(projections), sorted({1, kv_heads, heads}), (1, 2))
+    for order, turns, share in ways:
+        widths = (share * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         joined = torch.cat([each.output for each in order], -1)
         if joined.shape[-1] != sum(widths) or any(width % turns for width in widths):
             continue
@@ -221,10 +227,14 @@ def _explain(
         query, key, value = slices.split(joined)
         if not torch.equal(_by_head(value, kv_heads), call.values):
             continue
+        gate = None
+        if share == 2:
+            shares = query.reshape(*query.shape[:-1], heads, 2, -1).unbind(-2)
+            query, gate = (part.flatten(-2) for part in shares)
         explained_query = _explain_heads(query, call.input, before, norms, rotary)
         explained_key = _explain_heads(key, call.keys, before, norms, rotary)
         if explained_query is not None and explained_key is not None:
-            return slices, explained_query, explained_key
+            return slices, explained_query, explained_key, gate
         which = "queries" if explained_query is None else "keys"
         failed = f"{which} are neither what was projected nor a known rotation of it"
     raise Refusal(call.name, failed)

@@ -8,7 +8,7 @@ tells the factor, the activation or the rotation on the way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -85,7 +85,7 @@ class Call:
         wide: of a router's product, that its weight was cast to float32 before.
     """
 
-    kind: Literal["linear", "norm", "embedding", "attention", "experts"]
+    kind: Literal["linear", "norm", "embedding", "attention", "experts", "mixer"]
     name: str
     block: int
     input: Tensor
@@ -153,6 +153,7 @@ def record(
     experts: Mapping[str, int] | None = None,
     corrections: Sequence[str] = (),
     seed: int = _SEED,
+    mixers: Collection[str] = (),
 ) -> Recording:
     """Runs ``model`` once, as described above, and leaves it as it was.
 
@@ -166,6 +167,7 @@ def record(
         corrections: full names of buffers beside experts, each with one number an expert. They hold random
             numbers meanwhile: those of a new model are all zero, and would show nothing.
         seed: of all random numbers.
+        mixers: full names of modules in the place of attention that are known already, as a whole.
 
     Raises:
         Refusal: a parameter is used in another way, or attention is computed in another way.
@@ -173,7 +175,7 @@ def record(
     recorder = _Recorder(model, blocks, start, experts or {}, seed)
     positions = {"position_ids": recorder.recording.positions[None]} if start else {}
     with ExitStack() as stack:
-        stack.enter_context(recorder.stubs(norms))
+        stack.enter_context(recorder.stubs(norms, mixers))
         stack.enter_context(recorder.attention())
         stack.enter_context(recorder.watched_blocks())
         stack.enter_context(recorder.corrected(corrections))
@@ -236,7 +238,7 @@ class _Recorder:
         return output
 
     @contextmanager
-    def stubs(self, norms: Mapping[str, int]) -> Iterator[None]:
+    def stubs(self, norms: Mapping[str, int], mixers: Collection[str]) -> Iterator[None]:
         replaced: list[tuple[nn.Module, Any]] = []
         try:
             for name, module in self.model.named_modules():
@@ -247,6 +249,8 @@ class _Recorder:
                     module.forward = self._stub("norm", name, norms[name], norms[name])
                 elif name in self.experts:
                     module.forward = self._routed_stub(name)
+                elif name in mixers:
+                    module.forward = self._mixer_stub(name)
                 else:
                     continue
                 replaced.append((module, before))
@@ -265,6 +269,12 @@ class _Recorder:
             if args or any(value is not None for value in kwargs.values()):
                 raise Refusal(name, "is called with more than its input")
             return self.call(kind, name, x, width or x.shape[-1])
+
+        return stub
+
+    def _mixer_stub(self, name: str) -> Callable[..., Tensor]:
+        def stub(hidden_states: Tensor, **told: Any) -> Tensor:
+            return self.call("mixer", name, hidden_states, hidden_states.shape[-1])
 
         return stub
 

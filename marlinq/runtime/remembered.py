@@ -26,6 +26,8 @@ from marlinq.models.anatomy import (
     MLP,
     Anatomy,
     Attention,
+    DeltaNet,
+    Groups,
     Layer,
     Mixture,
     Norm,
@@ -38,7 +40,8 @@ from marlinq.models.recognise import recognise
 
 _PACKAGE = Path(__file__).parents[1]
 _KINDS = {
-    kind.__name__: kind for kind in (Anatomy, Attention, Layer, Mixture, MLP, Norm, Rotary, Router, Slices)
+    kind.__name__: kind
+    for kind in (Anatomy, Attention, DeltaNet, Groups, Layer, Mixture, MLP, Norm, Rotary, Router, Slices)
 }
 # No field of a part is called so.
 _KIND = "class"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.models import build_blueprint
-from marlinq.models.anatomy import Anatomy, Unrecognised
+from marlinq.models.anatomy import Anatomy, DeltaNet, Unrecognised
 from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.candidates import norm_formula
 from marlinq.models.recognise import anatomy_of, recognise
@@ -35,8 +35,13 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
     assert [layer.name for layer in found.layers] == [block.name for block in blueprint.blocks]
     # Every projection has a place, and no other module is named.
     for layer, block in zip(found.layers, blueprint.blocks, strict=True):
+        mixer = layer.attention
+        if isinstance(mixer, DeltaNet):
+            read = (*mixer.inputs.modules, *mixer.rates.modules)
+        else:
+            read = mixer.qkv.modules
         named = {
-            *layer.attention.qkv.modules,
+            *read,
             layer.attention.output,
             *layer.mlp.inputs.modules,
             layer.mlp.down,

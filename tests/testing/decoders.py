@@ -56,6 +56,16 @@ _LATENT: dict[str, Any] = {
 }
 
 
+_DELTA: dict[str, Any] = {
+    **_HEADS,
+    "num_hidden_layers": 4,  # the fourth attends
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+
+
 def _rope(rope_type: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10_000.0, **more}}
 
@@ -180,6 +190,11 @@ KNOWN: dict[str, Decoder] = {
     "seed-oss": Decoder("seed_oss", _HEADS),
 }
 """Architectures that are recognised."""
+
+KNOWN |= {
+    "qwen3.5": Decoder("qwen3_5_text", _DELTA),
+    "qwen3-next": Decoder("qwen3_next", {**_DELTA, "num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]}),
+}
 
 UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
     "gpt-oss": (Decoder("gpt_oss", {**_HEADS, "num_local_experts": 4}), r"0\.mlp\.experts", "no linear"),

@@ -12,7 +12,18 @@ from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR
 from marlinq.kernels.step import Arrangement, HeadNorm, HeadWork, RowNorm
 from marlinq.kernels.step.residual import WIDEST
 from marlinq.kernels.step.router import MOST_CHOSEN, MOST_EXPERTS, MOST_GROUPS
-from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Mixture, Norm, Rotary, Router, Unrecognised
+from marlinq.models.anatomy import (
+    MLP,
+    Anatomy,
+    Attention,
+    DeltaNet,
+    Layer,
+    Mixture,
+    Norm,
+    Rotary,
+    Router,
+    Unrecognised,
+)
 from marlinq.runtime.grouped_experts import GroupedExperts
 from marlinq.runtime.step.products import Product, single_product
 
@@ -42,7 +53,11 @@ def chain_refusal(model: nn.Module, anatomy: Anatomy) -> Unrecognised | None:
 
 def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unrecognised | None:
     attention, mlp = layer.attention, layer.mlp
+    if isinstance(attention, DeltaNet):
+        return Unrecognised(attention.convolution, "a gated delta net, for which the chain has no kernel")
     size = attention.head_dim
+    if attention.gated:
+        return Unrecognised(layer.name, "attention with gates, for which the chain has no kernel")
     if size % VECTOR or size > 256:
         return Unrecognised(layer.name, f"heads of {size} channels; the kernels take multiples of 8 to 256")
     if attention.heads % attention.kv_heads:
@@ -174,6 +189,7 @@ class BoundLayer:
 
     @property
     def attention(self) -> Attention:
+        assert isinstance(self.anatomy.attention, Attention)
         return self.anatomy.attention
 
     @property

@@ -106,6 +106,7 @@ class BoundForward(Forward):
         self, model: nn.Module, layer: Layer, tables: dict[Rotary, torch.Tensor], apart: dict[str, None]
     ) -> BoundLayer:
         attention = layer.attention
+        assert isinstance(attention, Attention)
         qkv, reason = find_product(model, attention.qkv, interleave=False)
         if reason is not None:
             apart[reason] = None

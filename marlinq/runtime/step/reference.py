@@ -10,8 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Mixture, Norm, Rotary, Router, Slices
+from marlinq.models.anatomy import (
+    MLP,
+    Anatomy,
+    Attention,
+    DeltaNet,
+    Layer,
+    Mixture,
+    Norm,
+    Rotary,
+    Router,
+    Slices,
+)
 from marlinq.models.candidates import ACTIVATIONS
+from marlinq.runtime.step.delta import DeltaLayer
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.threads import threads_at_most
 
@@ -57,13 +69,16 @@ class ReferenceForward(Forward):
         self._head = _linear(model, anatomy.head)
         self._rotations = _Rotations(model, anatomy)
         self._layers = [_LayerParts.of(model, layer, self._dtype, self._chosen) for layer in anatomy.layers]
+        self._deltas = [_delta(model, layer.attention, batch, self._dtype) for layer in anatomy.layers]
         self._keys = [self._cache(layer.attention, device) for layer in anatomy.layers]
         self._values = [torch.zeros_like(keys) for keys in self._keys]
         self._rows = torch.arange(batch, device=device)
         self._places = torch.arange(capacity, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._shortest = self._longest = 0
-        self.most_verified = MOST_VERIFIED if batch == 1 else 0
+        # A state is of its last token; there is no way back from tokens that do not count.
+        has_states = any(delta is not None for delta in self._deltas)
+        self.most_verified = MOST_VERIFIED if batch == 1 and not has_states else 0
         self.verification_cost = _VERIFICATION_COST
         self._routing = 0
 
@@ -71,7 +86,9 @@ class ReferenceForward(Forward):
         if self.observe_routing is not None:
             self.observe_routing(self._routing, index, weights)
 
-    def _cache(self, attention: Attention, device: torch.device) -> Tensor:
+    def _cache(self, attention: Attention | DeltaNet, device: torch.device) -> Tensor:
+        if isinstance(attention, DeltaNet):
+            return torch.empty(0, device=device)
         shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
         return torch.zeros(shape, dtype=self._dtype, device=device)
 
@@ -125,11 +142,15 @@ class ReferenceForward(Forward):
         turns = self._rotations.at(positions[:, None])
         masks: dict[int | None, tuple[int, Tensor | None]] = {}
         for index, parts in enumerate(self._layers):
-            window = parts.attention.window
-            if window not in masks:
-                masks[window] = self._visible(positions, window)
             self._routing = index
-            x = parts.forward(x, self._step_attention(index, parts, turns, positions, *masks[window]))
+            delta = self._deltas[index]
+            if delta is not None:
+                x = parts.forward(x, delta.step)
+            else:
+                window = parts.attention.window
+                if window not in masks:
+                    masks[window] = self._visible(positions, window)
+                x = parts.forward(x, self._step_attention(index, parts, turns, positions, *masks[window]))
             if self.observe is not None:
                 self.observe(index, x)
         self._shortest += 1
@@ -170,12 +191,16 @@ class ReferenceForward(Forward):
         return _capped(logits, self.anatomy.logit_softcap)
 
     def _prompt_attention(self, index: int, parts: _LayerParts, turns: _Turns) -> Function:
+        delta = self._deltas[index]
+        if delta is not None:
+            return lambda x: delta.prompts(x, self.lengths)
+
         def attend(x: Tensor) -> Tensor:
-            q, k, v = parts.heads(x, turns)
-            q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+            *heads, gate = parts.heads(x, turns)
+            q, k, v = (each.transpose(1, 2) for each in heads)
             self._keys[index][:, :, : x.shape[1]] = k
             self._values[index][:, :, : x.shape[1]] = v
-            return causal_attention(q, k, v, parts.attention).transpose(1, 2)
+            return _gated(causal_attention(q, k, v, parts.attention).transpose(1, 2), gate)
 
         return attend
 
@@ -191,7 +216,7 @@ class ReferenceForward(Forward):
         end = self._longest + 1
 
         def attend(x: Tensor) -> Tensor:
-            q, k, v = parts.heads(x, turns)
+            q, k, v, gate = parts.heads(x, turns)
             keys, values = self._keys[index], self._values[index]
             if self._shortest == self._longest:
                 keys[:, :, self._longest] = k[:, 0]
@@ -201,7 +226,8 @@ class ReferenceForward(Forward):
                 values[self._rows, :, positions] = v[:, 0]
             seen = keys[:, :, first:end]
             with threads_at_most(1 if seen.is_cpu and seen.numel() <= _ALONE else None):
-                return _one_query(q, seen, values[:, :, first:end], mask, parts.attention)
+                mixed = _one_query(q, seen, values[:, :, first:end], mask, parts.attention)
+            return _gated(mixed, gate)
 
         return attend
 
@@ -210,7 +236,8 @@ class ReferenceForward(Forward):
         keys, values, window = self._keys[index], self._values[index], parts.attention.window
 
         def attend(x: Tensor) -> Tensor:
-            q, k, v = (heads.transpose(1, 2) for heads in parts.heads(x, turns))
+            *heads, gate = parts.heads(x, turns)
+            q, k, v = (each.transpose(1, 2) for each in heads)
             end = start + x.shape[1]
             keys[:, :, start:end] = k
             values[:, :, start:end] = v
@@ -220,7 +247,7 @@ class ReferenceForward(Forward):
             if window is not None:
                 mask &= place > query - window
             seen = keys[:, :, first:end], values[:, :, first:end]
-            return _masked(q, *seen, mask=mask, attention=parts.attention).transpose(1, 2)
+            return _gated(_masked(q, *seen, mask=mask, attention=parts.attention).transpose(1, 2), gate)
 
         return attend
 
@@ -252,9 +279,12 @@ class _Rotations:
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         self._channels: dict[Rotary, _Channels] = {}
         for layer in anatomy.layers:
-            rotary = layer.attention.rotary
-            if rotary is not None and rotary not in self._channels:
-                self._channels[rotary] = _Channels.of(model, rotary, layer.attention.head_dim)
+            attention = layer.attention
+            if isinstance(attention, DeltaNet) or attention.rotary is None:
+                continue
+            if attention.rotary not in self._channels:
+                held = _Channels.of(model, attention.rotary, attention.head_dim)
+                self._channels[attention.rotary] = held
 
     def at(self, positions: Tensor) -> _Turns:
         """Cosines and sines [..., 1, D] at ``positions`` [...], and the partners [D]."""
@@ -296,10 +326,9 @@ class _Channels:
 
 @dataclass(frozen=True, eq=False)
 class _LayerParts:
-    """A layer with its modules at hand."""
+    """A layer with its modules at hand; of a delta net those around it."""
 
     layer: Layer
-    attention: Attention
     attention_norm: Function | None
     post_attention_norm: Function | None
     mlp_norm: Function | None
@@ -313,21 +342,29 @@ class _LayerParts:
     @classmethod
     def of(cls, model: nn.Module, layer: Layer, dtype: torch.dtype, chosen: Chosen) -> _LayerParts:
         attention = layer.attention
+        norms: tuple[Norm | None, Norm | None] = (None, None)
+        if isinstance(attention, Attention):
+            norms = attention.query_norm, attention.key_norm
+        projections = attention.qkv if isinstance(attention, Attention) else attention.inputs
         return cls(
             layer=layer,
-            attention=attention,
             attention_norm=_norm(model, layer.attention_norm, dtype),
             post_attention_norm=_norm(model, layer.post_attention_norm, dtype),
             mlp_norm=_norm(model, layer.mlp_norm, dtype),
             post_mlp_norm=_norm(model, layer.post_mlp_norm, dtype),
-            query_norm=_norm(model, attention.query_norm, dtype),
-            key_norm=_norm(model, attention.key_norm, dtype),
-            qkv=_parts(model, attention.qkv),
+            query_norm=_norm(model, norms[0], dtype),
+            key_norm=_norm(model, norms[1], dtype),
+            qkv=_parts(model, projections),
             output=_linear(model, attention.output),
             mlp=_mixture(model, layer.mlp, chosen)
             if isinstance(layer.mlp, Mixture)
             else _mlp(model, layer.mlp),
         )
+
+    @property
+    def attention(self) -> Attention:
+        assert isinstance(self.layer.attention, Attention)
+        return self.layer.attention
 
     def forward(self, x: Tensor, attend: Function) -> Tensor:
         """x [B, T, hidden] through the block; ``attend`` makes [B, T, H, D] of normalised hidden states."""
@@ -347,10 +384,14 @@ class _LayerParts:
         m = self.mlp(x)
         return m if self.post_mlp_norm is None else self.post_mlp_norm(m)
 
-    def heads(self, x: Tensor, turns: _Turns) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, T, H, D], rotated keys and values [B, T, KV, D]."""
+    def heads(self, x: Tensor, turns: _Turns) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Rotated queries [B, T, H, D], rotated keys and values [B, T, KV, D], and gates [B, T, H, D]."""
         attention = self.attention
         q, k, v = self.qkv(x)
+        gate = None
+        if attention.gated:
+            q, gate = q.reshape(*q.shape[:-1], attention.heads, 2, -1).unbind(-2)
+            q = q.flatten(-2)
         q = _by_head(q, attention.heads, attention.query_norm, self.query_norm)
         k = _by_head(k, attention.kv_heads, attention.key_norm, self.key_norm)
         if attention.rotary is not None:
@@ -359,7 +400,19 @@ class _LayerParts:
             turned = both * cosines
             turned.addcmul_(both.index_select(-1, partner).to(turned.dtype), sines)
             q, k = torch.split(turned.to(q.dtype), [attention.heads, attention.kv_heads], -2)
-        return q, k, _heads(v, attention.kv_heads)
+        return q, k, _heads(v, attention.kv_heads), gate
+
+
+def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
+    return x if gate is None else x * torch.sigmoid(gate)
+
+
+def _delta(model: nn.Module, net: Attention | DeltaNet, batch: int, dtype: torch.dtype) -> DeltaLayer | None:
+    if not isinstance(net, DeltaNet):
+        return None
+    norm = _norm(model, net.norm, dtype)
+    assert norm is not None
+    return DeltaLayer(model, net, _parts(model, net.inputs), _parts(model, net.rates), norm, batch, dtype)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

@@ -62,7 +62,9 @@ def test_quantised_models_run_with_their_operators(name: str, operator: str, tmp
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma-2", "cohere", "gpt-neox", "opt", "granite"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma-2", "cohere", "gpt-neox", "opt", "granite", "qwen3.5"]
+)
 def test_narrow_dtypes_differ_by_rounding(name: str, dtype: torch.dtype) -> None:
     model, anatomy = recognised(name, dtype)
     found = compare(model, anatomy, reference(model, anatomy), lengths=LENGTHS, steps=STEPS)
@@ -113,6 +115,15 @@ FAULTS: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
     "shared norm": ("gpt-neox", lambda layer: replace(layer, mlp_norm=layer.attention_norm)),
     "activation": ("gemma", lambda layer: replace(layer, mlp=replace(layer.mlp, activation="gelu"))),
     "turns": ("gpt-neox", in_attention(lambda a: replace(a, qkv=replace(a.qkv, turns=1)))),
+    "heads of a delta net": ("qwen3-next", in_attention(lambda a: replace(a, key_heads=1, key_dim=16))),
+    "decay and bias": (
+        "qwen3-next",
+        in_attention(lambda a: replace(a, decay=a.step_bias, step_bias=a.decay)),
+    ),
+    "beta and step": (
+        "qwen3.5",
+        in_attention(lambda a: replace(a, rates=replace(a.rates, modules=a.rates.modules[::-1]))),
+    ),
     "gate and up": (
         "llama",
         lambda layer: replace(

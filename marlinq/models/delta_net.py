@@ -1,0 +1,138 @@
+"""Gated delta nets: what one is, in values, and its arithmetic in torch.
+
+A head keeps a matrix S [key channels, value channels] instead of keys and values. A token lets it decay, and
+corrects what it answers to the token's key::
+
+    S = exp(decay) S;   S = S + k (beta (v - S^T k))^T;   o = S^T q
+
+(Yang et al., "Gated Delta Networks", 2024). Queries, keys and values come from a short causal convolution
+over time; queries and keys are normalised to length one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from marlinq.models.parts import Norm, Slices
+
+_LENGTH_EPS = 1e-6
+"""Added to the squared length of queries and keys, as every implementation does."""
+_CHUNK = 64
+"""Tokens whose corrections are solved for together."""
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net in the place of attention.
+
+    Attributes:
+        inputs: projections of queries, keys, values and gates.
+        rates: projections of ``beta`` before its sigmoid and of the step, one column a head of values each.
+        convolution: full name of the depthwise convolution over queries, keys and values side by side.
+        taps: tokens that it sees, the newest included.
+        decay: full name of the parameter [value heads] whose exponential multiplies the steps.
+        step_bias: full name of the parameter [value heads] that is added to the step before its softplus.
+        norm: of each head's result, before it is multiplied by ``silu(gate)``.
+        output: full name of the projection behind.
+        key_heads, value_heads: heads of queries and keys, and of values; the latter is a multiple.
+        key_dim, value_dim: channels of a head.
+    """
+
+    inputs: Slices
+    rates: Slices
+    convolution: str
+    taps: int
+    decay: str
+    step_bias: str
+    norm: Norm
+    output: str
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+class Heads(NamedTuple):
+    """What the rule takes, float32: queries and keys [B, T, value heads, key channels], values [B, T, value
+    heads, value channels], decays (logarithms) and betas [B, T, value heads]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+def convolve(x: Tensor, before: Tensor, weight: Tensor) -> Tensor:
+    """``silu`` of the causal convolution of ``x`` [B, T, C] behind ``before`` [B, taps - 1, C].
+
+    ``weight`` is float32 [C, taps], the newest token's last.
+    """
+    tokens = x.shape[1]
+    seen = torch.cat((before, x), 1).float()
+    total = torch.zeros_like(seen[:, :tokens])
+    for tap in range(weight.shape[1]):
+        total += seen[:, tap : tap + tokens] * weight[:, tap]
+    return F.silu(total.to(x.dtype))
+
+
+def heads_of(
+    net: DeltaNet, convolved: Tensor, beta: Tensor, step: Tensor, decay: Tensor, step_bias: Tensor
+) -> Heads:
+    """Heads of ``convolved`` [B, T, C] and of the rates [B, T, value heads]; parameters are float32."""
+    keys, values = net.key_heads * net.key_dim, net.value_heads * net.value_dim
+    shapes = ((net.key_heads, net.key_dim), (net.key_heads, net.key_dim), (net.value_heads, net.value_dim))
+    parts = torch.split(convolved.float(), [keys, keys, values], -1)
+    q, k, v = (part.reshape(*part.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True))
+    group = net.value_heads // net.key_heads
+    q, k = (_to_length_one(x).repeat_interleave(group, 2) for x in (q, k))
+    rate = -decay.exp() * F.softplus(step.float() + step_bias)
+    return Heads(q * net.key_dim**-0.5, k, v, rate, beta.sigmoid().float())
+
+
+def _to_length_one(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LENGTH_EPS)
+
+
+def delta_step(heads: Heads, state: Tensor) -> Tensor:
+    """One token: T is 1; ``state`` float32 [B, value heads, key channels, value channels] is replaced in
+    place. Returns [B, 1, value heads, value channels]."""
+    q, k, v, decay, beta = (x[:, 0] for x in heads)
+    state *= decay.exp()[..., None, None]
+    correction = beta[..., None] * (v - (k[..., None, :] @ state)[..., 0, :])
+    state += k[..., :, None] * correction[..., None, :]
+    return (q[..., None, :] @ state)[..., 0, :][:, None]
+
+
+def delta_rule(heads: Heads, state: Tensor) -> Tensor:
+    """All tokens, chunk by chunk; otherwise as :func:`delta_step`, with [B, T, value heads, value channels].
+
+    Within a chunk that begins with S, and with the sums c of decays, the corrections d satisfy
+    ``d_i = beta_i (v_i - exp(c_i) S^T k_i - sum over j < i of exp(c_i - c_j) (k_i . k_j) d_j)``, a triangular
+    system; with them everything else is a product of matrices.
+    """
+    results = []
+    for start in range(0, heads.v.shape[1], _CHUNK):
+        q, k, v, decay, beta = (x[:, start : start + _CHUNK].transpose(1, 2) for x in heads)
+        sums = decay.cumsum(-1)
+        tokens = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
+        apart = (sums[..., :, None] - sums[..., None, :]).masked_fill(tokens.triu(1), -torch.inf).exp()
+        reach = sums.exp()[..., None]
+        own = beta[..., None] * (v - reach * (k @ state))
+        others = beta[..., None] * (apart * (k @ k.transpose(-1, -2))).tril(-1)
+        corrections = torch.linalg.solve_triangular(others, own, upper=False, unitriangular=True)
+        results.append(reach * (q @ state) + (apart * (q @ k.transpose(-1, -2))) @ corrections)
+        left = (sums[..., -1:] - sums).exp()[..., None]
+        state *= reach[..., -1:, :]
+        state += (left * k).transpose(-1, -2) @ corrections
+    return torch.cat(results, 2).transpose(1, 2)

@@ -1,0 +1,88 @@
+"""A gated delta net of a forward in torch: its projections' results, and the state that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from marlinq.models.delta_net import DeltaNet, convolve, delta_rule, delta_step, heads_of
+
+Parts = Callable[[Tensor], Sequence[Tensor]]
+
+
+class DeltaLayer:
+    """Of every row of a batch the last inputs of the convolution and the matrices of all heads.
+
+    Args:
+        model: where the net's names lead.
+        net: what to compute.
+        inputs, rates: its projections.
+        norm: its norm, of activations of ``dtype``.
+        batch: B.
+        dtype: dtype of activations.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        net: DeltaNet,
+        inputs: Parts,
+        rates: Parts,
+        norm: Callable[[Tensor], Tensor],
+        batch: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.net = net
+        self._inputs, self._rates, self._norm = inputs, rates, norm
+        weight = model.get_submodule(net.convolution).get_parameter("weight").detach()
+        self._weight = weight[:, 0].float().contiguous()
+        self._decay = model.get_parameter(net.decay).detach().float()
+        self._step_bias = model.get_parameter(net.step_bias).detach().float()
+        device = weight.device
+        self.before = torch.zeros((batch, net.taps - 1, net.convolved), dtype=dtype, device=device)
+        self.state = torch.zeros((batch, net.value_heads, net.key_dim, net.value_dim), device=device)
+
+    def prompts(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Forget everything and read x [B, T, hidden], of which a row has its first ``lengths`` [B].
+
+        Returns:
+            [B, T, value heads, value channels].
+        """
+        net, tokens = self.net, x.shape[1]
+        joined, gate, beta, step = self._projected(x)
+        self.before.zero_()
+        self.state.zero_()
+        heads = heads_of(
+            net, convolve(joined, self.before, self._weight), beta, step, self._decay, self._step_bias
+        )
+        # What pads a row neither lets the state decay nor changes it.
+        there = (torch.arange(tokens, device=x.device) < lengths[:, None])[..., None]
+        heads = heads._replace(
+            decay=heads.decay.masked_fill(~there, 0.0), beta=heads.beta.masked_fill(~there, 0.0)
+        )
+        mixed = delta_rule(heads, self.state)
+        padded = torch.cat((self.before, joined), 1)
+        places = lengths[:, None].long() + torch.arange(net.taps - 1, device=x.device)
+        self.before.copy_(padded.gather(1, places[..., None].expand(-1, -1, joined.shape[-1])))
+        return self._gated(mixed, gate)
+
+    def step(self, x: Tensor) -> Tensor:
+        """The next token of every row: x [B, 1, hidden] to [B, 1, value heads, value channels]."""
+        joined, gate, beta, step = self._projected(x)
+        convolved = convolve(joined, self.before, self._weight)
+        self.before.copy_(torch.cat((self.before[:, 1:], joined), 1))
+        heads = heads_of(self.net, convolved, beta, step, self._decay, self._step_bias)
+        return self._gated(delta_step(heads, self.state), gate)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, gate = self._inputs(x)
+        beta, step = self._rates(x)
+        return torch.cat((q, k, v), -1), gate, beta, step
+
+    def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        normed = self._norm(mixed.to(gate.dtype))
+        result: Tensor = normed.float() * F.silu(gate.float()).reshape(mixed.shape)
+        return result.to(gate.dtype)
