@@ -10,12 +10,12 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from marlinq.calibration.chat import Chat, render_chat
-from marlinq.calibration.sources import Row, read_paragraphs
+from marlinq.calibration.sources import Row, Unusable, read_paragraphs
 from marlinq.core import boundaries
-from marlinq.core.errors import CheckpointError, UsageError
+from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
 
 MIN_TOKENS = 16
 """Shorter documents (headings, blank fragments) are passed over: they hold no context worth measuring."""
@@ -25,6 +25,10 @@ _SPLIT = "train"
 _MOST_CANDIDATES = 20_000
 # Rows that are tokenised together: the tokenizer shares them out among the processor's cores.
 _AT_ONCE = 32
+# Unusable rows before the first usable one after which no more are tried: a template may take seconds a row.
+_MOST_UNUSABLE = 16
+# Unusable rows that a warning names.
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,9 @@ def read_documents(
 ) -> list[Document]:
     """Different documents drawn at random from ``source``, each cut to ``max_length`` tokens.
 
+    Rows that can't be used (no text, no JSON, messages that the chat template refuses, token ids beyond the
+    vocabulary) are skipped, with a warning that counts and names them, unless all are of that kind.
+
     Args:
         source: as :mod:`marlinq.calibration.sources` spells it; of a dataset the split ``train``, unless it
             names another.
@@ -99,10 +106,11 @@ def read_documents(
         duplicates: knows the documents of other sources, and learns these.
 
     Raises:
-        UsageError: the source is absent, of an unknown kind, or holds no usable document.
+        UsageError: the source is absent, of an unknown kind, or holds no usable document or row.
         EnvironmentProblem: the source is on the Hub, which can't be reached.
         UnsupportedError: the source holds chats, and the tokenizer has no chat template.
-        CheckpointError: a token id is beyond the vocabulary, or the chat template fails.
+        CheckpointError: a token id of tokenised text is beyond the vocabulary, or the chat template fails on
+            every row.
     """
     if samples is None and tokens is None:
         raise ValueError("read_documents: expected samples or tokens")
@@ -113,13 +121,30 @@ def read_documents(
     wanted = min(-(-room // shortest), _MOST_CANDIDATES) if samples is None else samples
     candidates = _draw(read_paragraphs(source, split=_SPLIT, seed=seed), 2 * wanted + 16, seed)
     documents: list[Document] = []
-    for text, ids in _encoded(candidates, tokenizer, source, max_length, as_messages=as_messages):
+    unusable: list[tuple[int, Unusable | MarlinqError]] = []
+    usable = 0
+    for number, text, ids in _encoded(candidates, tokenizer, source, max_length, as_messages=as_messages):
+        if text is None and isinstance(ids, list):
+            ids = _known(ids, vocabulary, source)
+        if not isinstance(ids, list):
+            unusable.append((number, ids))
+            if not usable and len(unusable) == min(_MOST_UNUSABLE, len(candidates)):
+                _refuse_all(source, unusable)
+            continue
         check_tokens(ids, vocabulary, source)
+        usable += 1
         if len(ids) >= shortest and duplicates.is_new(text, ids):
             documents.append(Document(tuple(ids[:room])))
             room -= len(documents[-1])
         if len(documents) == samples or room < shortest:
             break
+    if unusable:
+        listed = "; ".join(f"row {number}: {_why(found)}" for number, found in unusable[:_NAMED])
+        more = f"; and {len(unusable) - _NAMED} more" if len(unusable) > _NAMED else ""
+        warnings.warn(
+            f"text {source}: {len(unusable)} of {usable + len(unusable)} rows were skipped: {listed}{more}",
+            stacklevel=2,
+        )
     if not documents:
         raise UsageError(
             f"text {source}: {len(candidates)} documents, none of {MIN_TOKENS} tokens or more that was not "
@@ -135,6 +160,27 @@ def read_documents(
     if missing:
         warnings.warn(f"text {source}: {missing}", stacklevel=2)
     return documents
+
+
+def _refuse_all(source: str, unusable: Sequence[tuple[int, Unusable | MarlinqError]]) -> NoReturn:
+    """Say why no row can be used, by the first."""
+    number, found = min(unusable, key=lambda each: each[0])
+    if isinstance(found, MarlinqError):
+        raise found
+    raise UsageError(f"text {source}: none of {len(unusable)} rows can be used; row {number}: {found.reason}")
+
+
+def _known(ids: list[int], vocabulary: int, source: str) -> list[int] | CheckpointError:
+    """A row's own token ids, or why the model does not know them all."""
+    try:
+        check_tokens(ids, vocabulary, source)
+    except CheckpointError as error:
+        return error
+    return ids
+
+
+def _why(found: Unusable | MarlinqError) -> str:
+    return found.reason if isinstance(found, Unusable) else str(found).partition(": ")[2]
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, source: str) -> None:
@@ -164,24 +210,35 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _encoded(
-    rows: Sequence[Row], tokenizer: Callable[[], Any], source: str, max_length: int, *, as_messages: bool
-) -> Iterator[tuple[str | None, list[int]]]:
-    """Text and token ids of each row, as far as they are asked for; a row of ids has no text."""
+    rows: Sequence[tuple[int, Row | Unusable]],
+    tokenizer: Callable[[], Any],
+    source: str,
+    max_length: int,
+    *,
+    as_messages: bool,
+) -> Iterator[tuple[int, str | None, list[int] | Unusable | MarlinqError]]:
+    """Number, text and token ids of each row, as far as they are asked for, or why it has none; a row of ids
+    has no text."""
     encoder: Any = None
     for start in range(0, len(rows), _AT_ONCE):
         part = rows[start : start + _AT_ONCE]
         texts: dict[int, str] = {}
+        ids: dict[int, list[int] | Unusable | MarlinqError] = {}
         chats = set()
-        for place, row in enumerate(part):
-            if isinstance(row, list):
+        for place, (_, row) in enumerate(part):
+            if isinstance(row, list | Unusable):
+                ids[place] = row[:max_length] if isinstance(row, list) else row
                 continue
             encoder = encoder or tokenizer()
             if as_messages and isinstance(row, str):
                 row = Chat(({"role": "user", "content": row},))
+            try:
+                texts[place] = render_chat(row, encoder, source) if isinstance(row, Chat) else row
+            except CheckpointError as error:
+                ids[place] = error
+                continue
             if isinstance(row, Chat):
                 chats.add(place)
-            texts[place] = render_chat(row, encoder, source) if isinstance(row, Chat) else row
-        ids = {place: row[:max_length] for place, row in enumerate(part) if isinstance(row, list)}
         # A chat template has written its special tokens already.
         for special, places in ((True, sorted(texts.keys() - chats)), (False, sorted(chats))):
             if places:
@@ -193,18 +250,19 @@ def _encoded(
                         add_special_tokens=special,
                     )
                     ids |= zip(places, encoded["input_ids"], strict=True)
-        for place in range(len(part)):
-            yield texts.get(place), ids[place]
+        for place, (number, _) in enumerate(part):
+            yield number, texts.get(place), ids[place]
 
 
-def _draw(rows: Iterable[Row], count: int, seed: int) -> list[Row]:
-    """A uniform sample in random order that never holds more than ``count`` rows (Vitter's algorithm R)."""
+def _draw(rows: Iterable[Row | Unusable], count: int, seed: int) -> list[tuple[int, Row | Unusable]]:
+    """A uniform sample in random order that never holds more than ``count`` rows (Vitter's algorithm R), each
+    with its number from 1 on."""
     generator = random.Random(seed)
-    kept: list[Row] = []
+    kept: list[tuple[int, Row | Unusable]] = []
     for index, row in enumerate(rows):
         if index < count:
-            kept.append(row)
+            kept.append((index + 1, row))
         elif (place := generator.randrange(index + 1)) < count:
-            kept[place] = row
+            kept[place] = (index + 1, row)
     generator.shuffle(kept)
     return kept

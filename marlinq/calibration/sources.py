@@ -6,10 +6,10 @@ A source is spelled
     TABLE[#COLUMN]                      .jsonl, .json (a list of rows), .parquet or .csv
     NAME[:CONFIG][@SPLIT][#COLUMN]      a dataset: a folder of such files, or a name on the Hub
 
-and read as a stream, so that neither memory nor a cache holds it: a file called ``.txt`` by Python, all else
-by the ``datasets`` library, which also unpacks compressed files and takes a second to import. Without
-``#COLUMN`` the column is ``input_ids`` (token ids), ``text``, ``messages`` or ``conversations`` (chats), or
-else the only one that holds strings.
+and read as a stream, so that neither memory nor a cache holds it: a file called ``.txt`` or ``.jsonl`` by
+Python, all else by the ``datasets`` library, which also unpacks compressed files and takes a second to
+import. Without ``#COLUMN`` the column is ``input_ids`` (token ids), ``text``, ``messages`` or
+``conversations`` (chats), or else the only one that holds strings.
 """
 
 from __future__ import annotations
@@ -31,6 +31,15 @@ from marlinq.core.boundaries import reason
 from marlinq.core.errors import EnvironmentProblem, MarlinqError, UsageError
 from marlinq.core.hub import HUB_NAME, cached_datasets, listed, why_unreachable
 from marlinq.core.hub_answers import checked_answers
+from marlinq.core.plain_values import load_json
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """A row that holds no text, and why."""
+
+    reason: str
+
 
 Row = str | list[int] | Chat
 """A text, its token ids, or a conversation."""
@@ -113,10 +122,11 @@ class Source:
         return cls(spelling, request, column, plain=kind is None)
 
 
-def read_paragraphs(spelling: str, *, split: str, seed: int) -> Iterator[Row]:
+def read_paragraphs(spelling: str, *, split: str, seed: int) -> Iterator[Row | Unusable]:
     """A source for calibration: the paragraphs of a text file, which blank lines part, or rows.
 
-    Files come whole and in order. Of a dataset, which can be endless, comes the first part, shuffled.
+    Files come whole and in order. Of a dataset, which can be endless, comes the first part, shuffled. Rows
+    that hold no text come too, as :class:`Unusable`.
 
     Args:
         spelling: of the source.
@@ -131,20 +141,31 @@ def read_paragraphs(spelling: str, *, split: str, seed: int) -> Iterator[Row]:
     if source.plain:
         yield from _paragraphs(_lines(source))
     else:
-        yield from _rows(source, seed)
+        first: tuple[int, Unusable] | None = None
+        usable = False
+        for number, row in enumerate(_rows(source, seed), 1):
+            if not isinstance(row, Unusable):
+                usable = True
+            elif first is None:
+                first = number, row
+            yield row
+        if first is not None and not usable:
+            raise UsageError(f"text {spelling}: no row holds text; row {first[0]}: {first[1].reason}")
 
 
 def read_passages(spelling: str, *, split: str) -> Iterator[Row]:
     """A source in order, for evaluation: a text file in one piece, or rows, each text with a blank line.
 
     Raises:
-        UsageError, EnvironmentProblem: as :func:`read_paragraphs`.
+        UsageError, EnvironmentProblem: as :func:`read_paragraphs`, or a row holds no text.
     """
     source = Source.parse(spelling, split=split)
     if source.plain:
         yield "".join(_lines(source))
     else:
-        for row in _rows(source, None):
+        for number, row in enumerate(_rows(source, None), 1):
+            if isinstance(row, Unusable):
+                raise UsageError(f"text {source.spelling}: row {number}: {row.reason}")
             yield row + "\n\n" if isinstance(row, str) else row
 
 
@@ -185,14 +206,36 @@ def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
         yield "".join(paragraph).strip()
 
 
-def _rows(source: Source, seed: int | None) -> Iterator[Row]:
+def _rows(source: Source, seed: int | None) -> Iterator[Row | Unusable]:
     column = source.column
-    for row in _stream(source, seed):
+    own = Path(source.request.get("data_files", [""])[0]).suffix == ".jsonl"
+    for row in _own_rows(source) if own else _stream(source, seed):
+        if isinstance(row, Unusable):
+            yield row
+            continue
         column = column or _find_column(row, source)
-        yield _read_cell(row, column, source)
+        yield _read_cell(row, column)
 
 
-def _read_cell(row: Mapping[str, Any], column: str, source: Source) -> Row:
+def _own_rows(source: Source) -> Iterator[dict[str, Any] | Unusable]:
+    """The rows of a file of JSON lines; blank lines are none."""
+    path = Path(source.spelling if source.column is None else source.spelling.rpartition("#")[0])
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if not line.strip():
+                    continue
+                try:
+                    row = load_json(line)
+                except (ValueError, RecursionError) as error:
+                    yield Unusable(f"can't be read as JSON ({reason(error)})")
+                    continue
+                yield row if isinstance(row, dict) else Unusable("holds no JSON object")
+    except OSError as error:
+        raise UsageError(f"text {path}: can't be read ({reason(error)})") from error
+
+
+def _read_cell(row: Mapping[str, Any], column: str) -> Row | Unusable:
     cell = row.get(column)
     if isinstance(cell, str):
         return cell
@@ -202,9 +245,9 @@ def _read_cell(row: Mapping[str, Any], column: str, source: Source) -> Row:
         if (chat := read_chat(cell)) is not None:
             return chat
     found = "nothing" if cell is None else type(cell).__name__
-    raise UsageError(
-        f"text {source.spelling}: column {column!r} holds {found}, expected text, chat messages (role and "
-        f"content) or, as input_ids, token ids; name another of {', '.join(row)} as #COLUMN"
+    return Unusable(
+        f"column {column!r} holds {found}, expected text, chat messages (role and content) or, as input_ids, "
+        f"token ids; name another of {', '.join(row)} as #COLUMN"
     )
 
 

@@ -144,3 +144,35 @@ def test_the_documents_of_a_text_file_stay_the_same(tmp_path: Path, seed: int, e
     path.write_bytes(mixed_text().encode())
     found = read(path, samples=20, max_length=60, seed=seed)
     assert documents_hash(found)[:16] == expected
+
+
+BAD_ROWS = {
+    "no JSON": "{",
+    "no object": "7",
+    "no text": json.dumps({"body": "x"}),
+    "a number": json.dumps({"text": 3}),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_bad_row_is_counted_named_and_skipped(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path / "data.jsonl")
+    good = as_texts(read(path, samples=12))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join((*lines[:4], BAD_ROWS[kind], *lines[4:])) + "\n")
+    with pytest.warns(UserWarning, match=r"data\.jsonl: 1 of 13 rows were skipped: row 5: ") as warned:
+        assert sorted(as_texts(read(path, samples=12))) == sorted(good)
+    assert len(warned) == 1
+    path.write_text(f"{BAD_ROWS[kind]}\n" * 3)
+    with pytest.raises(UsageError, match="no row holds text; row 1: |which column|holds nothing"):
+        read(f"{path}#text" if kind == "no text" else path)
+
+
+def test_a_row_of_unknown_ids_is_skipped_and_a_tokenizer_of_another_model_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = [[number] * 20 for number in (1, 2, 300, 4)]
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    with pytest.warns(UserWarning, match="1 of 4 rows were skipped: row 3: token id 300 is outside"):
+        assert sorted(document.tokens[0] for document in read(path, samples=3, vocabulary=256)) == [1, 2, 4]
+    with pytest.raises(CheckpointError, match="token id .* is outside the model's vocabulary of 1"):
+        read(path, vocabulary=1)

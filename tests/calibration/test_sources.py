@@ -151,7 +151,6 @@ def test_what_is_neither_a_file_nor_a_dataset(spelling: str) -> None:
         ("a.txt", b"", "the file is empty"),
         ("a.jsonl", b"", "the file is empty"),
         ("a.csv", b'text\n"without an end', "can't be read .*EOF inside string"),
-        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "column 'text' holds nothing"),
         ("a.parquet", b"PAR1 nothing", "can't be read .*[Pp]arquet"),
         ("a.jsonl", b'{"a": "x", "b": "y"}\n', "which column holds the text.*a, b"),
         ("a.jsonl", b'{"text": 3}\n', "column 'text' holds int, expected text"),
@@ -171,6 +170,15 @@ def test_unreadable_files_are_named(
         assert "\n" not in str(caught.value)
     # The library has nothing to say besides.
     assert capfd.readouterr().err == ""
+
+
+def test_evaluation_skips_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for second in (b'{"body": "y"}', b"{"):
+        path.write_bytes(b'{"text": "x"}\n' + second + b"\n")
+        with pytest.raises(UsageError, match="row 2: (column 'text' holds nothing|can't be read as JSON)"):
+            passages(path)
+        assert [isinstance(row, str) for row in paragraphs(path)] == [True, False]
 
 
 def test_columns_that_are_not_there(tmp_path: Path) -> None:
