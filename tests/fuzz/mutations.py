@@ -62,6 +62,12 @@ VALUES: list[Any] = [
 ]
 
 
+def odd_value(rng: Random, *more: Any) -> Any:
+    """One of :data:`VALUES` and ``more``, in memory of its own: what is made of it changes no later case."""
+    chosen = rng.choice((*VALUES, *more))
+    return json.loads(json.dumps(chosen)) if isinstance(chosen, list | dict) else chosen
+
+
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     found = [path] if path else []
     if isinstance(value, dict):
@@ -88,7 +94,7 @@ def mutate_json(rng: Random, value: Any) -> str:
         del holder[last]
     elif kind == "replace":
         number = isinstance(holder[last], int) and rng.random() < 0.5
-        holder[last] = holder[last] * rng.choice((0, -1, 2, 1 << 20)) if number else rng.choice(VALUES)
+        holder[last] = holder[last] * rng.choice((0, -1, 2, 1 << 20)) if number else odd_value(rng)
     elif isinstance(holder, dict):
         name = rng.choice(("x.perm", "a\nb", "\ud800", "", "lm_head.weight", str(last) + ".g_idx", "\x1b[2J"))
         holder[name] = holder.pop(last) if kind == "rename" else holder[last]

@@ -70,7 +70,7 @@ from tests.fuzz.campaign import (
     quiet,
     run_here,
 )
-from tests.fuzz.mutations import VALUES, mutate_bytes, mutate_json
+from tests.fuzz.mutations import mutate_bytes, mutate_json, odd_value
 from tests.testing import forks
 from tests.testing.hub_server import Hub, Lie, Repository, hub_server
 from tests.testing.original_folders import folder_bytes
@@ -239,7 +239,7 @@ class _Case:
 
     def odd(self) -> Any:
         """A value that no honest file holds."""
-        return self.rng.choice((*VALUES, *_TEXTS, 1e300, 5e-324, 1 << 200, {"a": {"b": [1e308] * 3}}))
+        return odd_value(self.rng, *_TEXTS, 1e300, 5e-324, 1 << 200, {"a": {"b": [1e308] * 3}})
 
     # The areas.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,8 +153,18 @@ def _write(folder: Path, figures: Sequence[CheckpointFigures]) -> WrittenReport:
 
 
 def _check_place(folder: Path) -> None:
-    """Refuse to replace what is no report of ours."""
-    if folder.exists() and not folder.is_dir():
+    """Refuse to replace what is no report of ours, and a place where no folder can be."""
+    try:
+        in_the_way = not stat.S_ISDIR(folder.stat().st_mode)
+    except FileNotFoundError:
+        # A link that leads nowhere is in the way too.
+        in_the_way = os.path.lexists(folder)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(
+            f"{str(folder)[:200]!r}: can't be created ({reason}); choose another folder with --out"
+        ) from None
+    if in_the_way:
         raise OutputError(f"{folder}: is not a folder; choose another with --out")
     for name, mark in _MARKS.items():
         path = folder / name

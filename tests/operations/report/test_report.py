@@ -406,6 +406,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / HTML).unlink()
     report(folder, out=tmp_path)
     report(folder, out=tmp_path)
+    with pytest.raises(OutputError, match=r"9999.*can't be created \(File name too long\)"):
+        report(folder, out=tmp_path / ("9" * 5000))
     with pytest.raises(OutputError, match="is not a folder"):
         report(folder, out=tmp_path / CSV)
 
