@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -52,6 +53,24 @@ def change(folder: Path, name: str, edit: Callable[[Tensor], Tensor]) -> None:
     tensors = load_file(shard)
     tensors[name] = edit(tensors[name]).contiguous()
     save_file(tensors, shard, metadata={"format": "pt"})
+
+
+@contextmanager
+def flipped(path: Path, place: int) -> Iterator[None]:
+    """A file with one bit of the byte at ``place`` flipped, for the length of a ``with`` statement."""
+
+    def flip() -> None:
+        with path.open("r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+
+    flip()
+    try:
+        yield
+    finally:
+        flip()
 
 
 def swap_nibbles(words: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.rotate import rotate
 from marlinq.operations.rotate.rotation import rotation_matrix
 from marlinq.operations.verify import verify
+from tests.testing.faults import flipped
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
 from tests.testing.tiny_models import tiny_model
@@ -148,6 +150,17 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
         with pytest.raises(KeyboardInterrupt):
             rotate(source, tmp_path / "out", device="cpu", seed=5)
     assert not (tmp_path / "out").exists()
+    shutil.copytree(tmp_path / "out.partial", tmp_path / "damaged.partial")
+    shard = tmp_path / "damaged.partial" / "model.safetensors"
+    with shard.open("rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+        places = json.loads(file.read(header - 8))
+    journal = (tmp_path / "damaged.partial" / "journal.jsonl").read_text()
+    name = next(name for name in places if f'"{name}"' in journal)
+    says = f"tensor {name} was changed since it was written"
+    with flipped(shard, header + places[name]["data_offsets"][0]), pytest.raises(CheckpointError, match=says):
+        rotate(source, tmp_path / "damaged", device="cpu", seed=5)
+    assert not (tmp_path / "damaged").exists()
     steps: list[tuple[Any, ...]] = []
     report = rotate(source, tmp_path / "out", device="cpu", seed=5, progress=lambda *step: steps.append(step))
     assert report.resumed == 7

@@ -132,9 +132,13 @@ def test_a_damaged_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(Killed):
             quantize(source, tmp_path / "out", recipe=rounded.replace(tune_steps=2), device="cpu")
     state = tmp_path / "out.partial" / "tuning.safetensors"
-    state.write_bytes(state.read_bytes()[:-100])
-    with pytest.raises(OutputError, match=r"tuning.safetensors: is damaged; remove"):
-        quantize(source, tmp_path / "out", recipe=rounded.replace(tune_steps=2), device="cpu", resume=True)
+    whole = state.read_bytes()
+    one_bit = bytearray(whole)
+    one_bit[-100] ^= 1
+    for damaged in (whole[:-100], bytes(one_bit)):
+        state.write_bytes(damaged)
+        with pytest.raises(OutputError, match=r"tuning.safetensors: is damaged; remove"):
+            quantize(source, tmp_path / "out", recipe=rounded.replace(tune_steps=2), device="cpu", resume=True)
 
 
 def test_a_run_of_another_version_of_its_quality_is_not_resumed(
