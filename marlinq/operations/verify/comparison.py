@@ -16,6 +16,7 @@ original's weights in the first place, and fails here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -34,7 +35,7 @@ from marlinq.operations.verify.dequantized import dequantized_modules, off_grid
 from marlinq.operations.verify.report import Check, Findings
 from marlinq.operations.verify.statistics.evidence import Evidence, find_faults
 from marlinq.operations.verify.statistics.finding import Finding, RunSize
-from marlinq.operations.verify.statistics.noise import not_modelled
+from marlinq.operations.verify.statistics.floats import find_float_faults
 from marlinq.operations.verify.tuned import too_far, tuned_vectors
 
 FAR_ABOVE_RTN = 5.0
@@ -96,7 +97,6 @@ class Comparison:
         except CheckpointError as error:
             self._unquantized.failures.append(str(error))
         self._judged: list[Evidence] = []
-        self._not_modelled: dict[str, int] = {}
         sizes = [spec.in_features * spec.out_features for spec in view.modules.values()]
         at_once = min(torch.get_num_threads(), _ELEMENTS_AT_ONCE // max(sizes, default=1))
         self.aside = Aside(at_once if device.type == "cpu" else 1)
@@ -169,10 +169,6 @@ class Comparison:
         rtn = self._rtn_error(ordered, q.scheme, norm)
         self.errors[name] = (mine, rtn)
         self._judge_error(name, mine, rtn, q.element, self._weights)
-        reason = not_modelled(q.scheme)
-        if reason is not None:
-            self._not_modelled[reason] = self._not_modelled.get(reason, 0) + 1
-            return
 
         def take(evidence: Evidence) -> None:
             self._judged.append(evidence)
@@ -182,14 +178,17 @@ class Comparison:
             self._report(name, others, self._places.warnings)
 
         layout = self._view.layouts[name]
-        self.aside.do(lambda: find_faults(weight, q, layout, spec, stored, self._run), take)
+        if q.element.table is not None:
+            self.aside.do(lambda: find_float_faults(weight, q), take)
+        else:
+            self.aside.do(lambda: find_faults(weight, q, layout, spec, stored, self._run), take)
 
     @staticmethod
     def _report(name: str, findings: list[Finding], lines: list[str]) -> None:
-        lines += [
-            f"{name}: {finding.what} (log-likelihood ratio {finding.evidence:.0f}; {_by_chance(finding)})"
-            for finding in findings[:_SHOWN_FAULTS]
-        ]
+        for finding in findings[:_SHOWN_FAULTS]:
+            # Beyond what rounding can do is no matter of chance.
+            ratio = f"log-likelihood ratio {finding.evidence:.0f}; {_by_chance(finding)}"
+            lines.append(f"{name}: {finding.what}" + ("" if math.isinf(finding.evidence) else f" ({ratio})"))
         if len(findings) > _SHOWN_FAULTS:
             lines.append(f"{name}: and {len(findings) - _SHOWN_FAULTS} more places")
 
@@ -340,16 +339,15 @@ class Comparison:
         rows.append(self._weights.result(text))
         words = sum(evidence.words for evidence in self._judged)
         groups = sum(evidence.groups for evidence in self._judged)
-        rows.append(
-            self._places.result(
-                "; ".join(
-                    (
-                        f"{words} words and {groups} groups, no outliers beyond the false-alarm rate",
-                        *(f"{count} modules not judged: {why}" for why, count in self._not_modelled.items()),
-                    )
-                )
-            )
-        )
+        values = sum(evidence.values for evidence in self._judged)
+        parts = []
+        if groups or not values:
+            parts.append(f"{words} words and {groups} groups, no outliers beyond the false-alarm rate")
+        if values:
+            parts.append(f"{values} floating-point values, none beyond its rounding")
+        if others := sum(not evidence.rounded for evidence in self._judged):
+            parts.append(f"{others} modules were not rounded to nearest: judged by pieces that stand out")
+        rows.append(self._places.result("; ".join(parts)))
         return rows
 
 

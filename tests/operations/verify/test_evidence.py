@@ -7,14 +7,13 @@ from itertools import product
 import pytest
 import torch
 
-from marlinq.core.granularity import Granularity
-from marlinq.core.scheme import INT4, Element, Scheme
+from marlinq.core.scheme import INT4
 from marlinq.formats import spec_of
 from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.verify.statistics.evidence import MANY, find_faults
 from marlinq.operations.verify.statistics.finding import FAILURE, WARNING, RunSize
-from marlinq.operations.verify.statistics.noise import measure_noise, not_modelled
+from marlinq.operations.verify.statistics.noise import measure_noise
 from marlinq.operations.verify.statistics.tails import Tail, tail_of_others
 from marlinq.operations.verify.statistics.words import find_exchanges, word_tile
 from tests.testing.faults import WORDS, flip_bit, swap_nibbles
@@ -372,10 +371,3 @@ def test_eight_bits():
     codes[[8, 9], 3] = codes[[9, 8], 3]
     (finding, *_) = findings_of(weight, replace(q, codes=codes), INTEGERS["gptq"])
     assert finding.what.startswith("the word that holds input channel 8 of output channel 3")
-
-
-def test_says_which_schemes_are_not_modelled():
-    assert not_modelled(scheme()) is None
-    assert not_modelled(scheme(bits=8)) is None
-    uneven = Element("toy4", 4, tuple(float(value) ** 3 for value in range(-8, 8)))
-    assert "toy4 weights" in str(not_modelled(Scheme(uneven, Granularity.group(32), "none")))

@@ -145,6 +145,21 @@ def inputs_zero(tensors: Tensors) -> None:
             tensors[f"{DOWN}.{suffix}"] = torch.zeros_like(tensors[f"{DOWN}.{suffix}"])
 
 
+def one_bit(tensors: Tensors) -> None:
+    """The sign of a code: of the low nibble where a byte holds two."""
+    name = codes_of(tensors)
+    codes = tensors[name].view(torch.uint8).clone()
+    place = divmod(int((codes & 0x7).argmax()), codes.shape[1])
+    codes[place] ^= 0x08 if tensors[name].dtype == torch.uint8 else 0x80
+    tensors[name] = codes.view(tensors[name].dtype)
+
+
+def twice_in_one_place(scales: Tensor) -> Tensor:
+    flat = scales.clone().reshape(-1)
+    flat[-1] *= 2
+    return flat.reshape(scales.shape)
+
+
 def nan_code(tensors: Tensors) -> None:
     name = codes_of(tensors)
     codes = tensors[name].view(torch.uint8).clone()
@@ -157,6 +172,8 @@ EVERY: dict[str, Callable[[Tensors], None]] = {
     "a scale is NaN": of_scales(one_nan),
     "scales missing": missing,
     "exponents off by the bias": exponents_off_by_the_bias,
+    "one bit of a code": one_bit,
+    "one scale twice what it was": of_scales(twice_in_one_place),
 }
 FAULTS = {
     "fp8": {"code is NaN": nan_code},

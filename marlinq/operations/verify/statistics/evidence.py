@@ -49,6 +49,8 @@ class Evidence:
         largest: the largest log-likelihood ratio of an exchange.
         spread: of the tail fitted to the control pairs; 1 or below is as the noise model says.
         odd_groups: groups whose scale or zero point stands out, before it is asked what would put it right.
+        values: weights of a floating-point element that were judged, each by itself.
+        rounded: False for such a module whose weights were not rounded to nearest.
     """
 
     findings: tuple[Finding, ...]
@@ -57,6 +59,8 @@ class Evidence:
     largest: float
     spread: float
     odd_groups: int
+    values: int = 0
+    rounded: bool = True
 
 
 def find_faults(

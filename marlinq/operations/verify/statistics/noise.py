@@ -1,4 +1,5 @@
-"""How far codes lie from their weights' places on the grid, and how far that is usual where they are."""
+"""How far integer codes lie from their weights' places on the grid, and how far that is usual where they
+are."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 
 DEGREES = 8.0
@@ -47,16 +47,6 @@ class Noise:
 def log_density(r: Tensor, sigma: Tensor) -> Tensor:
     """Of the Student t distribution, without the terms that r does not change."""
     return (r / sigma).square_().div_(DEGREES).log1p_().mul_(-(DEGREES + 1) / 2)
-
-
-def not_modelled(scheme: Scheme) -> str | None:
-    """Why the noise model says nothing about weights of this scheme, or None.
-
-    It knows codes that are their own values, one step apart.
-    """
-    if scheme.element.table is not None:
-        return f"{scheme.element.name} weights: errors are modelled for integer codes only"
-    return None
 
 
 def distance(w: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, largest: int) -> Tensor:

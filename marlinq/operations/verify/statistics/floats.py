@@ -1,0 +1,110 @@
+"""Weights of floating-point elements against the original, a piece of one scale's weights at a time.
+
+Floats are rounded to nearest, and rounding to nearest has a bound: no weight lies farther from its code's
+value than half the step between values there. A quotient or scale that was computed in bfloat16 adds
+2 * 2**-9 of the value, at most an eighth of half a step of E4M3, the finest element. So where most pieces of
+a module keep that bound, a value beyond it is damage, be it a bit of one code or the scale of one block.
+Modules that were not rounded to nearest are compared with themselves: by pieces whose error stands out.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from marlinq.core.scheme import Element
+from marlinq.core.weight import QuantizedWeight
+from marlinq.operations.verify.statistics.evidence import Evidence
+from marlinq.operations.verify.statistics.finding import Finding
+
+_NEAREST = 1.125
+"""Distance, in half steps, that rounding to nearest leaves at most: see above."""
+_BEYOND = 1.5
+"""Distance, in half steps, that is damage in a module that was rounded to nearest. Scales of NVFP4 that were
+rounded to E4M3 after the division move a quotient by 2**-4 of it, three eighths of half a step."""
+_ROUNDED_SHARE = 0.5
+"""Share of pieces without a value beyond :data:`_NEAREST` from which on a module counts as rounded to
+nearest: other methods leave nearly none of 16 weights or more."""
+_STANDS_OUT = 4.0
+"""Root mean square of a piece, over that of the largest thousandth, that is told in other modules."""
+_PIECE = 128
+_ROWS = 512
+
+
+def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
+    """Judge one module.
+
+    Args:
+        weight: original, float32 [N, K].
+        q: what is stored, its scales finite, on the device of ``weight``.
+    """
+    w, size = weight.t(), min(q.channels_per_group, _PIECE)
+    pieces = -(-q.in_features // size)
+    shape = (pieces, q.out_features)
+    beyond, unrounded, squares = (torch.zeros(shape, device=w.device) for _ in range(3))
+    piece = torch.arange(q.in_features, device=w.device) // size
+    # An activation order would mix scales within a piece, but not distances.
+    for start in range(0, q.in_features, _ROWS):
+        rows = slice(start, start + _ROWS)
+        r = _half_steps(w[rows], q, rows)
+        for total, values in ((beyond, r > _BEYOND), (unrounded, r > _NEAREST), (squares, r.square())):
+            total.index_add_(0, piece[rows], values.float())
+    rounded = float((unrounded == 0).float().mean()) >= _ROUNDED_SHARE
+    findings = _damage(beyond, size) if rounded else _outliers(squares, size)
+    return Evidence(tuple(findings), 0, 0, 0.0, 1.0, len(findings), values=weight.numel(), rounded=rounded)
+
+
+def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> Tensor:
+    """How far each weight is from its code's value, in halves of the step there, float32 like ``w``; 0 where
+    a weight beyond the element's largest value has that value."""
+    groups = q.g_idx[rows].long()
+    scales = q.per_output(q.scales.float())[groups]
+    if q.tensor_scale is not None:
+        scales = scales / q.tensor_scale if q.tensor_scale_divides else scales * q.tensor_scale
+    values = q.element.decode(q.codes[rows])
+    low, high = q.element.ends
+    place = (w / scales).clamp_(low, high)
+    # 0 / 0: a weight of zero is where it should be whatever the scale is.
+    place = torch.where(place.isnan(), values, place)
+    bounds, halves = (part.to(w.device) for part in _steps(q.element))
+    # The step between the two values around the farther one.
+    far = torch.where(values.abs() > place.abs(), values, place)
+    return (place - values).abs_().div_(halves[torch.bucketize(far.contiguous(), bounds)])
+
+
+@lru_cache(maxsize=16)
+def _steps(element: Element) -> tuple[Tensor, Tensor]:
+    """The element's inner values in ascending order, and half of each step between neighbours."""
+    assert element.table is not None
+    values = torch.tensor(sorted({value for value in element.table if not math.isnan(value)}))
+    return values[1:-1].contiguous(), (values[1:] - values[:-1]) / 2
+
+
+def _damage(beyond: Tensor, size: int) -> list[Finding]:
+    """A failure for every piece of a rounded module with values that rounding to nearest can't leave."""
+    found = []
+    for piece, n in (beyond > 0).nonzero().tolist():
+        count = int(beyond[piece, n])
+        what = f"{_place(piece, n, size)}: {count} value{'s'[: count > 1]} not nearest to the original's"
+        found.append(Finding(what, math.inf, 0.0, fails=True))
+    return found
+
+
+def _outliers(squares: Tensor, size: int) -> list[Finding]:
+    """A warning for every piece whose error stands out from all but a thousandth of its module's."""
+    errors = (squares / size).sqrt_()
+    count = max(1, errors.numel() // 1000)
+    usual = float(errors.flatten().topk(count + 1).values[-1]) if errors.numel() > 1 else math.inf
+    found = []
+    for piece, n in (errors > _STANDS_OUT * usual).nonzero().tolist():
+        times = float(errors[piece, n]) / usual if usual else math.inf
+        what = f"{_place(piece, n, size)}: errors {times:.1f} times those of nearly all others"
+        found.append(Finding(what, math.inf, 0.0, fails=False))
+    return found
+
+
+def _place(piece: int, n: int, size: int) -> str:
+    return f"input channels {piece * size} to {(piece + 1) * size - 1} of output channel {n}"

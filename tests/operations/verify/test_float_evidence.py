@@ -1,0 +1,109 @@
+"""Single damaged values and scales of floating-point weights, and what is no damage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from marlinq.core.float_elements import E2M1, E4M3
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Scheme
+from marlinq.core.weight import QuantizedWeight
+from marlinq.methods.rtn import round_to_nearest
+from marlinq.operations.verify.statistics import find_float_faults
+
+SCHEMES = {
+    "fp8 channel": Scheme(E4M3, Granularity.channel(), "none", "float32"),
+    "fp8 tensor": Scheme(E4M3, Granularity.tensor(), "none", "float32"),
+    "fp8 block": Scheme(E4M3, Granularity.block(32, 32), "none", "float32"),
+    "mxfp8": Scheme(E4M3, Granularity.group(32), "none", "float8_e8m0fnu"),
+    "mxfp4": Scheme(E2M1, Granularity.group(32), "none", "float8_e8m0fnu"),
+    "nvfp4": Scheme(E2M1, Granularity.group(16), "none", "float8_e4m3fn", tensor_scale="divides"),
+}
+
+
+def weight() -> Tensor:
+    """float32 [96, 160] of bfloat16 values whose rows and columns are of different sizes."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = torch.exp(torch.randn(96, 1, generator=generator) / 2)
+    values = torch.randn(96, 160, generator=generator) * sizes * 0.05
+    values[3, 7] = 0
+    return values.bfloat16().float()
+
+
+@pytest.fixture(params=SCHEMES)
+def rounded(request: pytest.FixtureRequest) -> QuantizedWeight:
+    return round_to_nearest(weight(), SCHEMES[request.param])
+
+
+def test_what_was_rounded_to_nearest_is_clean(rounded: QuantizedWeight) -> None:
+    found = find_float_faults(weight(), rounded)
+    assert found.findings == ()
+    assert found.rounded
+    assert found.values == 96 * 160
+
+
+def test_every_bit_of_a_code_but_the_lowest_is_found(rounded: QuantizedWeight) -> None:
+    # A lowest bit may move a code by one step, which lies within a step of its weight.
+    place = int(rounded.element.decode(rounded.codes).abs().argmax())
+    k, n = divmod(place, rounded.out_features)
+    for bit in range(1, rounded.element.bits):
+        codes = rounded.codes.clone()
+        codes[k, n] ^= 1 << bit
+        if not bool(torch.isfinite(rounded.element.decode(codes)).all()):
+            continue
+        (finding,) = find_float_faults(weight(), replace(rounded, codes=codes)).findings
+        assert finding.fails
+        assert f"of output channel {n}: 1 value not nearest" in finding.what
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_one_scale_of_many_is_found(rounded: QuantizedWeight, factor: float) -> None:
+    if rounded.scales.numel() == 1:
+        # The error of the module tells.
+        return
+    scales = rounded.scales.float().clone()
+    scales[-1, -1] *= factor
+    damaged = replace(rounded, scales=scales.to(rounded.scales.dtype))
+    found = find_float_faults(weight(), damaged).findings
+    assert found
+    assert all(finding.fails for finding in found)
+    last = rounded.granularity.outputs_per_group(rounded.out_features)
+    for finding in found:
+        assert int(finding.what.partition("output channel ")[2].partition(":")[0]) >= 96 - last
+
+
+def test_two_exchanged_scales_are_found(rounded: QuantizedWeight) -> None:
+    scales = rounded.scales.clone()
+    flat = scales.view(torch.uint8).view(scales.numel(), -1)
+    values = rounded.scales.float().flatten()
+    most, least = int(values.argmax()), int(values.argmin())
+    if most == least:
+        return
+    flat[[most, least]] = flat[[least, most]]
+    assert any(
+        finding.fails for finding in find_float_faults(weight(), replace(rounded, scales=scales)).findings
+    )
+
+
+def test_a_quotient_in_bfloat16_is_no_damage(rounded: QuantizedWeight) -> None:
+    w = weight()
+    scales = rounded.per_output(rounded.scales.float())[rounded.g_idx.long()]
+    if rounded.tensor_scale is not None:
+        scales = scales / rounded.tensor_scale
+    low, high = rounded.element.ends
+    quotient = (w.t().bfloat16() / scales.bfloat16()).float().clamp(low, high)
+    codes = rounded.element.nearest(quotient)
+    assert find_float_faults(w, replace(rounded, codes=codes)).findings == ()
+
+
+def test_weights_that_a_method_moved_fail_nothing(rounded: QuantizedWeight) -> None:
+    w = weight()
+    generator = torch.Generator().manual_seed(1)
+    moved = w + 0.1 * w.std() * torch.randn(w.shape, generator=generator)
+    found = find_float_faults(w, round_to_nearest(moved, rounded.scheme))
+    assert not found.rounded
+    assert not any(finding.fails for finding in found.findings)
