@@ -56,7 +56,9 @@ class _LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+        # A shell that completes a wrong command offers nothing.
+        known = ctx.resilient_parsing or not args or args[0].startswith("-") or args[0] in COMMANDS
+        if not known:
             names = ", ".join(COMMANDS)
             near = suggestion(args[0].lower(), COMMANDS)
             ctx.fail(f"No such command {args[0]!r}{near}; the commands are {names}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -136,7 +137,8 @@ def command(
     recipe = _recipe(recipe_file, overrides, given)
     first = rank_and_size()[0] == 0
     folder = local_folder(model)
-    if first:
+    # A run that is finished is resumed by saying so.
+    if first and not (resume and os.path.lexists(out)):
         check_place(out, resume=resume or only_plan, source=folder)
     if folder is not None and (folder / "config.json").is_file():
         refuse_by_config(folder, read_json(folder, "config.json"), recipe)

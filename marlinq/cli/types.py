@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from marlinq.core.errors import CheckpointError
-from marlinq.core.settings import Automatic, Choice, Kind
+from marlinq.core.settings import AUTO, Automatic, Choice, Kind
 from marlinq.core.sources import local_folder
 from marlinq.formats import FORMATS
 
@@ -80,6 +81,15 @@ class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         return f"[{'|'.join(self.choices)}]"
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return _completions(self.choices, incomplete)
+
+
+def _completions(words: Iterable[object], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(word) for word in map(str, words) if word.startswith(incomplete)]
+
 
 FORMAT = OneOf(FORMATS, _FORMAT_SPELLINGS)
 """The name of a format, also of one that was registered later."""
@@ -117,6 +127,14 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]  # generic from cl
         names = {"WholeNumber": "N", "Fraction": "FRACTION", "Share": "SHARE", "ProperShare": "SHARE"}
         return names.get(type(self.kind).__name__, "TEXT")
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        kind, words = self.kind, []
+        if isinstance(kind, Automatic):
+            kind, words = kind.kind, [AUTO]
+        return _completions([*words, *(kind.values if isinstance(kind, Choice) else ())], incomplete)
+
 
 class Source(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
     """A checkpoint: a folder that is there and has a config.json, or a Hub id; as the text that was given."""
@@ -132,6 +150,11 @@ class Source(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
             raise CheckpointError(f"{folder}: holds no config.json; {hint}")
         return str(value)
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="dir")]
+
 
 class TextSource(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
     """Where text comes from, as :class:`marlinq.calibration.sources.Source` reads it; or ``self``."""
@@ -145,6 +168,11 @@ class TextSource(click.ParamType):  # type: ignore[type-arg]  # generic from cli
 
             Source.parse(text, split="train")
         return text
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [*_completions(["self"], incomplete), CompletionItem(incomplete, type="file")]
 
 
 class CalibrationSource(TextSource):
