@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from marlinq.checkpoint.ahead import ReadAhead, lock_ring_early
 from marlinq.checkpoint.behind import CopyBehind, WriteBehind
-from marlinq.checkpoint.derived import TRANSPOSED_WEIGHTS, DerivedCheckpoint, dequantized, model_dtype
+from marlinq.checkpoint.derived import (
+    TRANSPOSED_WEIGHTS,
+    DerivedCheckpoint,
+    dequantized,
+    dtype_contradiction,
+    model_dtype,
+)
 from marlinq.checkpoint.header import TensorInfo, TensorPlan
 from marlinq.checkpoint.quantization_config import (
     read_quantization_config,
@@ -13,7 +19,7 @@ from marlinq.checkpoint.quantization_config import (
 )
 from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears, misplaced
 from marlinq.checkpoint.reader import EVALUATION, MANIFEST, Checkpoint
-from marlinq.checkpoint.tying import says_tied, untied_config
+from marlinq.checkpoint.tying import own_head, same_values, says_tied, says_untied, untied_config
 from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter, check_place
 
 __all__ = [
@@ -32,13 +38,17 @@ __all__ = [
     "WriteBehind",
     "check_place",
     "dequantized",
+    "dtype_contradiction",
     "floating_linears",
     "lock_ring_early",
     "misplaced",
     "model_dtype",
+    "own_head",
     "read_quantization_config",
     "replace_quantization_config",
+    "same_values",
     "says_tied",
+    "says_untied",
     "untied_config",
     "without_quantization_config",
 ]

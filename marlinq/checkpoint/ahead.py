@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -162,6 +162,16 @@ class ReadAhead:
     def expect(self, names: Iterable[str]) -> None:
         """Say which tensors will be taken next, in order, after those that were said before."""
         self._waiting |= dict.fromkeys(name for name in names if name not in self._flying)
+        self._start_more()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Say which of the expected tensors nobody will take."""
+        for name in names:
+            self._waiting.pop(name, None)
+            flight = self._flying.pop(name, None)
+            if flight is not None:
+                wait(flight.pieces)
+                self._flying_bytes -= self.tensors[name].nbytes
         self._start_more()
 
     def tensor(self, name: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -108,6 +109,23 @@ def _dense(view: QuantizedCheckpoint) -> DerivedCheckpoint:
         base=checkpoint,
         computed=computed,
     )
+
+
+def stored_dtype(checkpoint: Checkpoint) -> str | None:
+    """The name of the floating-point type that most bytes of unquantised weights are stored in, or None."""
+    sizes: Counter[str] = Counter()
+    for name, info in checkpoint.tensors.items():
+        if name.endswith(".weight") and info.dtype in FLOATS:
+            sizes[info.dtype] += info.nbytes
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def dtype_contradiction(checkpoint: Checkpoint) -> str | None:
+    """What is said of a folder whose config names one 16-bit type and whose weights are stored in another."""
+    named, stored = model_dtype(checkpoint.config), stored_dtype(checkpoint)
+    if named == stored or not {named, stored} <= {"float16", "bfloat16"}:
+        return None
+    return f"config.json names {named}, but weights are stored in {stored}"
 
 
 def model_dtype(config: Mapping[str, object]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 _CODE_DTYPES = ("int32", "float8_e4m3fn", "float8_e5m2")
 """Dtypes in which nothing but codes is stored as a matrix."""
 
+_LINEAR = re.compile(r"(?:^|\.)(?:[^.]*proj[^.]*|dense\w*|fc\d|c_attn|c_fc|wo|wqkv|w\d|query_key_value)$")
+_BLOCK = re.compile(r"\.(\d{1,9})\.")
+_BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 _EXPERTS = "experts"
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
 
@@ -157,6 +161,21 @@ class QuantizedCheckpoint:
         """The stored tensors of ``module`` by suffix."""
         names = {suffix: f"{module}.{suffix}" for suffix in self.layouts[module].suffixes}
         return {suffix: name for suffix, name in names.items() if name in self.checkpoint.tensors}
+
+    def doubtful_linears(self) -> list[str]:
+        """Quantised modules without a usual name of a linear, or of a block beyond the config's last: whether
+        the model has a linear there can't be told without building it, which takes seconds."""
+        inner = self.checkpoint.config.get("text_config")
+        levels = (self.checkpoint.config, inner if isinstance(inner, dict) else {})
+        found = (level.get(key) for level in levels for key in _BLOCK_COUNTS)
+        counts = [count for count in found if isinstance(count, int)]
+
+        def doubtful(module: str) -> bool:
+            block = _BLOCK.search(module)
+            beyond = bool(counts) and block is not None and int(block[1]) >= max(counts)
+            return beyond or not (is_head(module) or _LINEAR.search(module))
+
+        return [module for module in self.modules if doubtful(module)]
 
     def unquantized_linears(self) -> list[str]:
         """:func:`floating_linears` outside the quantised modules, and lm_head unless it is quantised: a tied

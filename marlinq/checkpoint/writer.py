@@ -302,7 +302,8 @@ class CheckpointWriter:
             for name, text in texts.items():
                 self._write_text(name, text)
             hashes = dict(sorted(self._journal.hashes.items()))
-            run = {"run": self.notes} if self.notes else {}
+            # In an order that no interruption changes.
+            run = {"run": dict(sorted(self.notes.items()))} if self.notes else {}
             headers = {name: header_text(self.tensors[name]) for name in hashes}
             record = {
                 **manifest,

@@ -8,6 +8,7 @@ from marlinq.models.experts import Experts, ExpertTokens, expert_inputs, tapped_
 from marlinq.models.instance import ModelInstance, TensorSource
 from marlinq.models.names import TensorNames, without_false_ties
 from marlinq.models.projection import Projection, fused_experts, shared_inputs, tapped
+from marlinq.models.quantized_linears import check_linears, is_ignored, quantized_linears
 from marlinq.models.replay import BlockReplay
 from marlinq.models.stream import StreamFinder, streams_at
 
@@ -25,11 +26,14 @@ __all__ = [
     "TensorNames",
     "TensorSource",
     "build_blueprint",
+    "check_linears",
     "converted",
     "describe",
     "expert_inputs",
     "find_conversions",
     "fused_experts",
+    "is_ignored",
+    "quantized_linears",
     "shared_inputs",
     "streams_at",
     "tapped",

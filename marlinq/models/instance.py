@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from marlinq.checkpoint import Checkpoint, ReadAhead
+from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.models.blueprint import Blueprint
 from marlinq.models.experts import Experts
@@ -112,12 +113,28 @@ class ModelInstance:
     def _value(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
         """A parameter's value on the device, floating point ones in the instance's dtype."""
         if not self.names.in_parts(parameter):
-            tensor = self.read(parameter, shape)
-            return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+            return self._cast(parameter, self.read(parameter, shape))
         value = torch.empty(shape, dtype=self.dtype, device=self.device)
         places = self.names.places(parameter, shape)
         for projection, (stored, size) in zip(self.blueprint.fused[parameter], places, strict=True):
-            projection.view(value).copy_(self._stored(stored, size))
+            projection.view(value).copy_(self._cast(stored, self._stored(stored, size)))
+        return value
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """A stored tensor on the device, floating point ones in the instance's dtype.
+
+        Raises:
+            UnsupportedError: a value is too large for that dtype.
+        """
+        if not tensor.is_floating_point():
+            return tensor.to(self.device)
+        value = tensor.to(self.device, self.dtype)
+        wider = torch.finfo(tensor.dtype).max > torch.finfo(self.dtype).max
+        if wider and not bool(torch.isfinite(value).all()) and bool(torch.isfinite(tensor).all()):
+            largest, dtype = float(tensor.abs().max()), dtype_name(self.dtype)
+            raise UnsupportedError(
+                f"{self.source}: {name}: a value of {largest:.6g} overflows {dtype}; run in bfloat16"
+            )
         return value
 
     def materialise(

@@ -6,9 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import torch
-
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, same_values
 from marlinq.core.errors import CheckpointError
 from marlinq.models.blueprint import Blueprint
 from marlinq.models.projection import Projection
@@ -159,7 +157,7 @@ def without_false_ties(blueprint: Blueprint, checkpoint: Checkpoint) -> Blueprin
         own, shared = names.own(name), names.own(owner)
         if own is None or shared is None or own == shared:
             continue
-        if not torch.equal(checkpoint.tensor(own).float(), checkpoint.tensor(shared).float()):
+        if not same_values(checkpoint, own, shared):
             free.add(name)
     return blueprint.without_ties(free) if free else blueprint
 

@@ -350,7 +350,7 @@ def _generate(
     speculation = None
     if not refusal:
         speculation = Speculation(rows[0].ids, decoder.most_drafted, decoder.forward.verification_cost)
-    ends = end_tokens(loaded.model)
+    ends = end_tokens(loaded.model, loaded.tokenizer)
     start = read_clock(loaded.device)
     first = last = start
     interrupted = False
@@ -452,12 +452,15 @@ def _steps(
             yield step
 
 
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Every token id that ends a text, by the model's generation config and config."""
+def end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
+    """Every token id that ends a text, by the model's generation config and config; where both name none, the
+    tokenizer's."""
     found: set[int] = set()
     for holder in (model.generation_config, model.config.get_text_config()):
         ends = getattr(holder, "eos_token_id", None)
         found.update(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int))
+    if not found and tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
+        found.add(tokenizer.eos_token_id)
     return frozenset(found)
 
 

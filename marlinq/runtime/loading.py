@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, ReadAhead, without_quantization_config
 from marlinq.core import boundaries
 from marlinq.core.dtypes import dtype_name, holds
-from marlinq.core.errors import CheckpointError
+from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
 from marlinq.models import (
     Blueprint,
@@ -28,8 +28,12 @@ from marlinq.models import (
     Projection,
     TensorNames,
     build_blueprint,
+<<<<<<< HEAD
     converted,
     find_conversions,
+=======
+    quantized_linears,
+>>>>>>> 95cca52 (Quantised modules that are no linears; flags that stored values contradict)
     without_false_ties,
 )
 from marlinq.models.anatomy import Anatomy, Unrecognised
@@ -37,7 +41,7 @@ from marlinq.models.recognise import recognise
 from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
 from marlinq.runtime.decoding import Decoders
 from marlinq.runtime.experts import check_experts, expert_bias, install_experts
-from marlinq.runtime.head import pack_head
+from marlinq.runtime.head import HalfWeightLinear, pack_head
 from marlinq.runtime.operand import KERNEL_LAYOUT
 from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.placement import place
@@ -47,6 +51,11 @@ from marlinq.runtime.tokenizer import tokenizer_of
 
 # Files that tell a tokenizer is there; without any of them transformers would look for one on the Hub.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+NOT_SAVED = (
+    "a loaded model holds its weights as its operators want them and is not saved; copy the folder, or write "
+    "another format with `marlinq convert` (16-bit weights: --to dense)"
+)
+"""What is said to whoever saves a model that was loaded."""
 # Tensors read but not taken. Host memory holds these beside the model.
 _HOST_AHEAD_BYTES = 256 << 20
 # On a GPU they are already where they stay, if they stay as they are ...
@@ -172,12 +181,20 @@ def load(
                 trust_remote_code=trust_remote_code,
                 dtype=placement.dtype,
             )
+<<<<<<< HEAD
             conversions = stored_otherwise(blueprint, checkpoint, quantized)
             in_memory = converted(checkpoint, conversions)
             blueprint = without_false_ties(blueprint, in_memory)
             blueprint, replaced = match_tensors(blueprint, in_memory, quantized)
             source = ConvertedTensors(checkpoint.path, in_memory.tensors, reader.tensor, conversions)
             instance = ModelInstance(blueprint, source, device=placement.device, dtype=placement.dtype)
+=======
+            blueprint = without_false_ties(blueprint, checkpoint)
+            blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
+            # Layers that the architecture ignores.
+            reader.forget(_packed_tensors(quantized, sorted(set(order) - set(replaced.values()))))
+            instance = ModelInstance(blueprint, reader, device=placement.device, dtype=placement.dtype)
+>>>>>>> 95cca52 (Quantised modules that are no linears; flags that stored values contradict)
             reader.expect(_plain_tensors(blueprint, instance.names, replaced))
         anatomy: Anatomy | Unrecognised | None = None
         if only_decodes:
@@ -203,6 +220,7 @@ def load(
                 timings=timings,
             )
             notes += scale_notes(quantized, placement.dtype)
+        notes += contradictions(blueprint, checkpoint, generation_config)
         with timings.stage("other tensors"):
             instance.whole_model()
             if not exact:
@@ -215,6 +233,8 @@ def load(
             torch.cuda.empty_cache()
     warn_about_dense(decisions, placement.device)
     model = instance.model
+    if decisions or type(model.get_output_embeddings()) is HalfWeightLinear:
+        _refuse_saving(model, checkpoint.path)
     if generation_config is not None:
         model.generation_config = generation_config
     return LoadedModel(
@@ -228,6 +248,15 @@ def load(
         timings=timings,
         anatomy=anatomy,
     )
+
+
+def _refuse_saving(model: PreTrainedModel, path: Path) -> None:
+    """Make ``save_pretrained`` say what to do instead of writing operators' tensors, which nobody reads."""
+
+    def save_pretrained(*args: Any, **options: Any) -> None:
+        raise UnsupportedError(f"{path}: {NOT_SAVED}")
+
+    model.save_pretrained = save_pretrained
 
 
 def install_linears(
@@ -264,8 +293,8 @@ def install_linears(
         EnvironmentProblem: the device or a package is missing, or a kernel does not compile.
     """
     timings = timings or LoadTimings()
-    order = _reading_order(quantized)
     names = {stored: name for name, stored in replaced.items()}
+    order = [stored for stored in _reading_order(quantized) if stored in names]
     kinds = len(_first_of_each_kind(quantized, order))
     decisions: dict[str, Decision] = {}
     of_experts: dict[str, nn.Module] = {}
@@ -379,38 +408,12 @@ def match_tensors(
     checkpoint = converted(checkpoint, stored_otherwise(blueprint, checkpoint, quantized))
     replaced: dict[str, str] = {}
     if quantized is not None:
-        replaced = _quantized_names(blueprint, quantized)
+        replaced = quantized_linears(blueprint, quantized)
+        check_experts(blueprint, replaced, checkpoint)
         # A quantised head is tied to nothing, whatever the config says.
         blueprint = blueprint.without_ties({blueprint.by_name[name].parameter for name in replaced})
     _check_tensors(blueprint, checkpoint, quantized, replaced)
     return blueprint, replaced
-
-
-def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> dict[str, str]:
-    """Projection name -> the checkpoint's name for it, for every projection that is quantised there."""
-    checkpoint = quantized.checkpoint
-    names = TensorNames(blueprint, checkpoint.tensors.keys(), source=str(checkpoint.path))
-    found: dict[str, str] = {}
-    for name, projection in blueprint.by_name.items():
-        stem = names.quantized(name, quantized)
-        if stem is None:
-            continue
-        spec = quantized.modules[stem]
-        expected = (projection.in_features, projection.out_features)
-        if (spec.in_features, spec.out_features) != expected:
-            raise CheckpointError(
-                f"{checkpoint.path}: {stem}: expected K, N = {expected[0]}, {expected[1]} from "
-                f"config.json, found {spec.in_features}, {spec.out_features}"
-            )
-        found[name] = stem
-    check_experts(blueprint, found, checkpoint)
-    homeless = sorted(set(quantized.modules) - set(found.values()))
-    if homeless:
-        raise CheckpointError(
-            f"{checkpoint.path}: quantised module {homeless[0]} ({len(homeless)} such) is no "
-            f"linear of {blueprint.architecture}; config.json describes another model"
-        )
-    return found
 
 
 def _bias(instance: ModelInstance, reader: ReadAhead, projection: Projection) -> Tensor | None:
@@ -469,6 +472,29 @@ def _check_tensors(
             f"{checkpoint.path}: tensor {unexpected[0]!r} ({len(unexpected)} such) has no place in "
             f"{blueprint.architecture}; config.json describes another model"
         )
+
+
+def contradictions(
+    blueprint: Blueprint, checkpoint: Checkpoint, generation_config: GenerationConfig | None
+) -> list[str]:
+    """What the folder lacks or says that its tensors contradict, though it can be loaded; one line each."""
+    names = TensorNames(blueprint, checkpoint.tensors.keys(), source=str(checkpoint.path))
+    missing = [name for name in blueprint.buffers if names.own(name) is None]
+    notes = []
+    if missing:
+        notes.append(
+            f"{missing[0]}: not stored ({len(missing)} such buffers); it has the value that a new "
+            f"{blueprint.architecture} has"
+        )
+    ends = getattr(generation_config, "eos_token_id", None)
+    vocabulary = getattr(blueprint.config.get_text_config(), "vocab_size", None)
+    notes += [
+        f"generation_config.json: eos_token_id {end} is no token of a vocabulary of {vocabulary}: "
+        "no text ends by it"
+        for end in (ends if isinstance(ends, list) else [ends])
+        if isinstance(end, int) and isinstance(vocabulary, int) and not 0 <= end < vocabulary
+    ]
+    return notes
 
 
 def scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from marlinq.checkpoint import Checkpoint
+from marlinq.checkpoint import Checkpoint, dtype_contradiction
 from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import UsageError
@@ -57,6 +57,9 @@ def place(
         )
     if chosen.type == "cuda" and quantized and named == torch.float32:
         return Placement(chosen, torch.float16, "float16 instead of float32: the kernel has no float32")
+    contradiction = dtype_contradiction(checkpoint)
+    if contradiction is not None:
+        return Placement(chosen, named, f"{contradiction}; --dtype chooses another than {dtype_name(named)}")
     return Placement(chosen, named)
 
 

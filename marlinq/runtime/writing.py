@@ -96,7 +96,7 @@ class TextWriter:
         self._max_length = max_length
         self._generator = torch.Generator().manual_seed(seed)
         self._sampling = Sampling(temperature=_TEMPERATURE, top_k=top_k, seed=seed)
-        self._ends = end_tokens(loaded.model)
+        self._ends = end_tokens(loaded.model, loaded.tokenizer)
         self._template = _Template(loaded) if chat else None
         self._progress = progress
         self._round = 0
@@ -116,6 +116,10 @@ class TextWriter:
         """Which forward decodes, and why."""
         decision = self._decoder.decision
         return f"{decision.mode}: {decision.reason}"
+
+    def report_to(self, progress: ReportProgress) -> None:
+        """Report what is written from now on to another function."""
+        self._progress = progress
 
     def close(self) -> None:
         """Let others have the decoder."""

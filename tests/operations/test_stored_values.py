@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import marlinq
 from marlinq.checkpoint import Checkpoint
-from marlinq.core.errors import CheckpointError
+from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.convert import convert
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.rotate import rotate
 from marlinq.operations.verify import verify
 from marlinq.runtime import load
 from tests.testing import faults
+from tests.testing.layouts import INTEGERS
+from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, save_tiny
 from tests.testing.runnable_folders import random_quantizer, save_quantized
+from tests.testing.schemes import scheme
 from tests.testing.tiny_models import tiny_model
 
 VICTIM = "model.layers.0.mlp.up_proj"
@@ -77,3 +86,121 @@ def test_zero_points_of_another_format_are_refused_by_every_command(tmp_path: Pa
             AutoModelForCausalLM.from_pretrained(folder)
     finally:
         marlinq.unregister()
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quantised Mixtral in compressed-tensors."""
+    folder = tmp_path_factory.mktemp("mixture")
+    save_mixture(folder / "model", "mixtral")
+    recipe = Recipe(method="rtn", group_size=32, format="compressed-tensors")
+    quantize(folder / "model", folder / "quantized", recipe=recipe, device="cpu")
+    return folder / "quantized"
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "marlinq.json").unlink(missing_ok=True)
+
+
+def test_a_quantised_router_is_named_by_every_command(mixture: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(mixture, tmp_path / "model")
+    router = "model.layers.0.block_sparse_moe.gate"
+
+    def quantise_it(tensors: dict[str, torch.Tensor]) -> None:
+        weight = tensors.pop(f"{router}.weight")
+        q = round_to_nearest(weight, scheme(32))
+        tensors |= {f"{router}.{key}": value for key, value in INTEGERS["compressed-tensors"].pack(q).items()}
+
+    edit_tensors(folder, quantise_it)
+    edit_config(folder, ignore=["model.layers.1.block_sparse_moe.gate", "lm_head"])
+    says = rf"quantised module {router} \(1 such\) is no linear of MixtralForCausalLM, but its router of 4"
+    with pytest.raises(CheckpointError, match=says):
+        load(folder, device="cpu")
+    with pytest.raises(CheckpointError, match=says):
+        convert(folder, tmp_path / "out", target_format="gptq")
+    assert not (tmp_path / "out").exists()
+    checks = verify(folder, device="cpu").checks
+    assert any(re.search(says, check.detail) for check in checks if check.status == "failed")
+    described = inspect(folder)
+    assert re.search(says, described.servers[0].reason)
+    assert not described.servers[0].loads
+    assert any(re.search(says, note) for note in described.notes)
+    # What the message advises.
+    convert(folder, tmp_path / "dense", target_format="dense", allow_loss=True)
+    load(tmp_path / "dense", device="cpu")
+
+
+def test_a_quantised_draft_layer_is_ignored_where_the_model_is_told_to(tmp_path: Path) -> None:
+    save_mixture(tmp_path / "model", "qwen3-next")
+    recipe = Recipe(method="rtn", group_size=32, format="gptq")
+    quantize(tmp_path / "model", tmp_path / "out", recipe=recipe, device="cpu")
+    folder = tmp_path / "out"
+
+    def add_draft(tensors: dict[str, torch.Tensor]) -> None:
+        attention = "model.layers.1.self_attn.q_proj."
+        for name in [name for name in tensors if name.startswith(attention)]:
+            tensors[f"mtp.layers.0.self_attn.q_proj.{name.removeprefix(attention)}"] = tensors[name].clone()
+
+    edit_tensors(folder, add_draft)
+    loaded = load(folder, device="cpu")
+    assert not any(name.startswith("mtp") for name in loaded.decisions)
+    assert not [check for check in verify(folder, device="cpu").checks if check.status == "failed"]
+    assert inspect(folder).servers[0].loads
+    convert(folder, tmp_path / "awq", target_format="awq")
+
+
+def test_conversion_unties_a_head_that_differs_from_the_embedding(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_quantized(folder, tiny_model("llama"), "gptq", random_quantizer())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    says = "lm_head: differs from the embedding"
+    assert any(says in note for note in inspect(folder).notes)
+    row = next(check for check in verify(folder, device="cpu").checks if check.name == "config")
+    assert row.status == "warning"
+    assert says in row.detail
+    for target in ("awq", "dense"):
+        report = convert(folder, tmp_path / target, target_format=target, allow_loss=target == "dense")
+        assert any("lm_head differs from the embedding" in note for note in report.notes)
+        assert json.loads((tmp_path / target / "config.json").read_text())["tie_word_embeddings"] is False
+    # A copy of the embedding is a tie all the same.
+    edit_tensors(
+        folder,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+    )
+    assert not any("tie_word_embeddings" in note for note in inspect(folder).notes)
+    convert(folder, tmp_path / "tied", target_format="awq")
+    assert json.loads((tmp_path / "tied" / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_a_dtype_that_the_weights_contradict_is_said_and_never_overflows(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_quantized(folder, tiny_model("llama").to(torch.bfloat16), "gptq", random_quantizer())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    row = next(check for check in verify(folder, device="cpu").checks if check.name == "config")
+    assert "names float16, but weights are stored in bfloat16" in row.detail
+    edit_tensors(folder, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
+    with pytest.raises(UnsupportedError, match="model.norm.weight: a value of .* overflows float16"):
+        load(folder, device="cpu", dtype="float16")
+    failed = {check.name for check in verify(folder, device="cpu").checks if check.status == "failed"}
+    assert failed == {"finite"}
+
+
+def test_missing_buffers_and_ends_beyond_the_vocabulary_are_said(tmp_path: Path) -> None:
+    save_mixture(tmp_path / "model", "deepseek-v3")
+    recipe = Recipe(method="rtn", group_size=32)
+    quantize(tmp_path / "model", tmp_path / "out", recipe=recipe, device="cpu")
+    folder = tmp_path / "out"
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    edit_tensors(folder, lambda tensors: tensors.__delitem__(bias))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 4096]}')
+    row = next(check for check in verify(folder, device="cpu").checks if check.name == "loads")
+    assert row.status == "warning"
+    notes = " ".join(load(folder, device="cpu").notes)
+    for said in (f"{bias}: not stored", "eos_token_id 4096 is no token of a vocabulary"):
+        assert said in notes
+        assert said in " ".join((row.detail, *row.problems))

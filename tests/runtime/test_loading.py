@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, TensorPlan, ahead
 from marlinq.checkpoint.header import encode_header
-from marlinq.core.errors import CheckpointError, UsageError
+from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.models.anatomy import Anatomy
 from marlinq.models.recognise import anatomy_of
 from marlinq.runtime import OPERATORS, QuantLinear, generate, load, loading, remembered, stored_operand
@@ -348,3 +348,15 @@ def test_a_later_start_makes_the_same_model_of_what_was_found_out(
     assert len(texts) == 1
     # Whoever loads a model for something else gets transformers' tokenizer.
     assert not isinstance(load(folder, device="cpu").tokenizer, FileTokenizer)
+
+
+def test_saving_a_quantised_model_says_what_to_do(tmp_path: Path) -> None:
+    save_quantized(tmp_path / "model", tiny_model("llama"), "gptq", random_quantizer())
+    loaded = load(tmp_path / "model", device="cpu")
+    with pytest.raises(UnsupportedError, match="is not saved; copy the folder, or .*`marlinq convert`"):
+        loaded.model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    plain = load(save_plain(tmp_path / "plain", tiny_model("llama")), device="cpu").model
+    plain.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved", device="cpu").model
+    assert torch.equal(logits(again), logits(plain))

@@ -220,11 +220,9 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def is_serializable(self) -> bool:
         """False: a model holds its weights as an operator wants them. transformers then refuses to save."""
-        warnings.warn(
-            f"{self.path}: marlinq does not save a loaded model; copy the folder, or write another format "
-            "with `marlinq convert`",
-            stacklevel=3,
-        )
+        from marlinq.runtime.loading import NOT_SAVED
+
+        warnings.warn(f"{self.path}: {NOT_SAVED}", stacklevel=3)
         return False
 
     @property

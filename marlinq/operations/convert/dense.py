@@ -8,11 +8,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from marlinq.checkpoint import CheckpointWriter, QuantizedCheckpoint, TensorPlan, dequantized
+from marlinq.checkpoint import (
+    CheckpointWriter,
+    QuantizedCheckpoint,
+    TensorPlan,
+    dequantized,
+    without_quantization_config,
+)
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import ConversionRefused
 from marlinq.core.progress import ReportProgress
 from marlinq.core.version import __version__
+from marlinq.operations.convert.plan import stored_ties
 from marlinq.operations.convert.report import ConversionReport
 
 if TYPE_CHECKING:
@@ -41,6 +48,7 @@ def convert_to_dense(
     started = time.monotonic()
     stored, dense = source.checkpoint, dequantized(source.checkpoint)
     loss = _loss(source, dense.tensors[f"{next(iter(source.modules))}.weight"].dtype, allow_loss, progress)
+    config, notes = stored_ties(source)
     plans = [TensorPlan(info.name, info.dtype, info.shape) for info in dense.tensors.values()]
     manifest = {
         "marlinq": __version__,
@@ -62,7 +70,12 @@ def convert_to_dense(
                 writer.write(plan.name, dense.tensor(plan.name))
                 writer.commit()
         stored.check_unchanged()
-        writer.finish(config=dense.config, manifest=manifest, side_files_from=stored, extra_json={})
+        writer.finish(
+            config=without_quantization_config(config),
+            manifest=manifest,
+            side_files_from=stored,
+            extra_json={},
+        )
     return ConversionReport(
         source=str(stored.path),
         out=str(out),
@@ -74,7 +87,7 @@ def convert_to_dense(
         side_files=tuple(stored.side_files),
         left_out=tuple(stored.left_out),
         lossy=loss is not None,
-        notes=() if loss is None else (loss,),
+        notes=(*notes, *([] if loss is None else [loss])),
         resumed=resumed,
         source_bytes=stored.nbytes,
         out_bytes=sum(plan.nbytes for plan in plans),
@@ -93,6 +106,11 @@ def _loss(source: QuantizedCheckpoint, dtype: str, allow_loss: bool, progress: R
         progress("checking", done, len(source.modules))
         wide = source.load(module).dequantize()
         kept = wide.to(torch_dtype(dtype)).to(torch.float32)
+        if not bool(torch.isfinite(kept).all()):
+            raise ConversionRefused(
+                f"{source.checkpoint.path}: {module}: its dequantised weights overflow {dtype}, the "
+                "dtype that config.json names"
+            )
         if torch.equal(kept, wide):
             continue
         if not allow_loss:

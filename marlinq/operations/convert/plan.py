@@ -16,7 +16,9 @@ from marlinq.checkpoint import (
     TensorPlan,
     misplaced,
     model_dtype,
+    own_head,
     says_tied,
+    says_untied,
     untied_config,
 )
 from marlinq.core.dtypes import torch_dtype
@@ -27,7 +29,7 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.schemes import NamedScheme
 from marlinq.core.weight import Grid
 from marlinq.formats import Format, Layout, ModuleSpec
-from marlinq.formats.dialects import is_head, write_quantization_config
+from marlinq.formats.dialects import write_quantization_config
 from marlinq.operations.convert.recast import Recast, recast
 from marlinq.operations.convert.sparse import with_sparsity
 
@@ -37,10 +39,6 @@ else:
     from marlinq.core.lazy import torch
 
 _SIXTEEN_BIT = ("float16", "bfloat16")
-
-_MISTIED = (
-    "the source says tie_word_embeddings: true, but its output head is quantised; the output says false"
-)
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -57,7 +55,7 @@ class ConversionPlan:
         tensors: every output tensor, in the source's order.
         weight_dtype: name of the dtype of dequantised weights.
         transposed: dequantised weights are stored [K, N].
-        config: ``config.json`` of the source, but that a quantised head is never called tied.
+        config: ``config.json`` of the source, but that a head with a weight of its own is never called tied.
         quantization_config: of the output.
         recasts: how modules get another scheme, of those that do.
         allow_loss: whether what can't be held exactly is rounded.
@@ -107,6 +105,7 @@ def plan_conversion(
         ConversionRefused: the target can't hold a module without loss; nothing has been written.
         CheckpointError: the source contradicts itself.
     """
+    unknown = _check_linears(source)
     recasts = _recasts(source, target, scheme)
     specs = {
         name: replace(spec, scheme=recasts[name].target.for_channels(spec.in_features))
@@ -133,10 +132,10 @@ def plan_conversion(
     progress("checking", len(source.modules), len(source.modules))
     modules = {name: grids.target_spec(name) for name in kept}
 
-    config = source.checkpoint.config
-    weight_dtype = model_dtype(config) or next(iter(source.modules.values())).scheme.scale_dtype
-    # Whether it stays quantised or not, it has a weight of its own.
-    mistied = says_tied(config) and any(is_head(name) for name in source.modules)
+    weight_dtype = (
+        model_dtype(source.checkpoint.config) or next(iter(source.modules.values())).scheme.scale_dtype
+    )
+    config, mistied = stored_ties(source)
     transposed = config.get("model_type") in TRANSPOSED_WEIGHTS
     return ConversionPlan(
         source=source,
@@ -146,13 +145,41 @@ def plan_conversion(
         tensors=_tensors(source, target, modules, weight_dtype, transposed),
         weight_dtype=weight_dtype,
         transposed=transposed,
-        config=untied_config(config) if mistied else dict(config),
+        config=config,
         quantization_config=write_quantization_config(target, modules, unquantized),
         recasts=recasts,
         allow_loss=allow_loss,
         lossy=grids.lossy,
-        notes=(*grids.notes(kept), *_fused_notes(set(skipped), kept), *([_MISTIED] if mistied else [])),
+        notes=(
+            *([] if unknown is None else [unknown]),
+            *grids.notes(kept),
+            *_fused_notes(set(skipped), kept),
+            *mistied,
+        ),
     )
+
+
+def _check_linears(source: QuantizedCheckpoint) -> str | None:
+    if not source.doubtful_linears():
+        return None
+    # Needs transformers, which most conversions do without.
+    from marlinq.models import check_linears
+
+    return check_linears(source)
+
+
+def stored_ties(source: QuantizedCheckpoint) -> tuple[dict[str, Any], list[str]]:
+    """``config.json`` that ties the head only where nothing stored contradicts it; and what is said of that.
+
+    Raises:
+        CheckpointError: a file was changed since it was opened, or ends early.
+    """
+    config = source.checkpoint.config
+    own = None if says_untied(config) else own_head(source.checkpoint, source.modules)
+    if own is None:
+        return dict(config), []
+    note = f"the source says tie_word_embeddings: true, but {own.replace(': ', ' ')}; the output says false"
+    return untied_config(config), [note] if says_tied(config) else []
 
 
 def _recasts(source: QuantizedCheckpoint, target: Format, scheme: NamedScheme | None) -> dict[str, Recast]:
@@ -237,6 +264,7 @@ class _Scan:
         grid = self._source.load_grid(name)
         declared = self._source.config.rules.scheme(name)
         if not stored:
+            self._check_dequantized(name)
             return
         rounds = self._source.layouts[name].rounds
         if rounds is not None:
@@ -253,6 +281,14 @@ class _Scan:
             self._flag_without_order = True
         if self._exact_in_model_dtype:
             self._exact_in_model_dtype = _exact(grid, self._model_dtype)
+
+    def _check_dequantized(self, name: str) -> None:
+        dtype = self._model_dtype or self._specs[name].scheme.scale_dtype
+        if not bool(torch.isfinite(self._source.load(name).dequantize(torch_dtype(dtype))).all()):
+            raise ConversionRefused(
+                f"{self._source.checkpoint.path}: {name}: its dequantised weights overflow {dtype}, the "
+                "dtype that config.json names"
+            )
 
     def _recast(self, name: str) -> Grid:
         """The module in its new scheme."""

@@ -76,6 +76,7 @@ class Whole:
         fused_rules: what rules for single modules say of names that servers give fused layers: element,
             group size and the like, as :attr:`Layer.scheme`; None for one that is kept. Layouts whose rules
             are not looked up by such names have none.
+        no_linear: a quantised module that is no linear of the model, and what it is there; or None.
     """
 
     layout: str
@@ -87,6 +88,7 @@ class Whole:
     tied: bool = False
     says_head: bool = True
     fused_rules: Mapping[str, tuple[object, ...] | None] = field(default_factory=dict)
+    no_linear: str | None = None
 
 
 def verdicts(
@@ -102,7 +104,7 @@ def verdicts(
     asked = Split(tensor_parallel, whole.heads, whole.kv_heads)
     if tensor_parallel > 1:
         return tuple(_judge(server, layers, whole, asked) for server in servers() if server.parallel)
-    return (_own(layers), *(_judge(server, layers, whole, asked) for server in servers()))
+    return (_own(layers, whole), *(_judge(server, layers, whole, asked) for server in servers()))
 
 
 def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Split) -> ServerVerdict:
@@ -331,8 +333,10 @@ def _limits_refusal(limits: Limits, layer: Layer) -> str | None:
     return None
 
 
-def _own(layers: Mapping[str, Layer]) -> ServerVerdict:
+def _own(layers: Mapping[str, Layer], whole: Whole) -> ServerVerdict:
     """marlinq itself: what its kernel can't hold it multiplies as a dense matrix."""
+    if whole.no_linear is not None:
+        return ServerVerdict(OWN, __version__, False, (), whole.no_linear)
     against = {name: reason for name, layer in layers.items() if (reason := _own_refusal(layer)) is not None}
     unreadable = {
         name: "its zeros are ambiguous" for name, layer in layers.items() if layer.problem is not None

@@ -6,9 +6,10 @@ import math
 import os
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, floating_linears, says_tied
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, floating_linears, own_head, says_tied
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.progress import Progress, shows_progress
 from marlinq.formats import ModuleSpec
@@ -62,7 +63,11 @@ def inspect(
         stored = stored_facts(quantized, name)
         layers[name] = _layer(quantized, name, spec, stored)
         facts.append(_facts(quantized, name, spec, stored))
+    stranger, unknown = _strangers(quantized)
+    own = own_head(opened, quantized.modules) if says_tied(opened.config) else None
     unquantized = tuple(quantized.unquantized_linears())
+    whole = replace(_whole(quantized, unquantized), no_linear=stranger)
+    said = [text for text in (stranger, unknown) if text is not None]
     nbytes = sum(module.nbytes for module in facts)
     weights = sum(module.in_features * module.out_features for module in facts)
     others = sum(math.prod(opened.tensors[name].shape) for name in quantized.passthrough)
@@ -85,10 +90,23 @@ def inspect(
         linear_bits=8 * nbytes / weights,
         model_bits=8 * opened.nbytes / (weights + others),
         tensor_parallel=tensor_parallel,
-        servers=verdicts(layers, _whole(quantized, unquantized), tensor_parallel=tensor_parallel),
-        notes=tuple(_notes(facts, layers, tensor_parallel, tied=says_tied(opened.config))),
+        servers=verdicts(layers, whole, tensor_parallel=tensor_parallel),
+        notes=(*said, *_notes(facts, layers, tensor_parallel, own_head=own)),
         modules=tuple(facts) if modules else None,
     )
+
+
+def _strangers(quantized: QuantizedCheckpoint) -> tuple[str | None, str | None]:
+    """Which quantised module is no linear of the model, in words, and why that can't be told; or None."""
+    if not quantized.doubtful_linears():
+        return None, None
+    # Needs torch and transformers, which other checkpoints are described without.
+    from marlinq.models import check_linears
+
+    try:
+        return None, check_linears(quantized)
+    except CheckpointError as refusal:
+        return str(refusal).removeprefix(f"{quantized.checkpoint.path}: "), None
 
 
 def planned_verdicts(planned: QuantizedCheckpoint, *, tensor_parallel: int = 1) -> tuple[ServerVerdict, ...]:
@@ -250,7 +268,7 @@ def _order(quantized: QuantizedCheckpoint, facts: list[ModuleFacts]) -> str:
 
 
 def _notes(
-    facts: list[ModuleFacts], layers: dict[str, Layer], tensor_parallel: int, *, tied: bool
+    facts: list[ModuleFacts], layers: dict[str, Layer], tensor_parallel: int, *, own_head: str | None
 ) -> Iterable[str]:
     for module in facts:
         if module.problem is not None:
@@ -269,10 +287,9 @@ def _notes(
     ]
     if wrong:
         yield f"{wrong[0].name}: the config says symmetric, but the stored zero points differ"
-    heads = [module for module in facts if is_head(module.name)]
-    if heads and tied:
+    if own_head is not None:
         yield (
-            f"{heads[0].name}: is quantised, but the config says tie_word_embeddings: true; loaders that "
+            f"{own_head}, but the config says tie_word_embeddings: true; loaders that "
             "trust it multiply by the embedding instead; converting it writes false"
         )
     inside = sum(len(members) for members in experts(layers).values())

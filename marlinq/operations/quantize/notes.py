@@ -5,9 +5,9 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from marlinq.checkpoint import CheckpointWriter
 from marlinq.core.errors import OutputError
 from marlinq.operations.quantize.report import ModuleReport
 from marlinq.operations.quantize.tuning import NOTE, TuningReport
@@ -27,13 +27,17 @@ def module_reports(notes: Mapping[str, Any]) -> dict[str, ModuleReport]:
     }
 
 
-def check_notes(writer: CheckpointWriter) -> None:
-    """Make sure that the notes of the run that ``writer`` resumes have the fields and types of ours.
+def check_notes(notes: Mapping[str, Any], folder: Path) -> None:
+    """Make sure that the notes of a run have the fields and types of ours.
+
+    Args:
+        notes: as a writer has them.
+        folder: they were found in.
 
     Raises:
         OutputError: one has not.
     """
-    for name, note in writer.notes.items():
+    for name, note in notes.items():
         fields = _TEXT_FIELDS if name == TEXT else None
         if name.startswith(_MODULE):
             fields = get_type_hints(ModuleReport)
@@ -45,8 +49,7 @@ def check_notes(writer: CheckpointWriter) -> None:
         known = isinstance(note, dict) and (set(note) == set(fields) if exact else set(note) >= set(fields))
         if not known or not all(_fits(note[field], hint) for field, hint in fields.items()):
             raise OutputError(
-                f"{writer.partial}: the note {name!r} in its journal is damaged; "
-                "remove the folder and start over"
+                f"{folder}: the note {name!r} in its journal is damaged; remove the folder and start over"
             )
 
 

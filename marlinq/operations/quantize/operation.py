@@ -9,7 +9,9 @@ finish       Prepared, Solved   -> the finished folder with manifest, card and r
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES
 from marlinq.core.devices import resolve_device
@@ -23,11 +25,12 @@ from marlinq.core.progress import (
 )
 from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.finish import finish, run_report, write_run_report
+from marlinq.operations.quantize.finished import finished_run
 from marlinq.operations.quantize.gather_text import gather_text
 from marlinq.operations.quantize.output import open_output
 from marlinq.operations.quantize.prepare import prepare
 from marlinq.operations.quantize.ranks import joined_ranks
-from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.recipe import Recipe, as_recipe
 from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.quantize.solve import solve
 
@@ -37,7 +40,7 @@ def quantize(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    recipe: Recipe | None = None,
+    recipe: Recipe | Mapping[str, Any] | None = None,
     device: str = "auto",
     resume: bool = False,
     revision: str | None = None,
@@ -58,10 +61,11 @@ def quantize(
     Args:
         model: a local folder with safetensors weights, or a Hub id.
         out: the folder to create; ``<out>.partial`` while the run lasts.
-        recipe: format, method, bits, calibration and so on; the defaults of :class:`Recipe` when None.
+        recipe: format, method, bits, calibration and so on, as a :class:`Recipe` or a dict of its settings;
+            its defaults when None.
         device: ``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
         resume: continue an interrupted run of the same recipe, model and machine; the result has the same
-            bytes as an undisturbed run.
+            bytes as an undisturbed run. Of a run that is finished the report is returned.
         revision: branch, tag or commit of a Hub id; the main branch when None.
         max_shard_size: bytes of tensor data a file of weights holds at most.
         trust_remote_code: run model code that the checkpoint brings.
@@ -74,6 +78,12 @@ def quantize(
         MarlinqError: one of its subclasses; see :mod:`marlinq.core.errors`.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
+    recipe = as_recipe(recipe)
+    if resume:
+        finished = finished_run(model, Path(out), recipe, revision=revision, progress=progress)
+        if finished is not None:
+            (message or messages_beside(progress))(f"{out}: this run is finished; nothing is left to do")
+            return finished
     chosen = resolve_device(device)
     with joined_ranks(chosen) as ranks:
         clock = StageClock(progress if ranks.first else no_progress)
@@ -81,7 +91,7 @@ def quantize(
         prepared = prepare(
             model,
             Path(out),
-            recipe or Recipe(),
+            recipe,
             chosen,
             ranks,
             resume=resume,

@@ -59,7 +59,7 @@ def open_output(
             max_shard_bytes=max_shard_size,
             resume=resume,
         )
-        check_notes(writer)
+        check_notes(writer.notes, writer.partial)
     state = share_state(writer, ranks)
     writer = writer or FollowingWriter(out, state)
     copied = plan.copied if ranks.first else ()

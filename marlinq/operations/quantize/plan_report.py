@@ -21,13 +21,14 @@ from marlinq.kernels.contract.device import H200
 from marlinq.operations.inspect.eligibility import ServerVerdict
 from marlinq.operations.inspect.operation import planned_verdicts
 from marlinq.operations.quantize.budget import tuning_work, writing_dtype
+from marlinq.operations.quantize.counting import local_tokens
 from marlinq.operations.quantize.estimate import Estimate, estimate
 from marlinq.operations.quantize.numerics import described_dtype
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.prepare import open_source, plan_run
-from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.recipe import Recipe, as_recipe
 from marlinq.operations.quantize.solve import TOKEN_BUDGET
-from marlinq.operations.quantize.text import PlannedText, planned_tuning_text, stored_dtype
+from marlinq.operations.quantize.text import PlannedText, planned_text, planned_tuning_text, stored_dtype
 from marlinq.operations.quantize.tuning import tuning_bytes
 from marlinq.operations.quantize.watch import duration
 from marlinq.runtime.operand import format_of, kernel_granularity, scheme_refusal
@@ -93,7 +94,7 @@ class PlanReport(Shown):
         tuning_text: what the model will write to be tuned on beside it, in words; None for nothing.
         estimate: seconds and bytes.
         device, dtype: where and in which dtype blocks run.
-        gpu: the GPU that the kernels are named for.
+        gpu: the GPU that the kernels are named for: the run's own, or an H200 where it has none.
         kernels: marlinq's, for every shape.
         servers: verdicts by the number of GPUs that share each layer.
     """
@@ -153,7 +154,7 @@ class PlanReport(Shown):
         return [
             Facts(tuple(rows)),
             _fate_table(self.fates),
-            _kernel_table(self.kernels, self.gpu),
+            _kernel_table(self.kernels, self.gpu, example=self.device == "cpu"),
             _server_table(self.servers),
             lines(*_server_reasons(self.servers)),
         ]
@@ -163,28 +164,33 @@ def plan_quantize(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    recipe: Recipe | None = None,
+    recipe: Recipe | Mapping[str, Any] | None = None,
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PlanReport:
     """What :func:`~marlinq.operations.quantize.quantize` would do with the same arguments.
 
-    Reads config and headers; no weight is loaded and nothing is written. Two products and a small solve are
+    Reads config, headers and calibration text that lies on this machine; no weight is loaded and nothing is
+    written. Two products and a small solve are
     timed on the device.
 
     Raises:
         MarlinqError: as the run itself would before it begins.
     """
-    recipe = recipe or Recipe()
+    recipe = as_recipe(recipe)
     chosen = resolve_device(device)
     checkpoint = open_source(model, revision=revision)
     check_place(Path(out), resume=True, source=checkpoint.path)
     decisions = plan_run(checkpoint, recipe, chosen, trust_remote_code=trust_remote_code)
-    blueprint, plan, texts = decisions.blueprint, decisions.plan, decisions.texts
+    blueprint, plan = decisions.blueprint, decisions.plan
+    if plan.method.calibrated:
+        counted = local_tokens(recipe, checkpoint, blueprint, trust_remote_code=trust_remote_code)
+        texts = planned_text(recipe, checkpoint, blueprint, chosen, counted)
+        decisions = replace(decisions, texts=tuple(texts))
     work, tuning, dtype, products = decisions.work, decisions.tuning, decisions.dtype, decisions.products
     own = planned_tuning_text(recipe, checkpoint, blueprint, chosen)
-    written = [text for text in (*texts, own) if text is not None and text.budget is not None]
+    written = [text for text in (*decisions.texts, own) if text is not None and text.budget is not None]
     stored = stored_dtype(checkpoint, blueprint)
     guess = estimate(
         plan,
@@ -219,7 +225,7 @@ def plan_quantize(
         group_size=None if plan.automatic is None else plan.automatic.describe(),
         source_bytes=checkpoint.nbytes,
         output_bytes=sum(tensor.nbytes for tensor in plan.tensors),
-        calibration=", ".join(map(_described, texts)) or None,
+        calibration=", ".join(map(_described, decisions.texts)) or None,
         tuning_text=None if own is None else _described(own),
         tokens=decisions.tokens,
         estimate=guess,
@@ -233,7 +239,7 @@ def plan_quantize(
 
 def _described(text: PlannedText) -> str:
     if text.budget is None:
-        return f"at most {text.tokens} tokens of {text.source}"
+        return f"{'' if text.counted else 'at most '}{text.tokens} tokens of {text.source}"
     first = f", the first {text.tokens} to calibrate on" if text.tokens < text.budget.tokens else ""
     return f"{text.budget.tokens} tokens that the model writes itself ({text.budget.reason}){first}"
 
@@ -320,14 +326,18 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, ends)) for ends in found)
 
 
-def _kernel_table(kernels: Sequence[ShapeKernels], gpu: str) -> Table:
+def _kernel_table(kernels: Sequence[ShapeKernels], gpu: str, *, example: bool) -> Table:
+    """The kernels for each shape; as an ``example`` where the run itself uses no GPU."""
     rows = []
     for each in kernels:
         chosen = [each.kernels.get(count, each.kernels.get(0, "-")) for count in KERNEL_ROWS]
         sizes = (str(each.in_features), str(each.out_features), str(each.group_size), str(each.modules))
         rows.append((*sizes, *chosen))
+    title = f"marlinq's kernels on {gpu}"
+    if example:
+        title += ", as an example: this plan is for the CPU"
     header = ("K", "N", "group", "linears", *(f"{count} row{'s'[: count > 1]}" for count in KERNEL_ROWS))
-    return Table(header, tuple(rows), numbers=(0, 1, 2, 3), title=f"marlinq's kernels on {gpu}")
+    return Table(header, tuple(rows), numbers=(0, 1, 2, 3), title=title)
 
 
 def _server_table(servers: Mapping[int, Sequence[ServerVerdict]]) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from marlinq.checkpoint import Checkpoint, TensorPlan, floating_linears, says_tied, untied_config
+from marlinq.checkpoint import Checkpoint, TensorPlan, floating_linears, says_untied, untied_config
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.granularity import Granularity
@@ -197,7 +197,7 @@ def plan_output(
         tensors.extend(_packed(head))
     config = {**checkpoint.config, "quantization_config": quantization_config}
     # Loaders that believe the config would leave the stored head unread.
-    mistied = says_tied(config) and blueprint.head is not None and not blueprint.tied
+    mistied = not says_untied(config) and blueprint.head is not None and not blueprint.tied
     return OutputPlan(
         format=form,
         method=_method(modules.values()),

@@ -515,10 +515,11 @@ class Recipe:
         return cls._changed(None, changes)
 
     def quality_record(self) -> dict[str, Any]:
-        """The quality's name and version, and which of its settings have other values here."""
+        """The quality's name and version, and which of its settings have other values here; options that the
+        recipe's method does not have are none."""
         quality = QUALITIES[self.quality]
         own = self.to_dict()
-        changed = sorted(key for key, value in quality.settings.items() if own.get(key) != value)
+        changed = sorted(key for key, value in quality.settings.items() if key in own and own[key] != value)
         return {"name": quality.name, "version": quality.version, "changed": changed}
 
     def replace(self, **changes: Any) -> Recipe:
@@ -560,6 +561,22 @@ class Recipe:
         }
         rest["options"] = replace(kept, **chosen)
         return replace(recipe, **rest) if recipe else cls(**rest)
+
+
+def as_recipe(value: Recipe | Mapping[str, Any] | None) -> Recipe:
+    """A recipe, from one, from its settings by name, or from None, the defaults.
+
+    Raises:
+        UsageError: it is anything else, or as :meth:`Recipe.from_dict`.
+    """
+    if value is None or isinstance(value, Recipe):
+        return value or Recipe()
+    if isinstance(value, Mapping):
+        return Recipe.from_dict(value)
+    raise UsageError(
+        f"recipe: expected a marlinq.Recipe or a dict of its settings, found {type(value).__name__}; "
+        "read_recipe reads a YAML file"
+    )
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -159,7 +159,7 @@ class QuantizeReport(Shown):
         linears = f"{inside} linears in {self.blocks} blocks{head} with {self.method}"
         rows = [
             ("made", f"{self.out}, {self.format}, {sizes}"),
-            ("quality", _quality(self.quality)),
+            *_quality(self.quality),
             ("quantised", linears),
             *(("", f"{count} as {scheme}") for scheme, count in self.schemes.items()),
             *(("", f"{count} by {reason}") for reason, count in self._reasons()),
@@ -251,9 +251,12 @@ def expert_of(module: str) -> str | None:
     return None if layer is None else module.rpartition(".")[0]
 
 
-def _quality(quality: Mapping[str, Any]) -> str:
+def _quality(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A row on the recipe's quality; none where the method is another than the quality's."""
+    if "method" in quality["changed"]:
+        return []
     changed = f", with other {', '.join(quality['changed'])}" if quality["changed"] else ""
-    return f"{quality['name']} (version {quality['version']}){changed}"
+    return [("quality", f"{quality['name']} (version {quality['version']}){changed}")]
 
 
 def _tuning_rows(tuning: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import gc
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from marlinq.core.settings import AUTO
 from marlinq.methods import METHODS
 from marlinq.models import Blueprint, ModelInstance, TensorNames
 from marlinq.operations.quantize.budget import SAMPLES, TextBudget, Work, enough, text_budget, writing_dtype
+from marlinq.operations.quantize.pace import Pace
 from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe
 from marlinq.runtime import LoadedModel
 from marlinq.runtime.loading import read_generation_config
@@ -165,12 +166,19 @@ _CALIBRATED_WITH = 80_000
 
 @dataclass(frozen=True)
 class PlannedText:
-    """What a source is to give: tokens to calibrate on at most, and the budget where the model itself writes
-    them, maybe more of them to be tuned on."""
+    """What a source is to give.
+
+    Attributes:
+        source: as spelled.
+        tokens: to calibrate on, at most.
+        budget: where the model itself writes them, maybe more of them to be tuned on.
+        counted: it gives so many tokens, neither more nor less.
+    """
 
     source: str
     tokens: int
     budget: TextBudget | None = None
+    counted: bool = False
 
 
 def tuning_part(recipe: Recipe) -> SourcePart | None:
@@ -208,9 +216,18 @@ def planned_tuning_text(
 
 
 def planned_text(
-    recipe: Recipe, checkpoint: Checkpoint, blueprint: Blueprint, device: torch.device
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    device: torch.device,
+    counted: Mapping[str, int] | None = None,
 ) -> list[PlannedText]:
-    """What every source of ``recipe`` is to give to calibrate on."""
+    """What every source of ``recipe`` is to give to calibrate on.
+
+    Args:
+        recipe, checkpoint, blueprint, device: of the run.
+        counted: tokens of sources that have been counted.
+    """
     work = Work.of(blueprint)
     found = []
     longest = work.longest(recipe)
@@ -219,6 +236,9 @@ def planned_text(
             dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
             budget = text_budget(part.recipe, work, device, dtype, most=part.most)
             found.append(PlannedText(part.source, min(budget.tokens, _calibrated(recipe)), budget))
+            continue
+        if counted is not None and part.source in counted:
+            found.append(PlannedText(part.source, counted[part.source], counted=True))
             continue
         bounds = [part.tokens, None if part.samples is None else part.samples * longest]
         tokens = min(bound for bound in bounds if bound is not None)
@@ -547,10 +567,11 @@ def text_by_the_model(
         chat=recipe.chat_template != NO_TEMPLATE,
         # What is tuned is held to the original's predictions everywhere, behind rare tokens as well.
         top_k=0 if recipe.tune_steps else TOP_K,
-        progress=progress,
     )
     try:
-        message(announcement(budget, writer.seconds_for(budget.tokens), to_tune=to_tune))
+        seconds = writer.seconds_for(budget.tokens)
+        message(announcement(budget, seconds, to_tune=to_tune))
+        writer.report_to(Pace(seconds, progress, message))
         written = writer.write(tokens=budget.tokens, documents=budget.documents)
     finally:
         writer.close()

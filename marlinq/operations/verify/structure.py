@@ -12,20 +12,26 @@ from safetensors import safe_open
 from marlinq.checkpoint import (
     Checkpoint,
     QuantizedCheckpoint,
+    dtype_contradiction,
+    model_dtype,
+    own_head,
     read_quantization_config,
+    says_tied,
     without_quantization_config,
 )
 from marlinq.checkpoint.quantization_config import read_separate_config
 from marlinq.checkpoint.reader import QUANTIZE_CONFIGS
 from marlinq.core import boundaries
+from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress
 from marlinq.formats import ModuleSpec, TensorSpec
 from marlinq.formats.dialects import is_head
-from marlinq.models import Blueprint, TensorNames, build_blueprint, converted
+from marlinq.models import Blueprint, TensorNames, build_blueprint, converted, without_false_ties
 from marlinq.operations.verify.report import Check, Findings
 from marlinq.runtime.loading import (
+    contradictions,
     match_tensors,
     read_generation_config,
     read_tokenizer,
@@ -38,12 +44,13 @@ _BLOCK = re.compile(r"\.(\d+)\.")
 def model_blueprint(checkpoint: Checkpoint, trust_remote_code: bool) -> Blueprint | str:
     """The model that config.json describes, or why it can't be built."""
     try:
-        return build_blueprint(
+        blueprint = build_blueprint(
             without_quantization_config(checkpoint.config),
             source=str(checkpoint.path),
             tensors=checkpoint.tensors,
             trust_remote_code=trust_remote_code,
         )
+        return without_false_ties(blueprint, checkpoint)
     except MarlinqError as error:
         return str(error)
 
@@ -74,6 +81,15 @@ def check_config(view: QuantizedCheckpoint) -> Check:
             said, here = other.rules.scheme(module), view.config.rules.scheme(module)
             if other.format != view.config.format or said != here:
                 findings.failures.append(f"{name}: describes {module} otherwise than config.json does")
+    config = view.checkpoint.config
+    own = own_head(view.checkpoint, view.modules) if says_tied(config) else None
+    if own is not None:
+        findings.warnings.append(
+            f"{own}, but config.json says tie_word_embeddings: true; loaders that trust it multiply by the "
+            "embedding instead"
+        )
+    if (contradiction := dtype_contradiction(view.checkpoint)) is not None:
+        findings.warnings.append(contradiction)
     beside = f", {' and '.join(seen)} in step" if seen else ""
     return findings.result(f"{view.format.name}, {len(view.modules)} quantised modules{beside}")
 
@@ -157,12 +173,9 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
             claimed.update(view.tensor_names(module).values())
     owned = {name for module in view.modules for name in view.tensor_names(module).values()}
     for name in tensors:
-        if name in claimed:
-            continue
-        if name in owned:
-            findings.failures.append(f"{name}: belongs to no linear of the model")
-        elif not any(re.search(pattern, name) for pattern in blueprint.ignored):
-            findings.failures.append(f"{name}: belongs to no parameter of the model")
+        if name not in claimed and not any(re.search(pattern, name) for pattern in blueprint.ignored):
+            kind = "linear" if name in owned else "parameter"
+            findings.failures.append(f"{name}: belongs to no {kind} of the model")
 
 
 def _in_memory(view: QuantizedCheckpoint, blueprint: Blueprint) -> Checkpoint:
@@ -250,8 +263,14 @@ def check_loads(view: QuantizedCheckpoint, blueprint: Blueprint | str, trust_rem
     findings = Findings("loads")
     if isinstance(blueprint, str):
         findings.failures.append(blueprint)
+
+    def contradicted() -> None:
+        generation_config = read_generation_config(view.checkpoint)
+        if not isinstance(blueprint, str):
+            findings.warnings.extend(contradictions(blueprint, view.checkpoint, generation_config))
+
     attempts: list[Callable[[], object]] = [
-        lambda: read_generation_config(view.checkpoint),
+        contradicted,
         lambda: read_tokenizer(view.checkpoint, trust_remote_code),
     ]
     if not isinstance(blueprint, str):
@@ -286,6 +305,8 @@ def check_safetensors(checkpoint: Checkpoint) -> Check:
 def check_finite(view: QuantizedCheckpoint, report_progress: ReportProgress) -> Check:
     """Norms, embeddings and biases hold numbers. A quantised module's scales are looked at by themselves."""
     findings = Findings("finite")
+    named = model_dtype(view.checkpoint.config) or "float32"
+    dtype = torch_dtype(named)
     names = [name for name in view.passthrough if "float" in view.checkpoint.tensors[name].dtype]
     for done, name in enumerate(names):
         report_progress("looking for NaN and infinity", done, len(names))
@@ -294,6 +315,8 @@ def check_finite(view: QuantizedCheckpoint, report_progress: ReportProgress) -> 
         bad = int((~torch.isfinite(tensor if tensor.dtype.itemsize > 1 else tensor.float())).sum())
         if bad:
             findings.failures.append(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite")
+        elif tensor.dtype != dtype and bool((~torch.isfinite(tensor.to(dtype))).any()):
+            findings.failures.append(f"{name}: overflows {named}, the dtype that config.json names")
     return findings.result(f"{len(names)} unquantised tensors hold no NaN and no infinity")
 
 

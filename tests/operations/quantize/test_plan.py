@@ -20,12 +20,13 @@ from marlinq.operations.quantize.budget import (
     tuning_budget,
     tuning_rates,
 )
+from marlinq.operations.quantize.pace import Pace
 from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL
 from marlinq.operations.quantize.recipe import Override
 from marlinq.operations.quantize.tuning import TuningSettings
 from marlinq.operations.quantize.tuning.rows import NOISE
 from tests.testing.mixtures import save_mixture
-from tests.testing.original_folders import RECIPE, save_tiny
+from tests.testing.original_folders import RECIPE, ROWS, save_tiny
 
 CPU = torch.device("cpu")
 
@@ -84,6 +85,32 @@ def test_no_weight_is_read_and_nothing_is_written(tmp_path: Path, monkeypatch: p
     assert len(values["fates"]) == len(plan.fates)
     assert set(values["servers"]) == {"1", "2", "4", "8"}
     assert values["estimate"]["seconds"] > 0
+
+
+def test_a_local_file_is_counted_and_a_rule_that_matches_nothing_is_told(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    recipe = RECIPE.replace(calibration=str(ROWS), max_length=64, overrides=(Override.parse("no_such=skip"),))
+    with pytest.warns(UserWarning, match="override 'no_such' matches no linear of the model"):
+        plan = plan_quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    # Eight rows of forty tokens; the bound is eight of sixty-four.
+    assert plan.tokens == 320
+    assert f"320 tokens of {ROWS}" in plan.render()
+    assert "at most" not in plan.render()
+    assert "as an example: this plan is for the CPU" in plan.render()
+
+
+def test_a_time_that_was_announced_too_short_is_said_anew() -> None:
+    clock, said, seen = [0.0], [], []
+    pace = Pace(20, lambda *step: seen.append(step), said.append, clock=lambda: clock[0])
+    for seconds, done in ((5, 1), (12, 50), (20, 50), (40, 60), (41, 61), (200, 70), (300, 100)):
+        clock[0] = seconds
+        pace("writing text", done, 100)
+    assert said == [
+        "writing text: 50 of 100 in 20 s, slower than expected; about 20 s left",
+        "writing text: 60 of 100 in 40 s, slower than expected; about 27 s left",
+        "writing text: 70 of 100 in 3 min 20 s, slower than expected; about 1 min 26 s left",
+    ]
+    assert len(seen) == 7
 
 
 def test_a_method_without_text_plans_none(tmp_path: Path) -> None:

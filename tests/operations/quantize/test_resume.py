@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,10 +15,11 @@ import torch
 
 from marlinq.checkpoint import CheckpointWriter
 from marlinq.checkpoint.partial import PartialFolder
-from marlinq.core.errors import CheckpointError, OutputError
+from marlinq.core.errors import CheckpointError, OutputError, UsageError
 from marlinq.methods import METHODS
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
+from tests.testing.faults import flipped
 from tests.testing.original_folders import READ, RECIPE, folder_bytes, save_tiny
 
 
@@ -203,6 +205,33 @@ def test_another_recipe_model_or_text_is_not_resumed(tmp_path: Path) -> None:
     quantize(source, out, recipe=recipe, device="cpu", resume=True)
 
 
+def test_resuming_what_is_finished_returns_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    recipe = READ.replace(method="rtn")
+    whole = quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    before = folder_bytes(tmp_path / "out")
+    monkeypatch.setattr(METHODS["rtn"], "solve", _dies)
+    said: list[str] = []
+    again = quantize(
+        source, tmp_path / "out", recipe=recipe.to_dict(), device="cpu", resume=True, message=said.append
+    )
+    assert said == [f"{tmp_path / 'out'}: this run is finished; nothing is left to do"]
+    assert (again.modules, again.kept, again.calibration) == (whole.modules, whole.kept, whole.calibration)
+    assert (again.blocks, again.resumed_blocks, again.dtype) == (whole.blocks, whole.blocks, whole.dtype)
+    assert again.output_bytes == whole.output_bytes
+    assert "quality" not in again.render()
+    assert folder_bytes(tmp_path / "out") == before
+    for other in (recipe.replace(seed=7), {"method": "rtn"}):
+        with pytest.raises(OutputError, match="no run of this recipe and source left it"):
+            quantize(source, tmp_path / "out", recipe=other, device="cpu", resume=True)
+    with pytest.raises(OutputError, match="no run of this recipe and source left it"):
+        quantize(source, source, recipe=recipe, device="cpu", resume=True)
+    with pytest.raises(UsageError, match=r"recipe: expected a marlinq\.Recipe or a dict"):
+        quantize(source, tmp_path / "other", recipe="rtn", device="cpu")  # type: ignore[arg-type]
+
+
 def test_resuming_nothing_is_said(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     with pytest.warns(UserWarning, match="no unfinished run to resume; starting afresh"):
@@ -210,20 +239,59 @@ def test_resuming_nothing_is_said(tmp_path: Path) -> None:
     assert report.resumed_blocks == 0
 
 
-def test_damaged_leftovers_are_noticed(tmp_path: Path) -> None:
+def test_every_flipped_byte_of_what_is_taken_up_is_noticed(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    interrupted(source, tmp_path / "out")
-    shard = tmp_path / "out.partial" / "model.safetensors"
-    data = bytearray(shard.read_bytes())
-    name = b"model.layers.0.mlp.down_proj.qweight"
-    header = int.from_bytes(data[:8], "little")
-    import json
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    recipe = RECIPE.replace(method="rtn")
+    with pytest.MonkeyPatch.context() as patch:
+        # Everything is written; nothing is left to compute.
+        patch.setattr(CheckpointWriter, "finish", _dies)
+        with pytest.raises(Killed):
+            quantize(source, out, recipe=recipe, device="cpu")
+    data = (partial / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    places = json.loads(data[8:header])
+    # One of each kind, its first byte and its last in turn.
+    names = [
+        *(f"model.layers.1.mlp.up_proj.{suffix}" for suffix in ("qweight", "scales", "qzeros", "g_idx")),
+        *("model.layers.2.input_layernorm.weight", "model.embed_tokens.weight"),
+    ]
+    for number, name in enumerate(names):
+        start, end = places[name]["data_offsets"]
+        with flipped(partial / "model.safetensors", header + (end - 1 if number % 2 else start)):
+            said = refusal(source, out, recipe)
+        assert f"tensor {name} was changed since it was written" in said
+    journal = partial / "journal.jsonl"
+    for place in (0, 40, journal.stat().st_size // 2):
+        with flipped(journal, place):
+            assert "journal.jsonl: is damaged" in refusal(source, out, recipe)
+    # What was flipped back is whole.
+    quantize(source, out, recipe=recipe, device="cpu", resume=True)
 
-    start = json.loads(data[8 : 8 + header])[name.decode()]["data_offsets"][0]
-    data[8 + header + start] ^= 1
-    shard.write_bytes(bytes(data))
-    with pytest.raises(CheckpointError, match=r"down_proj\.qweight was changed"):
-        quantize(source, tmp_path / "out", recipe=READ, device="cpu", resume=True)
+
+def test_a_flipped_byte_of_kept_text_is_noticed(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "quantising blocks":
+            raise Killed
+
+    with pytest.raises(Killed):
+        quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", progress=stop)
+    with flipped(tmp_path / "out.partial" / "calibration.json", 70):
+        assert "calibration.json: is damaged" in refusal(source, tmp_path / "out", RECIPE)
+
+
+def _dies(*args: Any, **kwargs: Any) -> None:
+    raise Killed
+
+
+def refusal(source: Path, out: Path, recipe: Recipe) -> str:
+    """What is said as a run is not resumed."""
+    with pytest.raises((CheckpointError, OutputError)) as raised:
+        quantize(source, out, recipe=recipe, device="cpu", resume=True)
+    assert not out.exists()
+    return str(raised.value)
 
 
 _CHILD = """

@@ -1,0 +1,35 @@
+"""Tokens of calibration text that lies on this machine, counted for a plan."""
+
+from __future__ import annotations
+
+from marlinq.calibration.documents import Duplicates
+from marlinq.calibration.sources import Source
+from marlinq.checkpoint import Checkpoint
+from marlinq.models import Blueprint
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.text import SELF, longest, recipes_of_parts, text_from_outside
+
+
+def local_tokens(
+    recipe: Recipe, checkpoint: Checkpoint, blueprint: Blueprint, *, trust_remote_code: bool
+) -> dict[str, int]:
+    """Tokens that the run takes from each file or folder of ``recipe``; datasets of the Hub are not asked.
+
+    Raises:
+        MarlinqError: as the run itself would.
+    """
+    found: dict[str, int] = {}
+    duplicates = Duplicates()
+    for part in recipes_of_parts(recipe):
+        if part.source == SELF or Source.parse(part.source, split="train").dataset:
+            continue
+        documents = text_from_outside(
+            part,
+            checkpoint.path,
+            blueprint.config,
+            max_length=longest(blueprint.config, recipe),
+            duplicates=duplicates,
+            trust_remote_code=trust_remote_code,
+        )
+        found[part.source] = sum(map(len, documents))
+    return found

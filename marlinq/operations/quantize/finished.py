@@ -1,0 +1,84 @@
+"""A run that is resumed although it has ended: its folder is there, and nothing is left to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from marlinq.checkpoint import MANIFEST, Checkpoint
+from marlinq.checkpoint.reader import read_json
+from marlinq.core.errors import MarlinqError, OutputError
+from marlinq.core.progress import ReportProgress
+from marlinq.core.rules import Keep
+from marlinq.operations.quantize.notes import TEXT, check_notes, module_reports
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.report import QuantizeReport
+from marlinq.operations.quantize.tuning import NOTE
+
+_BLOCK = re.compile(r".*?\.\d+\.")
+
+
+def finished_run(
+    model: str | os.PathLike[str],
+    out: Path,
+    recipe: Recipe,
+    *,
+    revision: str | None,
+    progress: ReportProgress,
+) -> QuantizeReport | None:
+    """The report of the run that left ``out``; None where no folder is there.
+
+    Raises:
+        OutputError: the folder is the output of another recipe, source or program.
+        CheckpointError: the source is damaged.
+    """
+    if not os.path.lexists(out):
+        return None
+    source = Checkpoint.open(model, revision=revision, progress=progress)
+    try:
+        made = Checkpoint.open(out)
+        manifest = read_json(out, MANIFEST)
+        run = manifest.get("run", {})
+        check_notes(run, out)
+        modules = module_reports(run)
+        environment, quality = manifest["environment"], manifest["quality"]
+        kept = {str(name): Keep(str(reason)) for name, reason in manifest["kept"].items()}
+        same = _plain(manifest["recipe"]) == _plain(recipe.to_dict())
+        same &= manifest["source"]["identity"] == source.identity() and quality == recipe.quality_record()
+        head = manifest.get("head", {}).get("module")
+        device, dtype = str(environment["device"]), str(environment["dtype"])
+    except (MarlinqError, LookupError, TypeError, AttributeError):
+        same = False
+    if not same:
+        raise OutputError(
+            f"{out}: already exists, and no run of this recipe and source left it; choose another output "
+            "folder or remove it"
+        )
+    blocks = len({match[0] for name in modules if (match := _BLOCK.match(name)) is not None})
+    return QuantizeReport(
+        out=out,
+        format=recipe.format,
+        method=recipe.method,
+        modules=modules,
+        kept=kept,
+        head=head,
+        calibration=run.get(TEXT),
+        quality=quality,
+        tuning=run.get(NOTE),
+        device=device,
+        dtype=dtype,
+        blocks=blocks,
+        resumed_blocks=blocks,
+        source_bytes=source.nbytes,
+        output_bytes=made.nbytes,
+        seconds=0.0,
+        peak_host_bytes=0,
+        peak_device_bytes=None,
+    )
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
