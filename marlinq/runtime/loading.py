@@ -28,12 +28,9 @@ from marlinq.models import (
     Projection,
     TensorNames,
     build_blueprint,
-<<<<<<< HEAD
     converted,
     find_conversions,
-=======
     quantized_linears,
->>>>>>> 95cca52 (Quantised modules that are no linears; flags that stored values contradict)
     without_false_ties,
 )
 from marlinq.models.anatomy import Anatomy, Unrecognised
@@ -181,20 +178,14 @@ def load(
                 trust_remote_code=trust_remote_code,
                 dtype=placement.dtype,
             )
-<<<<<<< HEAD
             conversions = stored_otherwise(blueprint, checkpoint, quantized)
             in_memory = converted(checkpoint, conversions)
             blueprint = without_false_ties(blueprint, in_memory)
             blueprint, replaced = match_tensors(blueprint, in_memory, quantized)
-            source = ConvertedTensors(checkpoint.path, in_memory.tensors, reader.tensor, conversions)
-            instance = ModelInstance(blueprint, source, device=placement.device, dtype=placement.dtype)
-=======
-            blueprint = without_false_ties(blueprint, checkpoint)
-            blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
             # Layers that the architecture ignores.
             reader.forget(_packed_tensors(quantized, sorted(set(order) - set(replaced.values()))))
-            instance = ModelInstance(blueprint, reader, device=placement.device, dtype=placement.dtype)
->>>>>>> 95cca52 (Quantised modules that are no linears; flags that stored values contradict)
+            source = ConvertedTensors(checkpoint.path, in_memory.tensors, reader.tensor, conversions)
+            instance = ModelInstance(blueprint, source, device=placement.device, dtype=placement.dtype)
             reader.expect(_plain_tensors(blueprint, instance.names, replaced))
         anatomy: Anatomy | Unrecognised | None = None
         if only_decodes:
@@ -220,7 +211,7 @@ def load(
                 timings=timings,
             )
             notes += scale_notes(quantized, placement.dtype)
-        notes += contradictions(blueprint, checkpoint, generation_config)
+        notes += contradictions(blueprint, in_memory, generation_config)
         with timings.stage("other tensors"):
             instance.whole_model()
             if not exact:

@@ -267,7 +267,9 @@ def check_loads(view: QuantizedCheckpoint, blueprint: Blueprint | str, trust_rem
     def contradicted() -> None:
         generation_config = read_generation_config(view.checkpoint)
         if not isinstance(blueprint, str):
-            findings.warnings.extend(contradictions(blueprint, view.checkpoint, generation_config))
+            findings.warnings.extend(
+                contradictions(blueprint, _in_memory(view, blueprint), generation_config)
+            )
 
     attempts: list[Callable[[], object]] = [
         contradicted,
