@@ -138,7 +138,9 @@ def test_a_damaged_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for damaged in (whole[:-100], bytes(one_bit)):
         state.write_bytes(damaged)
         with pytest.raises(OutputError, match=r"tuning.safetensors: is damaged; remove"):
-            quantize(source, tmp_path / "out", recipe=rounded.replace(tune_steps=2), device="cpu", resume=True)
+            quantize(
+                source, tmp_path / "out", recipe=rounded.replace(tune_steps=2), device="cpu", resume=True
+            )
 
 
 def test_a_run_of_another_version_of_its_quality_is_not_resumed(
