@@ -206,32 +206,28 @@ def write(rows: Sequence[Row]) -> None:
 
 
 def page(rows: Sequence[Row], version: str) -> str:
-    """The table of ``docs/models.md``."""
+    """The text of ``docs/models.md``: types that work, listed by decode step, and the others with reasons."""
     lines = [
         "# Models",
         "",
         f"Every decoder family of transformers {version}, as a tiny random model, through plan,",
-    ]
-    lines += [
         "quantise (round to nearest), verify, load, logits against the dequantised model, and inspect.",
+        "`make survey` makes this page.",
         "",
     ]
     for wrapper, title in ((False, "Text"), (True, "Images, video or audio besides text")):
         chosen = [row for row in rows if row.wrapper == wrapper]
         built = [row for row in chosen if row.outcome != NOT_BUILT]
-        works = sum(row.outcome == WORKS for row in built)
-        lines += [f"## {title}", "", f"{works} of {len(built)} that could be built work."]
-        lines += [
-            "`make survey` makes this page.",
-            "",
-            "| type | outcome | decode step |",
-            "| --- | --- | --- |",
-        ]
+        works = [row for row in built if row.outcome == WORKS]
+        lines += [f"## {title}", "", f"{len(works)} of {len(built)} that could be built work.", ""]
+        for own, step in ((True, "marlinq's decode step"), (False, "transformers' forward")):
+            names = ", ".join(f"`{row.model_type}`" for row in works if (row.step == "own") == own)
+            lines += [f"Work, with {step}: {names}.", ""]
+        lines += ["| type | outcome |", "| --- | --- |"]
         for row in chosen:
-            why = row.reason.replace("|", "/")[:_CELL]
-            outcome = f"{row.outcome}: `{why}`" if why else row.outcome
-            step = "own" if row.step == "own" else "transformers" if row.step else ""
-            lines.append(f"| {row.model_type} | {outcome} | {step} |")
+            if row.outcome != WORKS or row.reason:
+                why = row.reason.replace("|", "/")[:_CELL]
+                lines.append(f"| {row.model_type} | {row.outcome}: `{why}` |")
         lines.append("")
     return "\n".join(lines)
 
