@@ -42,9 +42,9 @@ def render_chat(chat: Chat, tokenizer: Any, source: str) -> str:
 
     Args:
         chat: the messages.
-        tokenizer: of the model. Its template is a program of the checkpoint, which transformers runs in a
-            sandbox.
-        source: what error messages call the text.
+        tokenizer: tokenizer of the model. Its template is a program of the checkpoint, which transformers
+            runs in a sandbox.
+        source: name of the text in error messages.
 
     Raises:
         UnsupportedError: the tokenizer has no chat template.

@@ -99,9 +99,9 @@ def read_documents(
         samples: how many documents to draw; all of them, with a warning, when there are fewer. None for as
             many as ``tokens`` take.
         max_length: tokens that a document is cut to.
-        seed: of the draw.
+        seed: seed of the draw.
         vocabulary: number of token ids that the model knows.
-        tokens: of all documents together, at most; the last is cut. None for no bound.
+        tokens: number of tokens of all documents together, at most; the last is cut. None for no bound.
         as_messages: put every text into the model's chat template, as a user's message.
         duplicates: knows the documents of other sources, and learns these.
 

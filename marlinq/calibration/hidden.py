@@ -25,7 +25,7 @@ class HiddenStates:
 
     Args:
         shapes: [B, T, hidden] of each batch.
-        dtype: of the states.
+        dtype: dtype of the states.
         device: where they are used; memory is pinned when that is a GPU.
         device_bytes: states of at most this many bytes stay on the device.
         limit_bytes: above it a file is used.

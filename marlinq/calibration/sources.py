@@ -58,7 +58,7 @@ class Source:
 
     Attributes:
         spelling: as given, for messages.
-        request: what ``datasets.load_dataset`` is asked for.
+        request: arguments of ``datasets.load_dataset``.
         column: the column to read; None finds it.
         plain: the file is text, not a table.
         dataset: the name on the Hub; empty for a file or folder.
@@ -129,9 +129,9 @@ def read_paragraphs(spelling: str, *, split: str, seed: int) -> Iterator[Row | U
     that hold no text come too, as :class:`Unusable`.
 
     Args:
-        spelling: of the source.
-        split: of a dataset that names none.
-        seed: of the shuffling.
+        spelling: spelling of the source.
+        split: split of a dataset that names none.
+        seed: seed of the shuffling.
 
     Raises:
         UsageError: the source can't be read, or holds no text.

@@ -106,11 +106,11 @@ class ReadAhead:
         device: the CPU or a GPU.
         budget: bytes of tensors that are started but not taken. A larger tensor is started when it is asked
             for, so that what a hostile header claims takes no memory before others have checked it.
-        threads: that read; by default as many as there are cores, at most 8.
+        threads: number of reading threads; by default as many as there are cores, at most 8.
 
     Attributes:
         path, tensors: the checkpoint's.
-        bytes_read: of all tensors that were started.
+        bytes_read: bytes of all tensors that were started.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class WriteBehind:
     """Hands tensors to a writer; use it in a ``with`` statement, which waits for what is under way.
 
     Args:
-        writer: whose plan has the tensors.
+        writer: writer with the tensors in its plan.
         device: where the tensors are.
     """
 
@@ -124,8 +124,8 @@ class CopyBehind:
 
     Args:
         checkpoint: where they are.
-        writer: whose plan has them under the same names, dtypes and shapes.
-        names: what to copy; what the writer has already is left out.
+        writer: writer with them in its plan, under the same names, dtypes and shapes.
+        names: tensors to copy; those that the writer has already are left out.
         progress: told by :meth:`finish`.
     """
 

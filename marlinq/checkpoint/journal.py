@@ -35,7 +35,7 @@ class Journal:
 
     Args:
         folder: the unfinished folder.
-        fingerprint: of the run.
+        fingerprint: fingerprint of the run.
 
     Attributes:
         hashes: SHA-256 by tensor. Never changed but replaced, since other threads may be looking at it.

@@ -126,7 +126,7 @@ class CheckpointWriter:
 
     Attributes:
         resumed: an unfinished run was found and taken up.
-        notes: what was given to :meth:`commit`, in this run and those that it continues.
+        notes: notes given to :meth:`commit`, in this run and those that it continues.
 
     Raises:
         OutputError: ``out`` exists, an unfinished run is in the way, another process writes it, or the disk

@@ -111,11 +111,11 @@ def rendered(
     The template is a program of the checkpoint: :mod:`marlinq.core.confined` bounds its time and memory.
 
     Args:
-        tokenizer: of the model.
-        messages: of ``role`` and ``content``, with whatever else the template may ask for.
-        subject: what error messages begin with: the folder, or the text that the conversation stands in.
+        tokenizer: tokenizer of the model.
+        messages: messages of ``role`` and ``content``, with whatever else the template may ask for.
+        subject: beginning of error messages: the folder, or the text that the conversation stands in.
         advice: how they end.
-        options: of ``apply_chat_template``.
+        options: options of ``apply_chat_template``.
 
     Raises:
         CheckpointError: the template fails, or takes too much time or memory.

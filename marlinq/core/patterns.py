@@ -41,7 +41,7 @@ class Patterns:
 
     Args:
         source: the file and key, or the option, that they stand in; messages begin with it.
-        error: what is raised: the class says whose mistake a bad pattern is.
+        error: exception to raise: its class says whose mistake a bad pattern is.
     """
 
     def __init__(self, source: str, error: type[MarlinqError] = CheckpointError) -> None:

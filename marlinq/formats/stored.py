@@ -31,8 +31,8 @@ class StoredWeight:
 
     Attributes:
         name: name in error messages.
-        layout: of the tensors.
-        spec: what the config and the shapes say.
+        layout: layout of the tensors.
+        spec: scheme and shape, from config and shapes.
         tensors: by suffix, all on one device, of the names, shapes and dtypes that the layout expects.
         declared: scheme that config.json gives the module; None where no config speaks of it.
     """

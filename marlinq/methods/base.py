@@ -76,8 +76,8 @@ class SolveReport:
     Attributes:
         relative_error: tr(D H D^T) / tr(W H W^T) with D = W - Q.
         quantity: an :class:`~marlinq.methods.quantity.ErrorQuantity`; says which H that is.
-        fallback: what was done instead of the method, and why; None when nothing was.
-        figures: what else the method has to say, by name.
+        fallback: measure taken instead of the method, and why; None when nothing was.
+        figures: further figures of the method, by name.
         norm: tr(W H W^T), which the error is relative to; 1 where the method does not say.
     """
 
@@ -106,8 +106,8 @@ class Inputs(Generic[StatisticsT]):
 
     Attributes:
         weights: float [N_i, K] each, on one device.
-        statistics: of the input; None for a method that is not calibrated.
-        names: what error messages call the weights.
+        statistics: statistics of the input; None for a method that is not calibrated.
+        names: names of the weights in error messages.
     """
 
     weights: Sequence[Tensor]
@@ -157,9 +157,9 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
 
         Args:
             in_features: K.
-            options: of the first projection that reads the input.
+            options: options of the first projection that reads the input.
             device: where they are kept.
-            name: what error messages call the input.
+            name: name of the input in error messages.
         """
         raise NotImplementedError(f"{self.name} gathers no statistics")
 
@@ -196,10 +196,10 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
 
         Args:
             weights: float [N_i, K] each, on one device.
-            statistics: of the input that they share; None for a method that is not calibrated.
-            scheme: of the result: element, group size, zero points, dtype of the scales.
+            statistics: statistics of the input that they share; None for a method that is not calibrated.
+            scheme: scheme of the result: element, group size, zero points, dtype of the scales.
             options: how.
-            names: what error messages call the weights.
+            names: names of the weights in error messages.
 
         Returns:
             The quantised weight, on the device of the weights, and the report, for each weight in order.
@@ -233,7 +233,7 @@ def real_rows(x: Tensor, mask: Tensor | None, name: str) -> Tensor:
     Args:
         x: float [..., K].
         mask: bool [B, T] with true at real tokens, None when all are; x then is [B, T, K] or [B * T, K].
-        name: what the error message calls the layer.
+        name: name of the layer in the error message.
 
     Raises:
         UnsupportedError: there is a mask, but the rows of x are not the batch's tokens in order.

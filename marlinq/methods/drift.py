@@ -178,9 +178,9 @@ def make_up_for_drift(
 
     Args:
         weights: float32 [N_i, K] each.
-        factor: of the damped Hessian of the inputs.
+        factor: factor of the damped Hessian of the inputs.
         drift: float32 [K, K]; [N, K] of the residual stream that the only weight writes to.
-        share: of the correction, 0 to 1.
+        share: share of the correction, 0 to 1.
         limits: what the norm of each weight's correction is held to. One that is larger than what rounding
             does to the weight fits the calibration, not the drift.
         of_stream: the drift is that of the residual stream.

@@ -26,9 +26,9 @@ class Factor:
     Attributes:
         order: int64 [K], the channel that is processed i-th.
         root: float32 [K, K], upper triangular, in processing order: hessian + shift * I = root @ root.T.
-        shift: what was added to the diagonal.
-        damp: the same as a share of the diagonal's mean.
-        fallback: what stands in for the Hessian, and why; None where nothing does.
+        shift: value added to the diagonal.
+        damp: ``shift`` as a share of the diagonal's mean.
+        fallback: substitute for the Hessian, and why; None where nothing does.
         diagonal: float32 [K], of the stand-in, in the channels' own order; None where nothing stands in.
         dead_channels: channels that were zero in all of the calibration.
     """

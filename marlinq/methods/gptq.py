@@ -198,7 +198,7 @@ def solve_gptq_shared(
         hessian: float [K, K], the symmetric sum (or mean) of x x^T over the calibration's inputs x.
         scheme: integer element, group size (a divisor of K, or -1), zero points, dtype of the scales.
         options: the defaults when None.
-        names: what error messages call the weights.
+        names: names of the weights in error messages.
         outputs: for each weight what gathered the loss's gradients at its outputs, or None; where there is
             none at all, no output channel influences another.
         corrected: the weights to solve for in place of ``weights``, by the factor of the Hessian; None where

@@ -41,7 +41,7 @@ class HessianAccumulator:
     Args:
         in_features: K.
         device: the device that the sum is kept and computed on, in float32.
-        name: what error messages call the layer.
+        name: name of the layer in error messages.
 
     Attributes:
         tokens: seen so far.

@@ -43,7 +43,7 @@ class InputPower:
     Args:
         in_features: K.
         device: where it is kept, in float32.
-        name: what error messages call the layer.
+        name: name of the layer in error messages.
     """
 
     def __init__(self, in_features: int, *, device: torch.device, name: str) -> None:

@@ -24,7 +24,7 @@ class InputRange:
     """The largest magnitude of an input.
 
     Attributes:
-        name: what error messages call the input.
+        name: name of the input in error messages.
         largest: float32 [], largest magnitude seen so far.
         tokens: tokens seen so far.
     """

@@ -71,7 +71,7 @@ def solve_many(
         size: layers of a batch. Fewer are filled up with repetitions: products of another number may round
             otherwise, and a layer's result shall not depend on how many come with it.
         g: channels of a group, at most 128, a divisor of K.
-        scheme: of the results.
+        scheme: scheme of the results.
         damp: share of the mean of a Hessian's diagonal that is added to it.
         act_order: groups by falling mean of the diagonal, and channels by falling diagonal within.
         clip_search: search the scales and fit them to the codes, instead of spanning each group's range.

@@ -54,8 +54,8 @@ def solve_in_parts(
     Args:
         w: float32 [K, N], the channels in processing order.
         widths: output channels of each weight.
-        outputs: of each weight, what gathered the gradients at its N_i outputs; None for one whose outputs
-            are independent.
+        outputs: for each weight the gathered gradients at its N_i outputs; None for one whose
+            outputs are independent.
         g: channels of a group.
         solve: solves some columns of ``w``, float32 [K, n] and contiguous, as if they were independent.
 

@@ -86,7 +86,7 @@ def round_to_nearest(
         weight: float [N, K].
         scheme: element, granularity, zero points and scales; ragged blocks are fine, ragged groups are not.
         clip_search: choose scales by the squared error, instead of spanning the range.
-        name: what error messages call the weight.
+        name: name of the weight in error messages.
 
     Returns:
         The quantised weight, on the device of ``weight``; its g_idx is trivial.

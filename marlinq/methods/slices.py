@@ -40,9 +40,9 @@ def solve_slices(w: Tensor, factor: Factor, g: int, scheme: Scheme, *, clip_sear
 
     Args:
         w: float32 [K, N], in processing order.
-        factor: of the Hessian, in the same order.
+        factor: factor of the Hessian, in the same order.
         g: channels of a group, a divisor of K.
-        scheme: of the result.
+        scheme: scheme of the result.
         clip_search: search the scales and fit them to the codes, instead of spanning each group's range.
     """
     solution = Solution.empty(w, g)

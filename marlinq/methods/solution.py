@@ -48,7 +48,7 @@ class Solution:
             order: int64 [K], the channels in processing order, whose groups stay whole.
             widths: output channels of each weight.
             g: channels of a group.
-            scheme: of the weights.
+            scheme: scheme of the weights.
         """
         back = torch.argsort(order)
         # The first channel of each group tells where the group went.

@@ -38,9 +38,9 @@ class TunableWeight:
     codes stay. Pruned weights of a sparse scheme stay at the zero point: no gradient reaches them.
 
     Args:
-        quantized: what to begin with; its groups are runs of neighbouring channels.
+        quantized: weight to begin with; its groups are runs of neighbouring channels.
         original: float [N, K], the weight that was quantised; None to leave the codes alone.
-        name: what error messages call the weight.
+        name: name of the weight in error messages.
 
     Raises:
         UnsupportedError: the groups are not runs of channels, or codes of a table are to follow.
@@ -160,7 +160,7 @@ def fused_dense(tensors: TunedTensors, dtype: torch.dtype, launch: Launch = laun
     """:meth:`TunableWeight.dense` in one kernel, and its gradients in another.
 
     Args:
-        tensors: what the weight is made of.
+        tensors: stored parts of the weight.
         dtype: float32 or bfloat16, of the result.
         launch: starts a prepared kernel.
 
@@ -242,7 +242,7 @@ def divergence(
 
     Args:
         student: hidden states [rows, H] to logits [rows, vocabulary], differentiable.
-        teacher: the same for the original.
+        teacher: value of the original.
         rows: float32 [R, H], the student's last hidden states.
         expected: float [R, H], the teacher's.
         chunk: rows whose logits are held at once.

@@ -38,7 +38,7 @@ class Rotary:
     Attributes:
         module: full name of the module whose buffers hold the frequencies.
         frequencies: name of that buffer, float [channels / 2].
-        channels: of each head, from its first; the others pass unchanged.
+        channels: channels of each head, from its first; the others pass unchanged.
         interleaved: pairs are neighbours (0, 1), instead of (0, channels / 2).
         scaling: factor on cosines and sines.
         limit: positions that the frequencies hold for; None for all. Some models compute others once a

@@ -40,7 +40,8 @@ class Block:
 
     Attributes:
         name: its full module name.
-        projections: what may be quantised, in registration order, those of :attr:`experts` among them.
+        projections: projections that may be quantised, in registration order, those of :attr:`experts` among
+            them.
         experts: its modules of fused experts.
     """
 
@@ -74,7 +75,7 @@ class Blueprint:
         tied: parameter name -> the parameter name that it shares its tensor with.
         ignored: regular expressions of tensors that checkpoints may hold although the model has no place for
             them.
-        base_prefix: what some checkpoints leave out in front of names; may be empty.
+        base_prefix: prefix of names that some checkpoints leave out; may be empty.
         replay_root_name: full name of the smallest module whose forward takes token ids and runs the blocks:
             the model without its head; empty for the model itself.
         text_root_name: full name of the smallest module whose forward takes token ids and gives logits: a
@@ -153,9 +154,9 @@ def build_blueprint(
     Args:
         config: the content of ``config.json``; a ``quantization_config`` in it is ignored.
         source: folder of the checkpoint, for error messages and for its code files.
-        tensors: what the checkpoint stores; a model that they can't fill is refused before it takes memory.
+        tensors: tensors of the checkpoint; a model that they can't fill is refused before it takes memory.
         trust_remote_code: run model code that the checkpoint brings.
-        dtype: of the parameters of the models that it builds.
+        dtype: dtype of the parameters of the models that it builds.
 
     Raises:
         CheckpointError: transformers does not know the architecture, or rejects the config.

@@ -33,8 +33,8 @@ def build_on_meta(
         config: the content of ``config.json``; a ``quantization_config`` in it is ignored.
         source: folder of the checkpoint, for error messages and for its code files.
         trust_remote_code: run model code that the checkpoint brings.
-        dtype: of the parameters.
-        tensors: what the checkpoint stores; a model that they can't fill is refused before it takes memory.
+        dtype: dtype of the parameters.
+        tensors: tensors of the checkpoint; a model that they can't fill is refused before it takes memory.
 
     Raises:
         CheckpointError: transformers does not know the architecture, or rejects the config.

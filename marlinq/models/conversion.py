@@ -128,7 +128,7 @@ class ConvertedTensors:
         path: folder of the checkpoint, for messages.
         tensors: as :func:`converted` has them.
         read: gives stored tensors.
-        conversions: that are applied.
+        conversions: conversions to apply.
     """
 
     def __init__(

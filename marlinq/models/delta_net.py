@@ -37,7 +37,7 @@ class DeltaNet:
         taps: tokens that it sees, the newest included.
         decay: full name of the parameter [value heads] whose exponential multiplies the steps.
         step_bias: full name of the parameter [value heads] that is added to the step before its softplus.
-        norm: of each head's result, before it is multiplied by ``silu(gate)``.
+        norm: norm of each head's result, before it is multiplied by ``silu(gate)``.
         output: full name of the projection behind.
         key_heads, value_heads: heads of queries and keys, and of values; the latter is a multiple.
         key_dim, value_dim: channels of a head.

@@ -333,8 +333,8 @@ def tapped_layer(
     The layer's forward ends with :class:`Reached`: only the inputs are of interest.
 
     Args:
-        model: what the experts' names are relative to.
-        experts: of one layer.
+        model: module from which the experts' names start.
+        experts: experts of one layer.
         receive: told of the input once a forward.
     """
     module = model.get_submodule(experts.name)
@@ -364,8 +364,8 @@ def expert_inputs(
     """The inputs of both products of the ``wanted`` experts.
 
     Args:
-        model: what the experts' names are relative to; their parameters are materialised.
-        experts: of one layer.
+        model: module from which the experts' names start; their parameters are materialised.
+        experts: experts of one layer.
         given: to the layer.
         wanted: numbers of experts.
         all_tokens: each of them gets every token of the layer instead of those that chose it. Where tokens

@@ -38,14 +38,14 @@ class ModelInstance:
     that memory holds no more than the parts in use.
 
     Args:
-        blueprint: what the model is made of.
+        blueprint: description of the model's parts.
         checkpoint: where tensors are read from, lazily; it may put them on the device at once.
         device: where they go.
-        dtype: what floating point parameters are cast to.
+        dtype: dtype of floating point parameters.
 
     Attributes:
         model: the live model. Run it and look at it; change it through the instance.
-        names: which stored tensor belongs to which parameter.
+        names: stored tensor of each parameter.
         source: the checkpoint's folder, for messages.
     """
 

@@ -17,7 +17,7 @@ class NarrowLinears(TorchFunctionMode):
     autocast would take from some of them.
 
     Args:
-        dtype: of the products.
+        dtype: dtype of the products.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

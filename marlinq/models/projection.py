@@ -86,7 +86,7 @@ def fused_experts(
     Args:
         parameter: its full name, for example ``model.layers.0.mlp.experts.gate_up_proj``.
         shape: [experts, parts * N, K], or [experts, K, parts * N] where ``transposed``.
-        parts: what the parts are called in a module of their own: ``gate_proj``, ``up_proj``.
+        parts: names of the parts as modules of their own: ``gate_proj``, ``up_proj``.
         transposed, interleaved, bias: as in :class:`Projection`.
     """
     experts, rows, columns = shape
@@ -115,7 +115,7 @@ def tapped(model: nn.Module, projections: Iterable[Projection], receive: Receive
     """Calls ``receive`` with the input of each projection whenever it is multiplied.
 
     Args:
-        model: what the projections' names are relative to; their parameters are materialised.
+        model: module from which the projections' names start; their parameters are materialised.
         projections: modules of their own, to listen to.
         receive: told about each input.
 
@@ -138,8 +138,8 @@ def shared_inputs(
     """Names of projections that read the very same input tensor, in the order of their first use.
 
     Args:
-        model: what the names are relative to.
-        projections: of one materialised block.
+        model: module from which names start.
+        projections: projections of one materialised block.
         run: runs the block once.
         receive: called with each group's first projection and its input whenever that is multiplied.
 

@@ -24,7 +24,7 @@ def find_groups(recordings: Sequence[Recording], corrections: Mapping[str, str])
     nothing explains them.
 
     Args:
-        recordings: of one model.
+        recordings: recordings of one model.
         corrections: full name of the module of experts -> that of the buffer that corrects their choice.
     """
     choices = [each for recording in recordings for each in _choices(recording, corrections)]

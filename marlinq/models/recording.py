@@ -77,10 +77,10 @@ class Call:
     """One call of a replaced part.
 
     Attributes:
-        kind: what was replaced.
+        kind: kind of the module that was replaced.
         name: full name of the module, of an embedding too.
         block: index of the decoder block that was running; -1 before the first and between blocks.
-        input: what it was given; of attention the queries [1, H, T, D].
+        input: input of the module; of attention the queries [1, H, T, D].
         output: the random numbers that it returned.
         wide: of a router's product, that its weight was cast to float32 before.
     """
@@ -116,7 +116,7 @@ class ExpertsCall(Call):
 
     Attributes:
         index: the chosen experts' numbers [T, top].
-        weights: what each counts, [T, top].
+        weights: factor of each expert, [T, top].
     """
 
     index: Tensor
@@ -129,7 +129,7 @@ class Recording:
 
     Attributes:
         ids: the token ids, int64 [1, T].
-        positions: of the tokens, int64 [T].
+        positions: positions of the tokens, int64 [T].
         calls: in order.
         inputs, outputs: of every block, [1, T, hidden].
         logits: [1, T, vocabulary].
@@ -166,7 +166,7 @@ def record(
             that is multiplied outside of linears makes a router's logits.
         corrections: full names of buffers beside experts, each with one number an expert. They hold random
             numbers meanwhile: those of a new model are all zero, and would show nothing.
-        seed: of all random numbers.
+        seed: seed of all random numbers.
         mixers: full names of modules in the place of attention that are known already, as a whole.
 
     Raises:

@@ -36,9 +36,9 @@ class StreamFinder:
     """Watches one run of a block for projections that write to its residual stream.
 
     Args:
-        model: what names are relative to.
+        model: module from which names start.
         block: name of the block.
-        projections: of the block. Only those with a module of their own are looked at.
+        projections: projections of the block. Only those with a module of their own are looked at.
     """
 
     def __init__(self, model: nn.Module, block: str, projections: Iterable[Projection]) -> None:
@@ -67,7 +67,7 @@ class StreamFinder:
         """What the run has shown.
 
         Args:
-            output: what the block made, [B, T, H].
+            output: result of the block, [B, T, H].
 
         Returns:
             For each projection that writes to the stream, by its name, the name of the module whose input the

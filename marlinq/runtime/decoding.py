@@ -59,8 +59,8 @@ class Decoder:
     captured into a CUDA graph once, where the forward allows it; ``decision`` says which way was taken.
 
     Args:
-        forward: what computes logits.
-        shape: what the sampler does.
+        forward: forward that computes logits.
+        shape: kinds of work of the sampler.
         graphs: False keeps CUDA steps eager.
 
     Attributes:
@@ -121,8 +121,8 @@ class Decoder:
 
         Args:
             prompts: token ids of every row, one at least.
-            sampling: of this decoder's shape.
-            streams: of each row's random numbers; its index if None.
+            sampling: settings of this decoder's shape.
+            streams: random stream of each row; its index if None.
         """
         self._forget_visits()
         lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
@@ -434,9 +434,9 @@ class Decoders:
         Args:
             make_forward: makes a forward of (batch, capacity).
             batch: rows.
-            tokens: that a row holds at most, prompt included.
+            tokens: largest number of tokens of a row, prompt included.
             limit: a capacity that is not exceeded while ``tokens`` do not exceed it.
-            shape: what the sampler does.
+            shape: kinds of work of the sampler.
             graphs: False keeps CUDA steps eager.
         """
         wanted = capacity_class(tokens)

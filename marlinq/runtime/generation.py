@@ -50,9 +50,9 @@ class Generation(Shown):
         prefill_seconds: from the prompt to the first token, of the whole batch.
         decode_seconds: for the tokens after the first, of the whole batch.
         device: where it ran.
-        dtype: of the activations.
+        dtype: dtype of the activations.
         step: how decode steps ran, and why.
-        drafts: what became of drafted tokens.
+        drafts: counts of drafted and accepted tokens.
         notes: how the quantised linears were multiplied, and what else was said at load.
     """
 
@@ -127,7 +127,7 @@ class Interrupted(KeyboardInterrupt):
     """An interrupt while tokens were generated; the model can be used again.
 
     Attributes:
-        partial: what had come by then, as it would have been returned.
+        partial: text so far, as it would have been returned.
     """
 
     def __init__(self, partial: Generation | Generations) -> None:
@@ -281,7 +281,7 @@ class _Row:
     Attributes:
         ids: the prompt.
         stream: of the text; None without a tokenizer.
-        tokens, pieces: what has come.
+        tokens, pieces: tokens and text so far.
         stopped: why nothing more is wanted.
     """
 

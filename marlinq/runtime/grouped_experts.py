@@ -29,8 +29,8 @@ class GroupedExperts(nn.Module):
     Same bits from the same call; nothing waits for the GPU, so a CUDA graph can hold it.
 
     Args:
-        weights: of all experts.
-        activation: of :data:`marlinq.kernels.experts.ACTIVATIONS`.
+        weights: weights of all experts.
+        activation: name as in :data:`marlinq.kernels.experts.ACTIVATIONS`.
     """
 
     def __init__(self, weights: ExpertWeights, activation: str) -> None:

@@ -31,7 +31,7 @@ class HalfWeightLinear(nn.Module):
     """``y = x @ W.T + b`` with W packed in float16, x, b, the sum and y in float32.
 
     Args:
-        linear: of float32 weights that float16 holds; not kept.
+        linear: linear of float32 weights that float16 holds; not kept.
     """
 
     def __init__(self, linear: nn.Linear) -> None:

@@ -71,12 +71,12 @@ class LoadedModel:
         tokenizer: the folder's tokenizer, or None when it has none. It is transformers', or where the model
             only decodes, one that does the same (:class:`marlinq.runtime.tokenizer.FileTokenizer`).
         device: where the model is.
-        dtype: of activations and unquantised weights.
+        dtype: dtype of activations and unquantised weights.
         decisions: quantised module name -> what multiplies it, and why.
-        notes: what else a person should know, one line each.
-        decoders: what generation keeps between calls: caches and captured steps.
-        timings: what the time of the load went into.
-        anatomy: what recognition said of the model, where it was asked for while loading.
+        notes: further facts for people, one line each.
+        decoders: state kept between calls of generation: caches and captured steps.
+        timings: seconds of the load by stage.
+        anatomy: result of recognition, where it was asked for while loading.
     """
 
     path: Path
@@ -132,10 +132,11 @@ def load(
         path: a checkpoint folder or a Hub id.
         revision: branch, tag or commit of a Hub id; the main branch when None.
         device: ``auto`` or None (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: of activations and unquantised weights; ``auto`` or None as in
+        dtype: dtype of activations and unquantised weights; ``auto`` or None as in
             :func:`marlinq.runtime.placement.place`.
         trust_remote_code: run model code that the checkpoint brings.
-        operator: what multiplies quantised weights, where it can; see :func:`marlinq.runtime.decide`.
+        operator: name of the operator for quantised weights, where it can be used; see
+            :func:`marlinq.runtime.decide`.
         exact: products with quantised weights round no more than the dtype makes them, where a CPU has a
             faster one in bfloat16, and a CPU's head is torch's plain product; None: True where ``dtype`` is
             given, False where it is ``auto``.
@@ -273,7 +274,7 @@ def install_linears(
         compile_kernels: as in :func:`load`.
         progress: as in :func:`load`.
         reader: reads the packed tensors, best told of them already; by default one of its own.
-        timings: what the time of the load is added to.
+        timings: seconds by stage, to which those of the load are added.
 
     Returns:
         The decision for every projection, by its name.

@@ -102,7 +102,7 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
 
     Args:
         stored: any K and N, any layout.
-        dtype: of the activations, and so of scales and zeros.
+        dtype: dtype of the activations, and so of scales and zeros.
         device: where the operand lives.
 
     Raises:
@@ -142,8 +142,8 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
 
     Args:
         q: any K and N.
-        dtype: of the activations, and so of scales and zeros.
-        name: what error messages call the module.
+        dtype: dtype of the activations, and so of scales and zeros.
+        name: name of the module in error messages.
 
     Raises:
         UnsupportedError: :func:`operand_refusal` has a reason, or a scale overflows ``dtype``.

@@ -66,7 +66,7 @@ class Sampling:
             all.
         repetition_penalty: logits of tokens that the row has already are divided by it if positive, else
             multiplied; None or 1 for none.
-        seed: of the draws, 0 to 2^64 - 1.
+        seed: seed of the draws, 0 to 2^64 - 1.
 
     Raises:
         UsageError: a value outside of its range, or a filter without a temperature.
@@ -149,7 +149,7 @@ class Sampler:
         shape: what it is to do.
         batch: B.
         vocabulary: width of the logits.
-        device: of the logits.
+        device: device of the logits.
 
     Attributes:
         state: on ``device``.
@@ -171,9 +171,9 @@ class Sampler:
         """Start over.
 
         Args:
-            sampling: of this sampler's shape.
+            sampling: settings of this sampler's shape.
             prompts: token ids of each row, which a penalty counts.
-            streams: of the random numbers of each row.
+            streams: random stream of each row.
         """
         state = self.state
         reach = -math.log(sampling.min_p) if sampling.min_p else math.inf

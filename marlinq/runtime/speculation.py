@@ -59,7 +59,7 @@ class Speculated:
     Attributes:
         verifications: drafts that were checked.
         drafted: tokens in them.
-        accepted: of these, tokens that the model chose too.
+        accepted: number of these, tokens that the model chose too.
         refusal: why no draft was checked; empty where some were.
     """
 

@@ -13,8 +13,8 @@ class LoadTimings:
     """Seconds of a load, stage by stage.
 
     Attributes:
-        stages: what the loading thread did, in order of the first time; a stage that comes again adds up.
-        read_bytes: of the tensors that were read.
+        stages: work of the loading thread, in order of the first time; a stage that comes again adds up.
+        read_bytes: bytes of the tensors that were read.
         read_seconds: from the beginning of the first read to the end of the last, beside the stages.
     """
 

@@ -51,9 +51,9 @@ class FileTokenizer:
     Anything else, a chat template for one, is asked of transformers' tokenizer, which is loaded then.
 
     Args:
-        folder: of the checkpoint.
-        content: of its ``tokenizer.json``.
-        changes: what transformers has instead of the file's, by the file's keys.
+        folder: path of the checkpoint.
+        content: bytes of its ``tokenizer.json``.
+        changes: transformers' values in place of the file's, by the file's keys.
     """
 
     def __init__(self, folder: Path, content: bytes, changes: Mapping[str, object]) -> None:
@@ -86,7 +86,7 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False, kept: bool = 
     """The tokenizer of a folder.
 
     Args:
-        folder: of the checkpoint.
+        folder: path of the checkpoint.
         trust_remote_code: run code that the checkpoint brings.
         kept: a :class:`FileTokenizer` may stand for it where it is known to do the same, which is remembered
             in the cache of kernels (:mod:`marlinq.runtime.remembered`).

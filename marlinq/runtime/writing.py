@@ -54,8 +54,8 @@ class Written:
     Attributes:
         documents: token ids of each, with what they were begun with.
         rounds: batches that were decoded.
-        seconds: of all of it, compiling and capturing included.
-        how: which forward decoded, and why.
+        seconds: seconds of all of it, compiling and capturing included.
+        how: name of the forward that decoded, and why.
     """
 
     documents: tuple[tuple[int, ...], ...]
@@ -71,9 +71,9 @@ class TextWriter:
         loaded: an unquantised or quantised model.
         rows: documents that are written together; at most 128.
         max_length: tokens that a document has at most.
-        seed: of every random choice.
+        seed: seed of every random choice.
         chat: begin documents as conversations, instead of with a random token.
-        top_k: of top-k sampling; 0 samples from the whole vocabulary.
+        top_k: k of top-k sampling; 0 samples from the whole vocabulary.
         progress: called with ("writing text", tokens written, tokens in all).
 
     Raises:
@@ -293,8 +293,8 @@ def expected_steps(tokens: int, rows: int, max_length: int, *, ends: bool) -> tu
     """Steps that ``tokens`` tokens take, and the length of a round.
 
     Args:
-        tokens: of all documents.
-        rows: that are written together.
+        tokens: number of tokens of all documents.
+        rows: number of rows written together.
         max_length: tokens of a document.
         ends: whether the model can end one before.
     """

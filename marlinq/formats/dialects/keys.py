@@ -18,7 +18,7 @@ class Keys:
 
     Args:
         raw: the object as parsed.
-        where: what error messages call it.
+        where: name in error messages.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:

@@ -247,8 +247,8 @@ class Layout(ABC):
         """The module's tensors by suffix.
 
         Args:
-            weight: what to store.
-            declared: what the config will say: the dtype of the scales, and whether zero points are stored.
+            weight: weight to store.
+            declared: statements of the config: the dtype of the scales, and whether zero points are stored.
                 A weight whose zero points happen to be the midpoint may be declared to store them, so that
                 it has the tensors that the config promises. Default: the layout's scales, the weight's zeros.
 

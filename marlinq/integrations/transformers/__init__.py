@@ -24,7 +24,8 @@ def register(*, operator: str = "auto", compile_kernels: bool = True) -> None:
     changes the two settings.
 
     Args:
-        operator: what multiplies quantised weights, where it can; see :func:`marlinq.runtime.decide`.
+        operator: name of the operator for quantised weights, where it can be used; see
+            :func:`marlinq.runtime.decide`.
         compile_kernels: compile the kernels that the model's products need on a GPU while it is loaded,
             instead of at their first use.
 

@@ -44,7 +44,8 @@ class MarlinqConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """``model.config.quantization_config`` of a model that marlinq loads.
 
     Attributes:
-        operator: what multiplies quantised weights, where it can; see :func:`marlinq.runtime.decide`.
+        operator: name of the operator for quantised weights, where it can be used; see
+            :func:`marlinq.runtime.decide`.
         compile_kernels: kernels are compiled while the model is loaded, instead of at their first use.
         stored: the ``quantization_config`` of the folder, as ``to_dict`` gives it back.
     """

@@ -110,7 +110,7 @@ class Variant(ABC, Generic[_Configuration]):
     """One kernel that multiplies: what it suits, its candidates and what each of them costs.
 
     Attributes:
-        name: what decisions, measured choices and messages call it.
+        name: name in decisions, measured choices and messages.
         configuration: class of its configurations.
         scales: kinds of scales that it reads.
         any_batch: whether it has, on every GPU, tiles that sum in the same order whatever the batch.

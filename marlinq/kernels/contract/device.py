@@ -41,16 +41,17 @@ class Device:
     Rates and sizes are an H200's unless given; :func:`device_of` gives those of the GPU at hand.
 
     Attributes:
-        architecture: what NVRTC compiles for, for example ``sm_90a``.
+        architecture: NVRTC's target, for example ``sm_90a``.
         multiprocessors: their number.
         shared_bytes: the most dynamic shared memory a block may have.
         bandwidth: bytes a second from device memory.
         cache_bandwidth: bytes a second from L2.
-        cache_bytes: of L2.
+        cache_bytes: bytes of L2.
         clock: cycles a second of a multiprocessor under load.
         clusters: how many clusters of 1, 2, ... 8 blocks run at once, by how many blocks (1, 2, 3) a
             multiprocessor has room for; empty where nobody asked the driver.
-        name: of the GPU, in lower case with hyphens, such as ``nvidia-h200``; empty where it is nobody's.
+        name: name of the GPU, in lower case with hyphens, such as ``nvidia-h200``; empty where it is
+            nobody's.
         measured: whether the cost models' constants were measured on this GPU.
     """
 
@@ -154,7 +155,7 @@ class GpuProperties(NamedTuple):
         clock_khz: the highest clock of a multiprocessor.
         memory_clock_khz: the highest clock of the memory, which moves two bits a cycle and wire.
         memory_bus_bits: its wires.
-        cache_bytes: of L2.
+        cache_bytes: bytes of L2.
     """
 
     name: str
@@ -186,7 +187,7 @@ def device_of(gpu: GpuProperties, clusters: tuple[tuple[int, ...], ...] = ()) ->
     does not know is taken for an H200's.
 
     Args:
-        gpu: what the driver says.
+        gpu: facts from the driver.
         clusters: :attr:`Device.clusters`.
     """
     major, minor = gpu.capability

@@ -21,7 +21,7 @@ class Instantiation:
     """A kernel template with one configuration.
 
     Attributes:
-        header: what defines the template: a path below ``kernels/cuda``, or an absolute one.
+        header: file that defines the template: a path below ``kernels/cuda``, or an absolute one.
         function: the entry's name; the header has ``INSTANTIATE_<its upper case>(NAME, CONFIGURATION)``.
         parameters: the members of the configuration struct.
     """

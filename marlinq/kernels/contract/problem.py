@@ -27,8 +27,8 @@ class Problem:
         granularity: one of :data:`GRANULARITIES`.
         zeros: whether there are zero points.
         bfloat16: the type of activations and scales; float16 otherwise.
-        format: of the weight.
-        activation: of gate, whose tiles of 64 columns take turns with those of up; the result is then
+        format: format of the weight.
+        activation: name of gate's function; tiles of 64 columns of gate and up take turns; the result is then
             ``activation(gate) * up``, N / 2 columns. None for the product itself.
     """
 

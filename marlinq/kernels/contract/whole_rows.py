@@ -23,7 +23,7 @@ class Normed:
         squares: float32 [M, parts], whose sum over a row is that of the squares of x.
         width: channels of x.
         eps: added to the mean square.
-        unit: what the results are multiplied by.
+        unit: factor of the results.
     """
 
     squares: Tensor
@@ -84,7 +84,7 @@ class RowVariant:
     """The kernel of a configuration that works on whole rows, too.
 
     Attributes:
-        instantiation: what is compiled.
+        instantiation: source of the kernel.
         squared_columns: columns that one of its sums of squares is of.
         arguments: structure of its parameters; those of the product alone come first, by the same names.
     """

@@ -98,9 +98,9 @@ def compile_text(
 
     Args:
         text: CUDA C++ (:func:`marlinq.kernels.contract.instantiation.unit`).
-        name: what messages call it.
+        name: name in messages.
         architecture: for example ``sm_90a``.
-        headers: what the text may include, by name; the kernels' sources if None.
+        headers: texts that may be included, by name; the kernels' sources if None.
 
     Raises:
         EnvironmentProblem: as :func:`compile_kernel`.

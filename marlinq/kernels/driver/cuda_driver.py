@@ -474,7 +474,7 @@ def encode_tensor_map(
     """A CUtensorMap: how copies find boxes of a tensor; elements outside it arrive as zeros.
 
     Args:
-        address: of the first element, a multiple of 16.
+        address: address of the first element, a multiple of 16.
         element_bytes: 2 or 4.
         extents: elements a dimension, the contiguous one first.
         strides: bytes between neighbours of every dimension but the first, multiples of 16.

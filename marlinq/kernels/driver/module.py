@@ -19,7 +19,7 @@ def load_kernel(
     Args:
         instantiation: the kernel.
         architecture: of the device.
-        device_index: of the GPU.
+        device_index: index of the GPU.
         shared_bytes: dynamic shared memory that a block may have.
 
     Raises:

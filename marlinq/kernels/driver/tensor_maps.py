@@ -20,7 +20,7 @@ def activation_maps(address: int, m: int, k: int, stride: int, tile_m: int) -> c
     that exist (docs/kernels.md, "Rows beyond the batch").
 
     Args:
-        address: of the first element, a multiple of 16.
+        address: address of the first element, a multiple of 16.
         m: rows.
         k: columns.
         stride: elements from one row to the next, a multiple of 8.

@@ -29,7 +29,7 @@ class Columns(NamedTuple):
 
     Attributes:
         words: 16-column blocks of a warp, 2 or 4.
-        warpgroups: of a block, side by side.
+        warpgroups: number of warpgroups of a block, side by side.
         blocks: a multiprocessor.
     """
 
@@ -121,7 +121,7 @@ class ExpertsShape:
     Attributes:
         m: rows of the batch.
         top: experts of a row.
-        experts: whose weights are here.
+        experts: number of experts with weights here.
         hidden: H, a multiple of 64.
         inner: I, a multiple of 64.
         granularity: one of :data:`marlinq.kernels.contract.problem.GRANULARITIES`, of all weights.
@@ -159,12 +159,12 @@ class GroupedConfig:
     """A variant of ``cuda/kernels/experts_warpgroup.cuh``.
 
     Attributes:
-        tile: of the dense kernel, whose parts it is made of.
+        tile: tile of the dense kernel, whose parts it is made of.
         gated: whether columns are gate and up.
         biased: whether biases are added.
-        blocks: of the persistent grid at most.
+        blocks: blocks of the persistent grid at most.
         here: pairs at most that every block sorts for itself; 0: another kernel has sorted them.
-        experts: whose pairs blocks sort at most.
+        experts: largest number of experts that blocks sort pairs for.
     """
 
     tile: WarpgroupConfig
@@ -213,7 +213,7 @@ class DirectConfig:
     """A variant of ``cuda/kernels/experts_stream.cuh``, or of ``cuda/kernels/experts_shared.cuh``.
 
     Attributes:
-        tile: of the dense kernel that it is built on.
+        tile: tile of the dense kernel that it is built on.
         gated: whether columns are gate and up.
         slots: experts of a row.
         columns: pairs of an expert, or rows, that are columns of one product; 0: each is a product alone.
@@ -281,8 +281,8 @@ class SortedDecision:
     """Pairs are sorted by expert, products are grouped, and a last launch adds.
 
     Attributes:
-        gate_up: of the first product.
-        down: of the second; tiles have as many rows as those of the first.
+        gate_up: configuration of the first product.
+        down: configuration of the second; tiles have as many rows as those of the first.
         reason: in a sentence.
     """
 
@@ -306,8 +306,8 @@ class DirectDecision:
     """Every pair takes its expert as it comes, in two launches.
 
     Attributes:
-        gate_up: of the first product.
-        down: of the second.
+        gate_up: configuration of the first product.
+        down: configuration of the second.
         reason: in a sentence.
     """
 

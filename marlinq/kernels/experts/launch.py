@@ -104,7 +104,7 @@ class Step(NamedTuple):
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
         arguments: the kernel's parameters.
-        registers: of a thread at launch.
+        registers: registers of a thread at launch.
     """
 
     instantiation: Instantiation
@@ -440,9 +440,9 @@ def precompile_experts(
     """Compile, in parallel, what layers need and the cache lacks; returns how many kernels those were.
 
     Args:
-        shapes: of layers and batches.
+        shapes: shapes of layers and batches.
         activation: between the products.
-        device_index: of the GPU.
+        device_index: index of the GPU.
         wide: whether ids have 64 bits.
         progress: called after each kernel that is compiled.
 

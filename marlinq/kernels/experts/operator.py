@@ -41,7 +41,7 @@ def routed_experts(
         ids: int32 or int64 [M, T]: the router's choice; a number that is no expert's is left out.
         weights: float32 [M, T].
         experts: E experts of I channels, H and I multiples of 64.
-        activation: of :data:`marlinq.kernels.experts.reference.ACTIVATIONS`.
+        activation: name as in :data:`marlinq.kernels.experts.reference.ACTIVATIONS`.
         expert_map: None or int32 [experts of the router]: the place of an expert among the E, or -1 where
             another GPU has it.
 

@@ -32,10 +32,10 @@ class Call:
     """A launch of one variant on one weight, for any activations of the same shape and strides.
 
     Attributes:
-        launches: of the variant, all but complete.
+        launches: launches of the variant, all but complete.
         box: what :func:`marlinq.kernels.driver.tensor_maps.activation_maps` takes behind the address; None
             where the kernel takes the address itself.
-        handover: what blocks need to hand sums to each other, where they do.
+        handover: memory in which blocks hand sums to each other, where they do.
     """
 
     launches: Launches
@@ -91,7 +91,7 @@ def overlaps(device_index: int, behind_own: bool = False) -> bool:
     """Whether a kernel that is launched now may begin while its predecessor runs.
 
     Args:
-        device_index: of the GPU; older ones than compute capability 9.0 know no such launch.
+        device_index: index of the GPU; older ones than compute capability 9.0 know no such launch.
         behind_own: the predecessor allows it, whatever the context says.
     """
     return (behind_own or demands().dependent) and device_numbers(device_index).has_clusters
@@ -114,7 +114,7 @@ def prepare(
         behind_own: the stream's previous kernel is
             :func:`marlinq.kernels.launch.gather.gather_channels` and wrote ``x``: the launch then overlaps
             with it.
-        activation: of :attr:`marlinq.kernels.contract.problem.Problem.activation`.
+        activation: name as in :attr:`marlinq.kernels.contract.problem.Problem.activation`.
         work: on whole rows.
 
     Raises:

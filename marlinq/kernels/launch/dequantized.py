@@ -17,7 +17,7 @@ def dequantized_gemm(operands: Operands, workspace_bytes: int = WORKSPACE_BYTES)
 
     Args:
         operands: as :func:`marlinq.kernels.launch.call.prepare` takes them.
-        workspace_bytes: of the dense weight, about.
+        workspace_bytes: bytes of the dense weight, about.
     """
     x, weight, bias, out = operands
     k, n = x.shape[1], out.shape[1]

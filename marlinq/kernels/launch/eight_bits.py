@@ -150,9 +150,9 @@ def eight_bit_gemm(x: Tensor, weight: Operand, bias: Tensor | None, input_scale:
 
     Args:
         x: [M, K'] bfloat16, on a GPU.
-        weight: of FP8 E4M3.
+        weight: weight of FP8 E4M3.
         bias: [N'] bfloat16, or None.
-        input_scale: of static activations, float32 []; None for dynamic ones.
+        input_scale: scale of static activations, float32 []; None for dynamic ones.
     """
     group = weight.granularity.for_channels(weight.padded_shape[0]).channels
     codes, scales = quantize_rows(x, group, input_scale)

@@ -76,7 +76,7 @@ class Gathered:
         order: the order's address.
         rows: M.
         columns: K.
-        dtype: of the activations.
+        dtype: dtype of the activations.
         call: prepared to be launched behind the gathering.
     """
 

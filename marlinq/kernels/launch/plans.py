@@ -37,8 +37,8 @@ class _Prepared(NamedTuple):
     """What calls with activations of one shape share.
 
     Attributes:
-        shape: of the result, all N columns.
-        strides: of the result.
+        shape: shape of the result, all N columns.
+        strides: strides of the result.
         call: the launch; None without rows.
     """
 
@@ -55,7 +55,7 @@ class Plan:
             int32 [K] or None.
         granularity: as :class:`marlinq.kernels.contract.operand.Operand` has it.
         out_features: columns to return.
-        weight_format: of the words.
+        weight_format: format of the words.
         evict: called when one of the tensors goes.
     """
 

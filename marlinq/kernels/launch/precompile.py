@@ -78,9 +78,9 @@ def precompile_model(
     :func:`dependent_launches` or :func:`batch_invariant` where the products will run inside, too.
 
     Args:
-        layers: of all weights; equal ones count once.
+        layers: layers of all weights; equal ones count once.
         dtype: float16 or bfloat16, of activations and results.
-        device_index: of the GPU.
+        device_index: index of the GPU.
         most_rows: rows of the largest batch.
         progress: called after each variant that is compiled.
 

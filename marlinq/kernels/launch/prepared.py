@@ -52,8 +52,8 @@ def bind(prepared: Prepared, device_index: int, *, dependent: bool) -> Launch:
     """Compile or load the kernel and make a launch that can be started any number of times.
 
     Args:
-        prepared: what to launch.
-        device_index: of the GPU.
+        prepared: launch to make.
+        device_index: index of the GPU.
         dependent: whether the kernel may start before the stream's previous one has ended, which it waits for
             itself; nothing on a GPU older than compute capability 9.0.
 

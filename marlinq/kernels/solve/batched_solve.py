@@ -88,7 +88,7 @@ def round_panels(tensors: PanelTensors, scheme: Scheme, shifts: Tensor) -> None:
     Args:
         tensors: as there, with a first axis of layers, which may lie apart; the factors of all are the same,
             and there are no terms.
-        scheme: of all of them.
+        scheme: scheme of all of them.
         shifts: float32 [layers], the damping of each.
 
     Raises:

@@ -74,7 +74,7 @@ class PreparedPanel(NamedTuple):
     Attributes:
         instantiation: the kernel.
         grid: blocks, of 128 threads.
-        shared_bytes: of a block.
+        shared_bytes: bytes of shared memory of a block.
         arguments: the kernel's parameters, in its own structure; they keep no tensor alive.
     """
 
@@ -152,7 +152,7 @@ def round_panel(tensors: PanelTensors, scheme: Scheme, shift: float) -> None:
     afterwards.
 
     Args:
-        tensors: what is read and written.
+        tensors: tensors that are read and written.
         scheme: integer element, zero points and dtype of the scales.
         shift: the damping, by which the loss of the undamped Hessian is less.
 

@@ -25,7 +25,7 @@ class TunedTensors(NamedTuple):
         change: float32 [groups, N], the relative change of each scale.
         scales: float32 [groups, N], before the change.
         zeros: float32 [groups, N].
-        dtype: that the changed scales are stored in.
+        dtype: dtype in which changed scales are stored.
         top: the largest code.
         reach: how far beyond the first and the last code a latent counts.
     """
@@ -69,7 +69,7 @@ def prepare_weight(tensors: TunedTensors, out: Tensor) -> PreparedPanel:
     """The launch that makes a weight.
 
     Args:
-        tensors: what it is made of.
+        tensors: stored parts of the weight.
         out: float32 or bfloat16 [K, N], contiguous; written.
 
     Raises:
@@ -92,7 +92,7 @@ def prepare_gradients(
     """The launch that makes the gradients.
 
     Args:
-        tensors: what the weight was made of.
+        tensors: stored parts of the weight.
         d_weight: float32 or bfloat16 [K, N], contiguous: the gradient with respect to the weight.
         by_change: float32 [groups, N], contiguous; written.
         by_latent: float32 [K, N], contiguous, written; None where codes stay.

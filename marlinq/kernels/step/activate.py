@@ -34,8 +34,8 @@ def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) 
     Args:
         x: [M, 2 * I] (I a multiple of 64 for tiles), or [M, I] where it is plain; columns behind are padding.
         out: [M, I].
-        activation: of :attr:`marlinq.models.anatomy.MLP.activation`.
-        arrangement: of gate and up in ``x``.
+        activation: name as in :attr:`marlinq.models.anatomy.MLP.activation`.
+        arrangement: arrangement of gate and up in ``x``.
 
     Raises:
         ValueError: a tensor that the kernel can't load, or shapes that don't fit.

@@ -38,7 +38,7 @@ def append(
         q: [M, H, D], contiguous: where queries go.
         keys, values: [B, KV, L, D], contiguous: the cache.
         lengths: int32 [B]; token t of sequence b goes to position ``lengths[b] + t``.
-        work: what is done with queries and keys.
+        work: norms and rotation of queries and keys.
         tokens_each: T, with M = B * T.
 
     Raises:

@@ -48,7 +48,7 @@ class Division(NamedTuple):
 
     Attributes:
         splits: parts of the positions of each sequence, at most.
-        warps: of a block, which take tiles of 16 positions in turns.
+        warps: warps of a block, which take tiles of 16 positions in turns.
         meets: splits are a cluster of blocks and are added up in distributed shared memory.
     """
 
@@ -152,7 +152,7 @@ def attend(
         keys, values: [B, KV, L, D], contiguous: the cache; [1, KV, L, D] with ``together``.
         out: [B, H, D], each row contiguous.
         lengths: int32 [B], tokens in the cache; with ``together`` rising by one from row to row.
-        work: what is done with queries and keys first.
+        work: norms and rotation of queries and keys, done first.
         workspace: made for this shape and division.
         scale: factor on the dot products.
         division: from :func:`divide`.

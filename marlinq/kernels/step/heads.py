@@ -85,9 +85,9 @@ def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
 
     Args:
         x: [M, (heads + 2 * KV) * D], queries, keys and values side by side.
-        heads: of queries.
+        heads: number of heads of queries.
         keys: [B, KV, L, D], the cache.
-        work: what is done with them.
+        work: norms and rotation.
 
     Raises:
         ValueError: a tensor that the kernels can't load, or norms that they can't combine.

@@ -117,10 +117,10 @@ def residual(
         source: [M, width], or embeddings.
         stored: [M, width] with the strides of ``source``, other memory; None where nobody reads the sum.
         out: [M, width] with any row stride; None without ``norm``.
-        norm: of the sum.
+        norm: norm of the sum.
         first, second: [M, width] with any row stride: results of products; the first may be of experts.
         gates: float32 [M, 1], how much each row of ``second`` counts; None for 1.
-        post: of ``first``.
+        post: norm of ``first``.
         factor: on what is added.
         lengths: int32 [B], tokens in front of each sequence's new ones; needed for positions.
         tokens_each: T; row m belongs to sequence m // T.

@@ -30,7 +30,7 @@ class Addition:
         source: [M, H], the residual stream.
         first: [M, H] with any row stride.
         stored: [M, H] with the strides of ``source``, other memory; written.
-        norm: of the sum.
+        norm: norm of the sum.
         factor: on what is added.
     """
 
@@ -86,15 +86,15 @@ def router(
         scale: factor on the weights.
         correction: float32 [E]; the experts of the highest ``score + correction`` are taken then. Weights are
             made of scores alone.
-        groups: of neighbouring experts, all of one size, at least two. Only those ``kept`` take part in the
-            choice whose two highest ``score + correction`` are together greatest. 1 without groups.
+        groups: groups of neighbouring experts, all of one size, at least two. Only those ``kept`` take part
+            in the choice whose two highest ``score + correction`` are together greatest. 1 without groups.
         kept: at most ``groups``, with ``top`` experts in them.
         zeroed: experts of the other groups take part with 0, instead of not at all.
         wide: logits are not rounded to the dtype of ``x``.
         gate: of a shared expert, [H] of the dtype of ``x``.
         gates: float32 [M, 1], written: ``sigmoid(x @ gate)``. Both or None.
         clusters: whether the GPU has clusters of blocks.
-        addition: what makes ``x``, first.
+        addition: sum that makes ``x`` first.
 
     Raises:
         ValueError: a tensor that the kernel can't load, or shapes that don't fit.

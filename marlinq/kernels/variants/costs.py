@@ -67,7 +67,7 @@ def streaming_seconds(device: Device, load: Load, own: float, read: float) -> di
     """Seconds in which a wave's bytes arrive, at the device memory and at a multiprocessor's port.
 
     Args:
-        device: whose rates count.
+        device: GPU with the rates.
         load: the wave.
         own: bytes of device memory a block, shared ones once.
         read: bytes a block takes from L2.

@@ -31,8 +31,8 @@ def chunks_on_their_way(chunk: int, stages: int, blocks: int, most: int) -> int:
 
     Args:
         chunk: bytes of a chunk's weights.
-        stages: of the ring.
-        blocks: that share a multiprocessor.
+        stages: stages of the ring.
+        blocks: blocks on a multiprocessor.
         most: bytes of weights on their way to a multiprocessor, about.
     """
     if chunk * stages * blocks <= _ALL_AT_ONCE:

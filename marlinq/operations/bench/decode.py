@@ -47,10 +47,10 @@ class DecodeCell:
         batch: sequences decoded together.
         context: tokens of each sequence when the first timed step begins.
         first_token_seconds: from the prompts to their first new tokens; median of three.
-        step_seconds: of a decode step; median over three runs of their mean.
+        step_seconds: seconds of a decode step; median over three runs of their mean.
         step_bytes: weights, scales, and the keys and values of the mean context, read once.
         step: how steps ran, and why.
-        peer_first_token_seconds, peer_step_seconds: the same of the 16-bit model; None where not measured.
+        peer_first_token_seconds, peer_step_seconds: seconds of the 16-bit model; None where not measured.
     """
 
     batch: int
@@ -90,7 +90,7 @@ class DecodeBench(Shown):
         sustained: whether runs followed each other without rests.
         load_seconds: from the folder to a model that is ready; None for one that was made up or given.
         weight_bytes: weights and scales that a step of one sequence reads, embedding tables aside.
-        peak_bytes: of GPU memory, while ours ran; 0 on a CPU.
+        peak_bytes: bytes of GPU memory, while ours ran; 0 on a CPU.
         profile: the kernels of the last cell's step, where asked for.
         notes: how the quantised linears were multiplied, and what else to know.
     """

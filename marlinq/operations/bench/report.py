@@ -22,7 +22,7 @@ class Cell:
         m: rows of activations.
         n: output features.
         k: input features.
-        nbytes: what our product must move at least: words, scales, zero points, activations in and out.
+        nbytes: bytes that our product must move at least: words, scales, zero points, activations in and out.
         floor_seconds: the larger of a cold read of the weight and the operations at the measured peak; None
             where no GPU measured them.
         seconds: median time by contender.
@@ -77,7 +77,7 @@ class KernelBench(Shown):
 
     Attributes:
         hardware: processor and versions.
-        dtype: of activations and scales.
+        dtype: dtype of activations and scales.
         weights: element of the weights.
         group_size: channels that share a scale, or -1.
         asymmetric: whether weights had zero points.

@@ -49,7 +49,7 @@ class Workload:
         prompt_tokens: tokens of each of those.
         requests: requests of the mixed load; 0 leaves throughput out.
         repeats: runs of which the median counts.
-        dtype: of activations.
+        dtype: dtype of activations.
         gpus: GPUs that share the model by tensor parallelism.
     """
 
@@ -69,10 +69,10 @@ class EngineTimes:
     """One engine's measurements.
 
     Attributes:
-        versions: of vLLM and torch.
+        versions: versions of vLLM and torch.
         device: name of the GPU.
         load_seconds: from the start to an engine that is ready.
-        step_seconds: of a decode step, by batch.
+        step_seconds: seconds of a decode step, by batch.
         first_token_seconds: from the prompts to the first token of all, by their number.
         tokens_per_second: new tokens of the mixed load; None where it was not asked for.
         said: lines of vLLM's log about kernels and memory.

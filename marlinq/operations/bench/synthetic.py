@@ -105,7 +105,7 @@ class Synthetic:
     Attributes:
         name: a key of :data:`SYNTHETIC`.
         layers: decoder blocks, fewer or more than the config says; None for as many.
-        group_size: of the quantised weights; the largest smaller one where it does not divide.
+        group_size: channels of a group; the largest smaller one where it does not divide.
         head: how the output head is held.
         scheme: kind of the weights, a key of :data:`marlinq.operations.bench.kernels.SCHEMES`, or ``16`` for
             weights in the activations' dtype. Those with a group size of their own keep it.

@@ -21,7 +21,7 @@ class KernelShare:
         name: the kernel's, without template arguments.
         launches: per step.
         seconds: per step, from its start to its end; kernels that overlap count fully.
-        share: of the sum over all kernels.
+        share: share of the sum over all kernels.
     """
 
     name: str

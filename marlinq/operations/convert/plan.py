@@ -60,7 +60,7 @@ class ConversionPlan:
         recasts: how modules get another scheme, of those that do.
         allow_loss: whether what can't be held exactly is rounded.
         lossy: whether any module loses precision.
-        notes: what a user of the output should know.
+        notes: facts that a user of the output needs.
     """
 
     source: QuantizedCheckpoint

@@ -23,7 +23,7 @@ class ConversionReport(Shown):
         side_files: other files that were copied (tokenizer, templates, code).
         left_out: files of the source that are not in the output: weights in other formats.
         lossy: whether any module lost precision.
-        notes: what a user of the output should know.
+        notes: facts that a user of the output needs.
         resumed: tensors that an interrupted run had already written.
         source_bytes, out_bytes: sizes of all tensors.
         seconds: wall-clock time.

@@ -22,10 +22,10 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        subject: what was looked at, such as ``torch`` or ``NVRTC``.
+        subject: thing that was examined, such as ``torch`` or ``NVRTC``.
         state: ok; absent, which is no fault by itself; or problem.
-        found: what is there.
-        fix: what to do about it, empty when nothing is wanted.
+        found: observed state.
+        fix: remedy, empty when nothing is wanted.
     """
 
     subject: str

@@ -59,8 +59,8 @@ class Evaluation(Shown):
         text: where the text comes from.
         windows: how many windows were evaluated.
         tokens: predicted tokens, all windows together.
-        perplexity: of the model.
-        against_perplexity: of the original.
+        perplexity: perplexity of the model.
+        against_perplexity: perplexity of the original.
         kl: mean KL(original || model) in nats.
         top1_agreement: share of the positions where both predict the same next token.
         seconds: for the evaluation, without loading.
@@ -212,9 +212,9 @@ def evaluate(
         revision: branch, tag or commit of ``model``, where that is a Hub id; its main branch when None.
         device: as in :func:`marlinq.runtime.load`.
         dtype: as in :func:`marlinq.runtime.load`, for both models.
-        seed: of the sampling when there is no text.
+        seed: seed of the sampling when there is no text.
         trust_remote_code: run model code that a checkpoint brings.
-        tasks: of lm-evaluation-harness, to be answered by both models behind the text.
+        tasks: names of tasks of lm-evaluation-harness, to be answered by both models behind the text.
         keep: write the figures into the model's folder, and into its model card.
         progress: True shows progress on stderr, False does not; or a function that is called with (what is
             being done, steps done, steps in all).

@@ -45,7 +45,7 @@ class ServerVerdict:
     """Whether a server loads a checkpoint, and what multiplies it there on Hopper.
 
     Attributes:
-        server, version: what was judged.
+        server, version: judged server and its version.
         loads: it loads the checkpoint and computes what it should.
         first: the kernels that it takes on compute capability 9.0, with the linears that each runs, most
             first; empty when it does not load, or leaves the choice to another library.
@@ -70,10 +70,10 @@ class Whole:
         rules: the config has rules for single modules.
         unquantized: linears that are stored in floating point.
         heads, kv_heads: attention and key-value heads, or None where the config does not say.
-        architecture: what ``config.json`` names.
+        architecture: architecture in ``config.json``.
         tied: ``config.json`` says that the output head is the embedding.
         says_head: the config says that the output head is quantised.
-        fused_rules: what rules for single modules say of names that servers give fused layers: element,
+        fused_rules: values from rules for single modules, for names that servers give fused layers: element,
             group size and the like, as :attr:`Layer.scheme`; None for one that is kept. Layouts whose rules
             are not looked up by such names have none.
         no_linear: a quantised module that is no linear of the model, and what it is there; or None.

@@ -26,13 +26,13 @@ class Layer:
         in_features, out_features: K and N.
         element: the type of a code.
         granularity: weights that share a scale; a group of K or more is a channel.
-        declared_symmetric: what a loader takes it for: by the config, not by what the zeros happen to be.
+        declared_symmetric: symmetry that a loader assumes: by the config, not by what the zeros happen to be.
         symmetric: every stored zero point is the middle code; None where they can't be decoded.
         declared_act_order: the config says ``desc_act: true``.
         in_order: no g_idx, or one that is ``k // group_size``.
         sortable: sorting the g_idx gives that.
         zero_writer: who packed GPTQ v1 zeros, where the config tells.
-        problem: what keeps its zeros from being decoded, or None.
+        problem: reason why its zeros can't be decoded, or None.
     """
 
     layout: str

@@ -14,17 +14,17 @@ class ModuleFacts:
     """One quantised linear.
 
     Attributes:
-        name: of the module.
+        name: name of the module.
         in_features, out_features: K and N.
-        bits: of a code.
+        bits: bits of a code.
         group_size: -1 for one scale per channel, ``128x128`` for blocks, ``tensor`` for one scale.
         symmetric: every stored zero point is the middle code; None where they can't be decoded.
         g_idx: ``in order``, ``activation order``, or ``unknown``.
         bias: it has one.
         scale_dtype: as stored.
-        nbytes: of its codes, scales, zeros and g_idx.
-        effective_bits: of these bytes, per weight.
-        problem: what keeps its zeros from being decoded, or None.
+        nbytes: bytes of its codes, scales, zeros and g_idx.
+        effective_bits: bits of these bytes, per weight.
+        problem: reason why its zeros can't be decoded, or None.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Inspection(Shown):
     Attributes:
         checkpoint: the folder.
         format: a name in :data:`marlinq.formats.FORMATS`; None for an unquantised checkpoint.
-        architecture: what ``config.json`` names.
-        dtype: of the unquantised tensors, the one that most bytes have.
+        architecture: architecture in ``config.json``.
+        dtype: dtype of the unquantised tensors, the one that most bytes have.
         bits, group_sizes: of the quantised linears, each value once, the most frequent first.
         symmetry: ``symmetric``, ``asymmetric``, ``mixed`` or ``unknown``, from the stored zeros.
         g_idx: ``none`` (the layout has none), ``in order``, ``activation order`` or ``mixed``.
@@ -57,12 +57,12 @@ class Inspection(Shown):
         head: how the output head is quantised, in words; None where it is not.
         unquantized_modules: linears that are stored in floating point.
         shards: number of weight files.
-        bytes_on_disk: of the weight files.
-        parameters: of the model; a quantised weight counts as K * N.
+        bytes_on_disk: bytes of the weight files.
+        parameters: number of parameters of the model; a quantised weight counts as K * N.
         quantized_parameters: those in quantised linears.
         linear_bits, model_bits: bits per weight of the quantised linears and of everything.
         tensor_parallel: GPUs that share each layer, in the servers' rules.
-        servers: which servers load it, and the kernels they run it with; ours first.
+        servers: servers that load it, and their kernels; ours first.
         notes: contradictions and oddities.
         modules: one entry a quantised linear, where asked for.
     """

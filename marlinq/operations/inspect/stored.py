@@ -25,7 +25,7 @@ class StoredFacts:
         symmetric: every zero point is the midpoint; None where they can't be decoded.
         in_order: channel k belongs to group ``k // group_size``; None where that could not be read.
         sortable: sorting the g_idx gives that.
-        problem: what keeps the zeros from being decoded, or None.
+        problem: reason why the zeros can't be decoded, or None.
     """
 
     symmetric: bool | None

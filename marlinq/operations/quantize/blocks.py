@@ -40,7 +40,7 @@ class BlockQuantizer:
 
     Args:
         instance: the live model.
-        plan: what becomes of which projection.
+        plan: fate of each projection.
         writer: where results go, and where those of an interrupted run are.
         batches: the calibration text; empty for a method without calibration.
         recipe: how experts are calibrated.

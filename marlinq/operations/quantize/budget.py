@@ -88,7 +88,7 @@ class TextBudget:
     """What the model is to write.
 
     Attributes:
-        tokens: of all documents.
+        tokens: number of tokens of all documents.
         documents: how many, or None for as many as ``tokens`` take.
         rows: documents that are written together.
         max_length: tokens that a document has at most.
@@ -107,11 +107,11 @@ class Work:
     """What a token of calibration text costs a model.
 
     Attributes:
-        linear_weights: of the decoder blocks.
+        linear_weights: number of weights of the decoder blocks.
         all_weights: multiplied for a token, the output head among them.
         hessian_products: multiplications of one token's outer products.
-        cache_bytes: of keys and values of a token.
-        positions: that the model has; None for no bound.
+        cache_bytes: bytes of keys and values of a token.
+        positions: number of positions of the model; None for no bound.
     """
 
     linear_weights: int
@@ -162,7 +162,7 @@ def text_budget(
 
     Args:
         recipe: samples, tokens and max_length, any of the first two ``auto``.
-        work: of the model.
+        work: amount of work of the model.
         device: where it writes.
         dtype: in which it writes.
         most: tokens that are enough for the method; None for no such bound.
@@ -205,7 +205,7 @@ def tuning_budget(recipe: Recipe, work: Work, device: torch.device, *, own_text:
 
     Args:
         recipe: with its ``tune_steps`` and ``tune_tokens``.
-        work: of the model.
+        work: amount of work of the model.
         device: where it is tuned.
         own_text: the model writes text to be tuned on.
     """
@@ -242,8 +242,8 @@ def gradient_jobs(tokens: Sequence[int], work: Work, device: torch.device) -> li
     and several times, each with labels of its own.
 
     Args:
-        tokens: of each batch.
-        work: of the model.
+        tokens: number of tokens of each batch.
+        work: amount of work of the model.
         device: where.
     """
     most = gradient_tokens(sum(tokens), work, device)

@@ -19,9 +19,9 @@ def refuse_by_config(folder: Path, config: Mapping[str, Any], recipe: Recipe) ->
     What passes may still be refused by the plan, which knows every module's shape.
 
     Args:
-        folder: of the checkpoint, for messages.
+        folder: path of the checkpoint, for messages.
         config: its config.json.
-        recipe: what was asked for.
+        recipe: settings of the run.
 
     Raises:
         UnsupportedError: its hidden size is no multiple of the group size.

@@ -98,15 +98,15 @@ def estimate(
     """Counts and measures.
 
     Args:
-        plan: of the output.
-        work: of the model.
+        plan: plan of the output.
+        work: amount of work of the model.
         blocks: the quantised modules of each block.
-        tokens: of the calibration; 0 for a method without.
-        writing: what the model writes of it, if anything.
-        parameters: of the whole model.
-        hidden_size: of its hidden states.
-        batch_tokens: of a forward pass.
-        source_bytes: of the checkpoint.
+        tokens: number of tokens of the calibration; 0 for a method without.
+        writing: part of the text that the model writes, if any.
+        parameters: number of parameters of the whole model.
+        hidden_size: channels of its hidden states.
+        batch_tokens: tokens of a forward pass.
+        source_bytes: bytes of the checkpoint.
         device, dtype: where and in which dtype blocks run.
         products: in which dtype linear layers multiply.
         writing_dtype: in which dtype the model writes.

@@ -48,9 +48,9 @@ class ExpertGroup:
 
     Attributes:
         members: gate and up, or down; of several experts where they share the input.
-        statistics: of the input; None for a method without calibration.
-        tokens: that reached the expert by its routing.
-        fallback: what was done because those were too few, or None.
+        statistics: statistics of the input; None for a method without calibration.
+        tokens: number of tokens that the router sent to the expert.
+        fallback: measure taken where those were too few, or None.
     """
 
     members: tuple[PlannedModule, ...]
@@ -70,11 +70,11 @@ class ExpertCalibration:
     Args:
         instance: the live model.
         replay: the recorded calls of its blocks.
-        recipe: which tokens experts see, and how many are enough.
+        recipe: settings of experts: their tokens, and how many are enough.
         batches: how many there are.
         new: empty statistics of a projection's input.
         ranks: processes that share the work; ``batches`` are this one's.
-        limit_bytes: of statistics that may exist at a time; by default a share of the free memory.
+        limit_bytes: bytes of statistics that may exist at a time; by default a share of the free memory.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class ExpertCalibration:
         those that experts see in the calibration; experts that were given may be replaced meanwhile.
 
         Args:
-            index: of the block, which is materialised.
-            experts: of the block.
+            index: index of the block, which is materialised.
+            experts: experts of the block.
             planned: every projection of the experts by name.
             states: the hidden states that enter the block; None for a method without calibration.
         """

@@ -60,9 +60,9 @@ class Gathering:
         """Runs block ``index`` on all of the text.
 
         Args:
-            index: of the block, which is materialised.
+            index: index of the block, which is materialised.
             members: its projections.
-            states: what enters the block.
+            states: hidden states in front of the block.
             outputs: where to keep what it puts out; None where that is of no interest.
         """
         by_name = {planned.projection.name: planned for planned in members}
@@ -110,9 +110,9 @@ class Gathering:
         """Adds to the statistics of :attr:`Gathered.late` what they see once the others are quantised.
 
         Args:
-            index: of the block, whose other projections have their new weights.
+            index: index of the block, whose other projections have their new weights.
             members, states: as for :meth:`gather`.
-            gathered: what it returned.
+            gathered: result of gathering.
         """
         if self.original is None or not gathered.late:
             return
@@ -138,8 +138,8 @@ class Gathered:
         groups: names of projections by shared input.
         late: more of them, which write to the residual stream that the block puts out: with the other
             projections quantised they can make up for these too, and are solved after them.
-        statistics: of each group, under its first name; of late ones without the batches that the original
-            runs, which :meth:`Gathering.gather_late` adds.
+        statistics: statistics of each group, under its first name; of late ones without the batches that the
+            original runs, which :meth:`Gathering.gather_late` adds.
     """
 
     groups: list[tuple[str, ...]]
@@ -182,8 +182,8 @@ class _Block:
     """The statistics of one block while batches go through it.
 
     Args:
-        gathering: whose block it is.
-        index: of the block.
+        gathering: owner of the block.
+        index: index of the block.
         planned: its projections by name.
         places: where the residual stream is behind the projections that write to it.
     """
@@ -218,8 +218,8 @@ class _Block:
 
         Args:
             batch: its number.
-            hidden: what enters the block.
-            original: what the original saw of it.
+            hidden: hidden states in front of the block.
+            original: inputs of the original's modules.
             outputs: where to keep what the block makes of it.
             projections: to listen to, beside those that already are.
             last: the projection behind which nothing is of interest; None to run to the end.

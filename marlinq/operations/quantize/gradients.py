@@ -35,13 +35,13 @@ class LossGradients:
 
     Args:
         instance: the live original, no block materialised.
-        replay: of the instance, with the batches recorded.
+        replay: replay of the instance, with the batches recorded.
         batches: the text.
         jobs: numbers of the batches that gradients are taken on, in any order; labels are drawn anew for one
             that is there twice.
-        states: what enters the first block, of every batch.
+        states: hidden states in front of the first block, of every batch.
         logits: tokens whose logits are held at once.
-        seed: of the labels.
+        seed: seed of the labels.
         folder: where hidden states go that memory has no room for.
         device_bytes: bytes of hidden states that may stay on the device.
         progress: told about every block, twice.
@@ -92,9 +92,9 @@ class LossGradients:
         """What gathered the gradients [T, N] at the outputs of a block's projections, by name.
 
         Args:
-            index: of the block, which is materialised with the original's weights.
+            index: index of the block, which is materialised with the original's weights.
             projections: modules of their own.
-            states: what enters the block, of every batch.
+            states: hidden states in front of the block, of every batch.
         """
         found = {
             each.name: HessianAccumulator(each.out_features, device=self._instance.device, name=each.name)

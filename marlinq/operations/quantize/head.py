@@ -38,7 +38,7 @@ def solve_head(
     Args:
         planned: the head.
         weight: float [N, K], on the CPU in its stored dtype.
-        statistics: of the head's input; None for a method that is not calibrated.
+        statistics: statistics of the head's input; None for a method that is not calibrated.
         device: where slices are solved.
         rows: output channels of a slice.
 

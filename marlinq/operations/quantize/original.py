@@ -22,7 +22,7 @@ def compared_batches(batches: Sequence[Batch], shards: int = 1) -> list[int]:
 
     Args:
         batches: longest documents first.
-        shards: of the text, of which ``batches`` are one.
+        shards: shards of the text, of which ``batches`` are one.
     """
     tokens = shards * sum(sum(batch.lengths) for batch in batches)
     return list(range(0, len(batches), _stride(tokens)))
@@ -42,7 +42,7 @@ class OriginalRun:
     """What a block of the original saw of one batch; empty for a batch that it does not run.
 
     Attributes:
-        inputs: of projections, [..., K] by name.
+        inputs: inputs of projections, [..., K] by name.
         streams: the residual stream behind projections that write to it, [..., H] by the name of the module
             whose input it is.
     """
@@ -56,8 +56,8 @@ class OriginalStates:
 
     Args:
         instance: the live model; a block has its original weights whenever it is run here.
-        replay: of the instance, with the batches recorded.
-        states: what enters the first block; overwritten.
+        replay: replay of the instance, with the batches recorded.
+        states: hidden states in front of the first block; overwritten.
         batches: numbers of the batches that ``states`` holds, in order.
     """
 
@@ -85,7 +85,7 @@ class OriginalStates:
         """Runs a block on a batch; its output takes the place of its input.
 
         Args:
-            index: of the block; every batch goes through every block once, in order.
+            index: index of the block; every batch goes through every block once, in order.
             batch: its number.
             projections: whose inputs are wanted. Experts see tokens of their own choice in either model, so
                 theirs can't be paired and are left out.

@@ -51,7 +51,7 @@ class Fate:
         in_features, out_features: K and N; None for what is kept.
         becomes: the scheme in words, or ``kept``.
         reason: where the scheme comes from, or why it is kept.
-        nbytes: of its tensors in the output; None for what is kept.
+        nbytes: bytes of its tensors in the output; None for what is kept.
     """
 
     name: str
@@ -86,12 +86,12 @@ class PlanReport(Shown):
     Attributes:
         model, out: folders.
         architecture, format, method: what is quantised, into what, how.
-        fates: of every module with a weight matrix, in order.
+        fates: fates of every module with a weight matrix, in order.
         group_size: automatic group size and its reason; None where the recipe names all sizes.
         source_bytes, output_bytes: tensor data before and after.
         calibration: where the text will come from, in words; None for a method without.
-        tokens: of it, at most.
-        tuning_text: what the model will write to be tuned on beside it, in words; None for nothing.
+        tokens: number of tokens of it, at most.
+        tuning_text: text that the model will write to be tuned on, in words; None for nothing.
         estimate: seconds and bytes.
         device, dtype: where and in which dtype blocks run.
         gpu: the GPU that the kernels are named for: the run's own, or an H200 where it has none.

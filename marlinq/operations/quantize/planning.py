@@ -36,9 +36,9 @@ class PlannedModule:
         stored: its name in the output, to which the layout's suffixes are added.
         source: the tensor of the checkpoint that holds its weight; a tied head's is the embedding's.
         method: solver of its weight.
-        options: of the method.
+        options: options of the method.
         layout: layout of its tensors.
-        spec: what will be stored.
+        spec: stored scheme and shape.
         reason: where scheme and options come from.
         granularity: weights that share a scale, as decided; a module no wider than a group has one scale per
             channel in :attr:`spec`.
@@ -87,7 +87,7 @@ class OutputPlan:
 
     Attributes:
         format: format of the output.
-        method: what quantises the modules whose text is read: the method that needs it, where there are two.
+        method: method of the modules that text is read for: the method that needs it, where there are two.
         modules: quantised projections by name, in the order of the tree; the output head comes last.
         automatic: group size that was left open, and why it is what it is; None where the recipe names all.
         head: the output head where it is quantised.

@@ -87,7 +87,7 @@ class Prepared:
     """A run that is ready to begin.
 
     Attributes:
-        decisions: what it does.
+        decisions: decisions of the method.
         ranks: this process and those that share the run.
         instance: the live model, nothing materialised.
         gatherer: source of the calibration text; text from outside is read already.

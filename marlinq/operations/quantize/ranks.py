@@ -54,7 +54,7 @@ class Ranks:
     Attributes:
         rank: number of this process, from 0.
         size: how many there are.
-        device: of this process; what is exchanged lies there.
+        device: device of this process; what is exchanged lies there.
         joining: done when this process has met the others; the first exchange waits for it.
     """
 
@@ -88,7 +88,7 @@ class Ranks:
         """The tensor that rank ``source`` has, on the device.
 
         Args:
-            tensor: of that rank; the other ranks' is not looked at.
+            tensor: tensor of that rank; the other ranks' is not looked at.
             shape, dtype: its, known to every rank.
             source: the rank that has it.
         """
@@ -110,7 +110,7 @@ class Ranks:
         """The quantised weight that rank ``source`` has, on the device.
 
         Args:
-            weight: of that rank; the other ranks' is not looked at.
+            weight: weight of that rank; the other ranks' is not looked at.
             spec: its, known to every rank; with as many output channels as ``weight`` has.
             source: the rank that has it.
         """
@@ -164,7 +164,7 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     They meet beside what is done until their first exchange, since NCCL takes a second.
 
     Args:
-        device: of this process.
+        device: device of this process.
 
     Raises:
         UsageError: the environment says that there are several ranks, but not which this is.
@@ -303,7 +303,7 @@ class FollowingWriter(CheckpointWriter):
 
     Args:
         out: the folder that the first rank makes.
-        state: what :func:`share_state` got from the first rank.
+        state: result of :func:`share_state` from the first rank.
     """
 
     def __init__(self, out: Path, state: Mapping[str, Any]) -> None:

@@ -65,9 +65,9 @@ class ModuleSettings:
         scale_dtype: name of the scales' dtype; None where layout or model decide.
         two_levels: scales are multiplied by one more scale per tensor.
         activations: how servers quantise the inputs; None for 16-bit activations.
-        sparsity: which weights are pruned; None where none are.
+        sparsity: pattern of pruned weights; None where none are.
         method: name of the method that makes it.
-        options: of that method.
+        options: options of that method.
         reason: where the settings come from.
     """
 
@@ -231,14 +231,14 @@ class Recipe:
         calibration: "self", a file, or the name of a dataset; or several of them, each with ``=WEIGHT``
             behind it or not. Of no use to a method without calibration.
         samples: calibration documents; "auto" is 128, or with ``tokens`` as many as they take.
-        tokens: of all calibration documents together, at most; "auto" is no bound for text from outside, and
-            what suits the device for text that the model writes
+        tokens: number of tokens of all calibration documents together, at most; "auto" is no bound for text
+            from outside, and what suits the device for text that the model writes
             (:mod:`marlinq.operations.quantize.budget`), unless ``samples`` is given; either way no more than
             the method's :attr:`~marlinq.methods.Method.enough_tokens`, unless there is tuning.
         max_length: tokens that a document is cut to.
         chat_template: "model" puts every text into the model's chat template, as a user's message, and lets
             the model write conversations; a file holds another template; "none" leaves text as it is.
-        seed: of the calibration's random choices, and of the order in which tuning sees the text.
+        seed: seed of the calibration's random choices, and of the order in which tuning sees the text.
         experts: fused experts are calibrated on the tokens that are routed to them, or on all tokens.
         expert_tokens: an expert with fewer routed tokens gets the fallback.
         expert_fallback: ``blend``, its own inputs, weighted by how many of the tokens it has, with all inputs
@@ -248,8 +248,8 @@ class Recipe:
             tuned end to end (:mod:`marlinq.operations.quantize.tuning`), and whether text that the model
             writes is learnt from beside a calibration from outside. Automatic steps, tokens and rates follow
             a budget (:mod:`marlinq.operations.quantize.budget`).
-        options: of the method; a plain ``MethodOptions()`` becomes its defaults. In files, their keys stand
-            among the recipe's own.
+        options: options of the method; a plain ``MethodOptions()`` becomes its defaults. In files, their keys
+            stand among the recipe's own.
         overrides: the first rule whose pattern is found in a module's name decides what differs there.
 
     Raises:

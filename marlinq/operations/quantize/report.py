@@ -69,18 +69,18 @@ class QuantizeReport(Shown):
     Attributes:
         out: the new folder.
         format: its layout.
-        method: what quantised the modules.
+        method: name of the method.
         modules: quantised linears by stored name.
         kept: modules with a weight matrix that stay as they were, with reasons.
         calibration: source, documents, tokens and a hash of the token ids; None for a method without.
         quality: name and version of the recipe's quality, and which of its settings were changed.
-        tuning: what tuning did (:class:`~marlinq.operations.quantize.tuning.TuningReport`), None without.
+        tuning: report of tuning (:class:`~marlinq.operations.quantize.tuning.TuningReport`), None without.
         device, dtype: where and in which dtype the blocks ran.
         head: stored name of the output head, if it was quantised.
         blocks: decoder blocks with quantised linears.
         resumed_blocks: decoder blocks taken over from an interrupted run.
         source_bytes, output_bytes: tensor data before and after.
-        seconds: of this run.
+        seconds: seconds of this run.
         peak_host_bytes: highest resident memory of the process.
         peak_device_bytes: highest memory of the GPU, None on the CPU.
     """

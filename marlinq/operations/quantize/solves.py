@@ -61,8 +61,8 @@ def shared_solves(
 
     Args:
         solves: in the order of the results, the same on every rank.
-        statistics: of this rank's batches, by name; empty for a method without calibration. They are used
-            up.
+        statistics: statistics of this rank's batches, by name; empty for a method without calibration. They
+            are used up.
         solve: does the work.
         ranks: this process and those it shares the work with.
         cut: whether output channels of a module may be solved apart.

@@ -57,10 +57,10 @@ class CalibrationText:
     """The documents of a run and where they come from.
 
     Attributes:
-        documents: of all sources that have been read, in their order.
+        documents: documents of all sources that have been read, in their order.
         sources: for each, what it is called, and its documents and tokens.
-        duplicates: what is known of earlier documents.
-        tuned: what the model wrote to be tuned on beside them.
+        duplicates: digests of earlier documents.
+        tuned: documents that the model wrote to be tuned on.
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -308,11 +308,11 @@ def text_from_outside(
     """The documents of a file or dataset.
 
     Args:
-        part: what is asked of it.
-        folder: of the checkpoint, for the tokenizer.
+        part: share of the text asked of it.
+        folder: path of the checkpoint, for the tokenizer.
         config: the model's.
         max_length: tokens that a document is cut to.
-        duplicates: of all sources.
+        duplicates: duplicates of all sources.
         trust_remote_code: run code that the tokenizer brings.
     """
     recipe = part.recipe
@@ -334,7 +334,7 @@ class TextGatherer:
 
     Args:
         checkpoint, blueprint: the model.
-        recipe: what text it wants, and how much.
+        recipe: settings with the text and its amount.
         device: where the model writes what it writes itself.
         max_length: tokens that a document is cut to.
         trust_remote_code: run code that model or tokenizer bring.
@@ -460,9 +460,9 @@ def add_drawn_anew(
     """Adds what the model draws anew to a short calibration, unless the interrupted run has left it.
 
     Args:
-        writer: of the run.
+        writer: writer of the run.
         text: all of it but for this.
-        recipe: of the run.
+        recipe: recipe of the run.
         draw: given a number of tokens, documents drawn anew of about as many.
     """
     tokens = tokens_drawn_anew(recipe, sum(map(len, text.documents)))

@@ -39,7 +39,7 @@ class Watch:
     Args:
         progress: told about every step.
         message: given the lines.
-        writer: whose notes have a report under ``module NAME`` for everything that is quantised.
+        writer: writer with notes that have a report under ``module NAME`` for everything that is quantised.
         clock: seconds from anywhere.
     """
 

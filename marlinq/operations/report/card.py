@@ -51,11 +51,11 @@ def model_card(
         source: the original, whose own card is carried over.
         base_model: the Hub id of the original; None where it is not known.
         recipe: as the manifest has it.
-        tool: what made the checkpoint, with its version.
+        tool: program that made the checkpoint, with its version.
         schemes: how modules are quantised, in words, and how many of them so.
         errors: label of a quantity -> module name -> relative squared error.
         calibration: documents, tokens and source; None for a method without.
-        nbytes: of the tensors.
+        nbytes: bytes of the tensors.
     """
     matter, body = _read_card(source.path / CARD) if CARD in source.side_files else ({}, "")
     front = _front_matter(matter, base_model, recipe)

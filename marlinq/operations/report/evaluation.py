@@ -37,7 +37,7 @@ class TaskFigures:
 
     Attributes:
         task, metric: their names in lm-evaluation-harness.
-        documents: that were answered.
+        documents: number of documents answered.
         value, against: scores of the checkpoint and the original.
         recovery, recovery_stderr: per cent of the original's score, and its standard error.
     """

@@ -48,15 +48,15 @@ class ModuleFigures:
         block: number of its decoder block; None outside the blocks, as the output head is.
         projection: its name inside the block, with ``*`` for the number of an expert.
         in_features, out_features: K and N.
-        bits: of a code.
+        bits: bits of a code.
         scheme: in words.
-        nbytes: of all its tensors.
+        nbytes: bytes of all its tensors.
         codes: how often each code occurs among those counted, by code.
         scales: as stored.
         error: relative squared error, as the method reported it; None where no run of marlinq's tells.
-        quantity: what the error is of; None where nothing tells.
+        quantity: quantity that the error is measured on; None where nothing tells.
         tokens: calibration tokens that it saw; None where that is unknown.
-        fallback: what was done instead of the method, and why.
+        fallback: measure taken instead of the method, and why.
         reason: where its settings come from.
     """
 
@@ -82,10 +82,10 @@ class TimeFigures:
     """Where the time of a quantise run went.
 
     Attributes:
-        stages: what was done and the seconds it took, in the order of the run.
+        stages: stages and their seconds, in the order of the run.
         blocks: seconds of each decoder block that this run quantised.
         total: seconds of the run.
-        device: that the blocks ran on.
+        device: device of the blocks.
         ranks: processes that shared the work.
     """
 
@@ -103,18 +103,18 @@ class CheckpointFigures:
     Attributes:
         name: the last part of its path, or its Hub id.
         format: a name in :data:`marlinq.formats.FORMATS`.
-        architecture: what ``config.json`` names.
-        fingerprint: of the run that made it; empty where no manifest tells.
+        architecture: architecture in ``config.json``.
+        fingerprint: fingerprint of the run that made it; empty where no manifest tells.
         modules: its quantised linears, in file order.
         sizes: bytes of the tensors, by what they are.
-        wide_bytes: what the tensors would take with quantised weights in 16 bits.
-        parameters: of the model; a quantised weight counts as K * N.
+        wide_bytes: bytes of the tensors with quantised weights in 16 bits.
+        parameters: number of parameters of the model; a quantised weight counts as K * N.
         recipe, environment, calibration: as the manifest has them, made printable; empty where it does not.
         kept: linears that stay in floating point, with the reason where the manifest gives one.
-        time: of the run; None where no report of it lies in the folder.
-        evaluation: what ``marlinq eval --keep`` measured; None where nothing of it lies in the folder.
+        time: seconds of the run; None where no report of it lies in the folder.
+        evaluation: figures of ``marlinq eval --keep``; None where nothing of it lies in the folder.
         sampled: share of the codes that were counted, 0..1.
-        notes: what could not be read, in a sentence each.
+        notes: things that could not be read, a sentence each.
     """
 
     name: str

@@ -28,7 +28,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Element:
     """An element.
 
     Args:
-        name: of the element.
+        name: name of the element.
         children: elements, strings (text, which is escaped), or iterables of both.
         attributes: values are escaped; ``class_`` stands for ``class``, other underscores for hyphens; None
             leaves the attribute out.

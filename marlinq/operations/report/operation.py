@@ -100,7 +100,7 @@ def report(
         checkpoint: a folder or Hub id.
         other: a second one, to be set beside the first.
         out: the folder to write into; it is made where it is not there. A report there is replaced.
-        revision: of Hub ids.
+        revision: revision of Hub ids.
         progress: True shows progress on stderr, False does not; or a function that is called with (what is
             being done, steps done, steps in all).
 
@@ -128,7 +128,7 @@ def write_report(folder: Path, time: TimeFigures, progress: ReportProgress = no_
 
     Args:
         folder: the checkpoint's.
-        time: of the run.
+        time: seconds of the run.
         progress: as in :func:`report`.
 
     Raises:

@@ -54,7 +54,7 @@ def read_figures(checkpoint: Checkpoint, name: str, progress: ReportProgress) ->
 
     Args:
         checkpoint: a quantised one.
-        name: what the report calls it.
+        name: name in the report.
         progress: told about every module.
 
     Raises:

@@ -78,8 +78,8 @@ def rotate(
     Args:
         source: a checkpoint folder or Hub id.
         out: the folder to make; it must not exist.
-        seed: of the rotation.
-        device: that multiplies.
+        seed: seed of the rotation.
+        device: device of the products.
         revision: branch, tag or commit of a Hub id; the main branch when None.
         trust_remote_code: run model code that the checkpoint brings.
         max_shard_size: largest shard in bytes.

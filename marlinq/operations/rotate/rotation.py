@@ -141,7 +141,7 @@ def rotated_reader(weight: Tensor, norm: Tensor | None, turn: Tensor, dtype: tor
         weight: float [N, H].
         norm: float [H].
         turn: float32 [H, H], Q, on the device that multiplies.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Returns:
         [N, H], where ``weight`` is.

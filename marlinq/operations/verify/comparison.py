@@ -52,8 +52,8 @@ class Comparison:
 
     Args:
         view: the checkpoint.
-        original: what it is compared with.
-        blueprint: of the model that both hold, or why it can't be built.
+        original: weight to compare with.
+        blueprint: blueprint of the model that both hold, or why it can't be built.
         device: where the weights are compared.
     """
 

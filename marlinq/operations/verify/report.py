@@ -21,7 +21,7 @@ class Check:
     """One row of the report.
 
     Attributes:
-        name: what was checked.
+        name: name of the check.
         status: ``passed``, ``warning`` (odd but loadable), ``failed``, or ``skipped`` (``detail`` says why).
         detail: one line.
         problems: every single problem behind ``failed`` or ``warning``, each naming its tensor or module.
@@ -42,7 +42,7 @@ class ModuleResult:
         in_features, out_features, group_size, symmetric: as stored; group_size as in
             :attr:`marlinq.core.granularity.Granularity.size`.
         relative_error: ||W - dq|| / ||W|| against the original; None without one.
-        rtn_error: the same for round-to-nearest of the original with the same groups and symmetry.
+        rtn_error: error of round-to-nearest of the original with the same groups and symmetry.
         problems: everything that any check found wrong with this module.
     """
 

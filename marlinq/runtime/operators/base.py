@@ -18,8 +18,8 @@ class Setting:
     """Where a module runs.
 
     Attributes:
-        device: of weights and activations.
-        dtype: of the activations, and of what the module returns.
+        device: device of weights and activations.
+        dtype: dtype of the activations, and of what the module returns.
         exact: products round no more than ``dtype`` makes them. Otherwise an operator may round operands
             further, if its decision says so.
     """

@@ -68,7 +68,7 @@ class Int4PackLinear(nn.Module):
     Args:
         weight: one that :class:`Int4Pack` does not refuse.
         bias: [N] in the dtype of the activations, or None.
-        threads: that compute with up to four rows; None for all there are.
+        threads: number of threads for up to four rows; None for all there are.
     """
 
     words: Tensor
@@ -202,12 +202,12 @@ def measure(
     """The times of packed products and of dequantised ones, once for each problem a process.
 
     Args:
-        rows: of the activations.
+        rows: number of rows of the activations.
         in_features: K.
         out_features: N.
-        group_size: of the packed product.
-        dtype: of the activations and of the dequantised weight.
-        threads: that torch computes with; part of the problem.
+        group_size: channels of a group of the packed product.
+        dtype: dtype of the activations and of the dequantised weight.
+        threads: number of torch's threads; part of the problem.
     """
     n, k = out_features, in_features
     x = torch.ones(rows, k, dtype=dtype)

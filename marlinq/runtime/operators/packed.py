@@ -38,7 +38,7 @@ class Packed(Operator):
     """:class:`~marlinq.runtime.linear.QuantLinear` over packed words, as stored where they fit.
 
     Args:
-        name: of the operator.
+        name: name of the operator.
         formats: weight formats that it multiplies with.
     """
 

@@ -152,10 +152,10 @@ class BoundMixture:
     """A routed MLP with its weights.
 
     Attributes:
-        router: what chooses, with its weight [E, H].
+        router: module that chooses experts, with its weight [E, H].
         correction: float32 [E], where the choice has one.
         experts: the packed experts.
-        shared: what every token passes.
+        shared: expert that every token passes.
         shared_gate: [H], whose product's sigmoid says how much that counts; None for 1.
     """
 

@@ -56,8 +56,8 @@ def take_decoder(
     Args:
         loaded: the model.
         batch: rows.
-        tokens: that a row holds at most, prompt included.
-        shape: what the sampler does.
+        tokens: largest number of tokens of a row, prompt included.
+        shape: kinds of work of the sampler.
         graphs: False keeps CUDA steps eager.
         progress: called while kernels are compiled.
     """

@@ -22,7 +22,7 @@ def join_refusal(operands: Sequence[Operand], *, interleave: bool) -> str | None
     """Why ``operands`` can't be one, in one clause, or None.
 
     Args:
-        operands: of projections with the same input, in the order of their columns.
+        operands: operands of projections with the same input, in the order of their columns.
         interleave: whether their tiles of 64 columns take turns, instead of lying side by side.
     """
     first = operands[0]
@@ -172,7 +172,7 @@ class JoinedSlice(nn.Module):
 
     Args:
         joined: shared with the other projections.
-        index: which part of it.
+        index: index of the part.
     """
 
     def __init__(self, joined: JoinedLinear, index: int) -> None:

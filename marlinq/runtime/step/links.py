@@ -52,11 +52,11 @@ class RowLinks:
     """The norms of a step that have no kernel of their own.
 
     Args:
-        layers: of the forward.
+        layers: layers of the forward.
         hidden: channels of the residual stream.
-        rows: of a step.
-        dtype: of activations.
-        device_index: of the GPU.
+        rows: number of rows of a step.
+        dtype: dtype of activations.
+        device_index: index of the GPU.
         activated: products whose epilogue has the activation, and their problems.
     """
 

@@ -95,7 +95,7 @@ def own_forward_refusal(
 
     Args:
         model: with its weights, on its device.
-        found: what recognition said.
+        found: result of recognition.
         build: makes the forward in question.
         executor: its name, for the record of comparisons.
         capacity: tokens that a sequence will hold at most.

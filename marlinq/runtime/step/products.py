@@ -36,7 +36,7 @@ class Product:
     """One product, or several with the same input, whose results lie side by side.
 
     Attributes:
-        modules: what multiplies; one, or as many as there are parts.
+        modules: modules that multiply; one, or as many as there are parts.
         widths: columns of each module's result.
         tiles: whether parts take turns in tiles of 64 columns.
         inner: columns of the activations that the kernels read, padding included.

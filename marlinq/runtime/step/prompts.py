@@ -30,7 +30,7 @@ def read_prompts(
     """The residual stream [b, hidden] behind the last token of every prompt, and what is still to be added.
 
     Args:
-        forward: whose cache is empty.
+        forward: forward with an empty cache.
         ids: int64 [b, T], contiguous; of a single prompt where they are more than ``most_rows`` tokens.
         part: the rows of the batch.
         counts: tokens of each prompt, 1..T.

@@ -49,7 +49,7 @@ class ReferenceForward(Forward):
     Args:
         model: where the anatomy's names lead; its parameters are on one device. Weights of dense linears and
             of norms are taken now.
-        anatomy: what to compute.
+        anatomy: description of the model to compute.
         batch, capacity: B and L.
         reason: as in :class:`Forward`.
     """

@@ -70,7 +70,7 @@ class Walk:
     the residual stream, as far as the model allows.
 
     Args:
-        forward: whose layers.
+        forward: owner of the layers.
         tokens: int64 [M]; M = b * T.
         part: the b sequences of the batch.
         tokens_each: T.

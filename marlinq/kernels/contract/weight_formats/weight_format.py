@@ -23,10 +23,10 @@ class WeightFormat:
 
     Attributes:
         name: ``int4``; what decisions and messages call it.
-        operator: of ``torch.ops.marlinq``, which multiplies with it.
-        bits: of a code.
+        operator: name in ``torch.ops.marlinq`` of the product with it.
+        bits: bits of a code.
         row_channels: channels that a stored row holds: words are int32 [K / row_channels, ...].
-        scale: what shares a scale.
+        scale: kind of values that share a scale.
         midpoint: the zero point of weights that store none, in units of a code.
         stores_zeros: whether weights may have zero points of their own.
         values: takes words and a dtype, and gives the values of codes [K, N] in it, which are exact.
@@ -108,7 +108,7 @@ class WeightFormat:
             words: int32 [K / row_channels, N * row_words], or columns of such, 64 or a multiple of them.
             scales: [G, N], stored order.
             zeros: None or [G, N], stored order.
-            dtype: of the arithmetic, too.
+            dtype: dtype of the arithmetic, too.
         """
         values = self.values(words, dtype)
         k, n = values.shape

@@ -49,7 +49,7 @@ def read_task(path: str, metrics: Collection[str]) -> dict[str, Any]:
     """The task that a file describes, as plain values; its data files as paths from the file's folder.
 
     Args:
-        path: of the YAML.
+        path: path of the YAML.
         metrics: names of metrics that the harness brings.
 
     Raises:

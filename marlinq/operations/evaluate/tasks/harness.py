@@ -27,7 +27,7 @@ class Harness:
     """The parts of lm-evaluation-harness that are used.
 
     Attributes:
-        version: of the package.
+        version: version of the package.
         simple_evaluate: runs tasks on a model.
         manager: the class of its index of tasks.
         wrapper: the class that wraps a transformers model.

@@ -19,7 +19,7 @@ class TaskOptions:
     """Which tasks, and how they are run.
 
     Attributes:
-        names: of the harness, or YAML files of its kind.
+        names: names of tasks of the harness, or YAML files of its kind.
         shots: examples in front of each document; None for as many as the task says.
         limit: documents of each task, at most; None for all.
         batch: requests that run together.

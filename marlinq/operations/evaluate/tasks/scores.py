@@ -43,7 +43,7 @@ class TaskScore:
     Attributes:
         task: its name in the harness.
         metric: name and filter, such as ``acc,none``.
-        documents: that were answered.
+        documents: number of documents answered.
         value: the model's score.
         stderr: standard error of ``value``, as the harness gives it.
         against_value, against_stderr: the original's.

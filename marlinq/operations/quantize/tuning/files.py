@@ -35,8 +35,8 @@ def kept(
     """What :func:`keep` left, as ``take`` understands it; None where it left nothing.
 
     Args:
-        writer: of the folder.
-        name: of the file.
+        writer: writer of the folder.
+        name: name of the file.
         take: called with the tensors and the values; raises ValueError, LookupError or TypeError where they
             are not what it expects.
 

@@ -41,12 +41,12 @@ class TuningSettings:
     """How long and how fast.
 
     Attributes:
-        steps: of the optimiser.
+        steps: number of steps of the optimiser.
         tokens: a step's, at least; whole micro-batches are taken.
-        rate: of the relative change of scales and vectors a step, at its highest.
-        code_rate: of latent codes, in steps of a code; 0 leaves codes alone.
+        rate: rate of the relative change of scales and vectors a step, at its highest.
+        code_rate: rate of latent codes, in steps of a code; 0 leaves codes alone.
         vectors: norms and biases follow too.
-        seed: of the order of batches.
+        seed: seed of the order of batches.
         noise: the chance of a token to become any token, in text that comes again.
     """
 
@@ -80,7 +80,7 @@ class TuningReport:
     """What tuning did.
 
     Attributes:
-        steps: that were taken; fewer than asked for when the run went astray.
+        steps: number of steps taken; fewer than asked for when the run went astray.
         astray: mean KL on the held-out text where it was stopped for that; None where it was not.
         tokens: seen in all of them, repetitions included.
         documents, held_out: to learn from, and to watch.
@@ -125,12 +125,12 @@ class Loop:
 
     Args:
         student: the quantised model.
-        replay: of its instance; the parts outside the blocks are materialised.
+        replay: replay of its instance; the parts outside the blocks are materialised.
         lesson: the text, first the batches to learn from, then those that are held out.
         learning: how many batches are to learn from.
         settings: how long and how fast.
         original: parameters that the original's logits are computed with, by full name; the head's, if tied.
-        head: the same for the student.
+        head: head of the student.
         logits: tokens whose logits are held at once (:func:`logits_at_once`).
     """
 

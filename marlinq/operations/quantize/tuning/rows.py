@@ -122,7 +122,7 @@ def redraw(
         share: the chance of a token to be drawn; the first of a row stays.
         noise: the chance of a token to become any of the vocabulary after that, each as likely.
         chunk: rows whose logits are held at once.
-        generator: of all that is drawn.
+        generator: generator of all that is drawn.
 
     Returns:
         int64 [B, T]

@@ -86,8 +86,8 @@ def tune(
 
     Args:
         checkpoint: the original.
-        blueprint: of the original.
-        plan: what is stored where.
+        blueprint: blueprint of the original.
+        plan: place of every stored tensor.
         writer: holds every quantised module.
         learning: the text.
         held_out: the text that tells whether tuning helped; may be empty.
@@ -100,7 +100,7 @@ def tune(
     Raises:
         UnsupportedError: a weight can't be tuned.
         NumericsError: the original's or the student's values are not finite.
-        OutputError: what an interrupted run left is damaged.
+        OutputError: the files of an interrupted run are damaged.
     """
     if NOTE in writer.notes:
         return
@@ -334,9 +334,9 @@ def draw_calibration(
 
     Args:
         instance: the original, nothing materialised; nothing is afterwards.
-        documents: what tuning learns from.
-        settings: of tuning.
-        tokens: of all rows, about.
+        documents: documents that tuning learns from.
+        settings: settings of tuning.
+        tokens: number of tokens of all rows, about.
         max_length: tokens that a row may have.
         folder: where hidden states go that host memory has no room for.
         progress: told about every block of the original.
@@ -373,8 +373,8 @@ def settings_that_fit(
     """``settings``, without the tuning of codes where a GPU has too little memory for it, which is warned of.
 
     Args:
-        plan: which weights are tuned.
-        settings: what was asked for.
+        plan: plan with the weights to tune.
+        settings: settings of tuning.
         device: where.
         max_length: tokens that a row of text may have.
 

@@ -36,8 +36,8 @@ class Student:
 
     Args:
         instance: the model, nothing materialised. Blocks stay materialised, but for the planned weights.
-        replay: of the instance, with the batches recorded.
-        plan: which projections are quantised.
+        replay: replay of the instance, with the batches recorded.
+        plan: plan with the quantised projections.
         quantized: their weights by the projection's name, those of the blocks.
         codes: codes follow the gradient too.
         vectors: parameters of one dimension that stay unquantised (norms, biases) do.
@@ -134,8 +134,8 @@ class Student:
 
         Args:
             batch: as for the forward pass.
-            inputs: what :meth:`forward` returned; emptied.
-            gradient: of the loss with respect to what left the last block.
+            inputs: result of :meth:`forward`; emptied.
+            gradient: gradient of the loss with respect to what left the last block.
             after_block: called when a block's gradients are there, from the last block to the first. It may
                 change the block's parameters: the blocks before it are run without them.
         """

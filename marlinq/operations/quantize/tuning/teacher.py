@@ -24,9 +24,9 @@ class Lesson:
 
     Attributes:
         batches: the text.
-        first: what enters the first block; the same for the quantised model, whose embeddings are the
-            original's.
-        last: what leaves the original's last block.
+        first: hidden states in front of the first block; the same for the quantised model, whose embeddings
+            are the original's.
+        last: hidden states behind the original's last block.
         device: where they are loaded to.
     """
 
@@ -49,7 +49,7 @@ def learn(
 
     Args:
         instance: the original, nothing materialised; nothing is afterwards.
-        replay: of the instance; it records the batches.
+        replay: replay of the instance; it records the batches.
         batches: the text.
         folder: where hidden states go that host memory has no room for.
         progress: told how many blocks are done, of how many.
@@ -98,7 +98,7 @@ def draw_anew(
         instance, folder, progress, device_bytes: as in :func:`learn`.
         batches: the text, rows of one length each.
         noise: as in :func:`~.rows.redraw`.
-        seed: of all that is drawn.
+        seed: seed of all that is drawn.
     """
     replay = BlockReplay(instance)
     lesson = learn(instance, replay, batches, folder=folder, progress=progress, device_bytes=device_bytes)

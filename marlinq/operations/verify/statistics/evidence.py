@@ -75,9 +75,9 @@ def find_faults(
 
     Args:
         weight: the original, float32 [N, K].
-        q: what is stored, its scales finite, on the device of ``weight``.
+        q: stored weight, its scales finite, on the device of ``weight``.
         layout: the layout it is stored in; its words say which codes can have been exchanged.
-        spec: what config and shapes say about the module.
+        spec: scheme and shape of the module, from config and shapes.
         stored: the module's tensors by suffix, on the CPU.
         run: all that is judged together with this module.
     """

@@ -39,7 +39,7 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
 
     Args:
         weight: original, float32 [N, K].
-        q: what is stored, its scales finite, on the device of ``weight``.
+        q: stored weight, its scales finite, on the device of ``weight``.
     """
     w, size = weight.t(), min(q.channels_per_group, _PIECE)
     pieces = -(-q.in_features // size)

@@ -353,7 +353,7 @@ def find_exchanges(q: QuantizedWeight, layout: Layout, noise: Noise, *, most: in
     """Try every exchange of two codes of a word, and of the two codes of every byte.
 
     Args:
-        q: what is stored.
+        q: stored weight.
         layout: where it is stored; it says which codes share a word.
         noise: see :func:`marlinq.operations.verify.statistics.noise.measure_noise`.
         most: how many suspects to return.
