@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from marlinq.core.errors import OutputError
-from marlinq.operations.quantize.report import ModuleReport
+from marlinq.operations.quantize.planning import OutputPlan, module_note
+from marlinq.operations.quantize.report import ModuleReport, planned_facts
 from marlinq.operations.quantize.tuning import NOTE, TuningReport
 
 TEXT = "calibration"
@@ -50,6 +51,31 @@ def check_notes(notes: Mapping[str, Any], folder: Path) -> None:
         if not known or not all(_fits(note[field], hint) for field, hint in fields.items()):
             raise OutputError(
                 f"{folder}: the note {name!r} in its journal is damaged; remove the folder and start over"
+            )
+
+
+def check_planned(notes: Mapping[str, Any], plan: OutputPlan, folder: Path) -> None:
+    """Make sure that notes which a run takes up are about what it plans, as far as the plan can tell.
+
+    Args:
+        notes: after :func:`check_notes`.
+        plan: of the run.
+        folder: they were found in.
+
+    Raises:
+        OutputError: one is about something else.
+    """
+    planned = {module_note(each): each for each in plan.modules.values()}
+    for name, note in notes.items():
+        known = name in (TEXT, NOTE) or name in planned
+        if name in planned:
+            known = all(note[key] == value for key, value in planned_facts(planned[name]).items())
+            # A method that reads no text has seen no token.
+            known &= plan.method.calibrated or note["tokens"] == 0
+        if not known:
+            raise OutputError(
+                f"{folder}: the note {name!r} in its journal is not this run's; remove the folder and "
+                "start over"
             )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from marlinq.checkpoint import CheckpointWriter, CopyBehind
 from marlinq.core.progress import ReportProgress
-from marlinq.operations.quantize.notes import check_notes
+from marlinq.operations.quantize.notes import check_notes, check_planned
 from marlinq.operations.quantize.prepare import Prepared
 from marlinq.operations.quantize.ranks import FollowingWriter, share_state
 from marlinq.operations.quantize.tuning import NOTE
@@ -60,6 +60,7 @@ def open_output(
             resume=resume,
         )
         check_notes(writer.notes, writer.partial)
+        check_planned(writer.notes, plan, writer.partial)
     state = share_state(writer, ranks)
     writer = writer or FollowingWriter(out, state)
     copied = plan.copied if ranks.first else ()

@@ -44,16 +44,23 @@ class ModuleReport:
     figures: Mapping[str, float]
 
 
+def planned_facts(planned: PlannedModule) -> dict[str, Any]:
+    """The part of a module's report that its plan says."""
+    scheme = planned.spec.scheme
+    return {
+        "scheme": scheme.describe(),
+        "bits": scheme.element.bits,
+        "group_size": scheme.granularity.size,
+        "symmetric": not scheme.stores_zeros,
+        "sparsity": None if scheme.sparsity is None else scheme.sparsity.name,
+        "reason": planned.reason,
+    }
+
+
 def module_report(planned: PlannedModule, statistics: Statistics | None, report: SolveReport) -> ModuleReport:
     """The report of a module that was solved with ``statistics``, or without any."""
-    scheme = planned.spec.scheme
     return ModuleReport(
-        scheme=scheme.describe(),
-        bits=scheme.element.bits,
-        group_size=scheme.granularity.size,
-        symmetric=not scheme.stores_zeros,
-        sparsity=None if scheme.sparsity is None else scheme.sparsity.name,
-        reason=planned.reason,
+        **planned_facts(planned),
         tokens=0 if statistics is None else statistics.tokens,
         relative_error=report.relative_error,
         quantity=ErrorQuantity(report.quantity),

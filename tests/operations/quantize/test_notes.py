@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from marlinq.checkpoint import CheckpointWriter, TensorPlan
+from marlinq.checkpoint import Checkpoint, CheckpointWriter, TensorPlan
 from marlinq.core.errors import OutputError
 from marlinq.methods.quantity import ErrorQuantity
-from marlinq.operations.quantize.notes import check_notes, module_reports
+from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.notes import check_notes, check_planned, module_reports
+from marlinq.operations.quantize.planning import OutputPlan
+from marlinq.operations.quantize.prepare import plan_run
 from marlinq.operations.quantize.report import ModuleReport
 from marlinq.operations.quantize.tuning import TuningReport
+from tests.testing.original_folders import RECIPE, save_tiny
 
 MODULE = asdict(
     ModuleReport("int4", 4, 32, True, None, "recipe", 100, 0.01, ErrorQuantity.OUTPUTS, None, {"damp": 0.01})
@@ -32,7 +38,7 @@ def resumed(folder: Path, notes: dict[str, Any]) -> CheckpointWriter:
 
 def test_our_own_notes_are_taken_up(tmp_path: Path) -> None:
     with resumed(tmp_path, NOTES) as writer:
-        check_notes(writer)
+        check_notes(writer.notes, writer.partial)
         assert module_reports(writer.notes) == {"a": ModuleReport(**MODULE)}
 
 
@@ -53,5 +59,38 @@ FORGED = {
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_forged_note_is_one_line(tmp_path: Path, kind: str) -> None:
     with resumed(tmp_path, FORGED[kind]) as writer, pytest.raises(OutputError, match="is damaged") as caught:
-        check_notes(writer)
+        check_notes(writer.notes, writer.partial)
     assert "\n" not in str(caught.value)
+
+
+OTHERS = {
+    "another group size": ("model.layers.0.mlp.up_proj", {"group_size": 64}),
+    "another scheme": ("model.layers.0.mlp.up_proj", {"scheme": "int8, groups of 32, symmetric"}),
+    "tokens without text": ("model.layers.0.mlp.up_proj", {"tokens": 5}),
+    "another module": ("model.layers.7.mlp.up_proj", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], OutputPlan]:
+    """Notes of a run of round-to-nearest, and its plan."""
+    folder = tmp_path_factory.mktemp("notes")
+    source = save_tiny("llama", folder / "model")
+    recipe = RECIPE.replace(method="rtn")
+    quantize(source, folder / "out", recipe=recipe, device="cpu")
+    decisions = plan_run(Checkpoint.open(source), recipe, torch.device("cpu"), trust_remote_code=False)
+    return json.loads((folder / "out" / "marlinq.json").read_text())["run"], decisions.plan
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_note_about_something_else_is_refused(
+    unfinished: tuple[dict[str, Any], OutputPlan], tmp_path: Path, kind: str
+) -> None:
+    notes, plan = unfinished
+    check_planned(notes, plan, tmp_path)
+    module, changes = OTHERS[kind]
+    note = {**notes["module model.layers.0.mlp.up_proj"], **changes}
+    with pytest.raises(OutputError, match=rf"the note 'module {module}' in its journal is not this run's"):
+        check_planned({**notes, f"module {module}": note}, plan, tmp_path)
+    with pytest.raises(OutputError, match="the note 'other'"):
+        check_planned({**notes, "other": [1]}, plan, tmp_path)
