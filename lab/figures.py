@@ -211,6 +211,24 @@ def elements_table() -> str:
     return _table(rows)
 
 
+def elements_experts_table() -> str:
+    """Times of one routed layer by kind of weight and batch, beside the floor of its bytes."""
+    measured = result("elements-h200")["experts"]
+    rows = [["us; over the floor", *map(str, measured["batches"])]]
+    for name, row in measured["rows"].items():
+        cells = zip(row["us"], row["floor"], strict=True)
+        rows.append([name, *(f"{us:.1f}; {us / floor:.2f}" for us, floor in cells)])
+    return _table(rows)
+
+
+def elements_steps_table() -> str:
+    """Decode steps by kind of weight and batch."""
+    measured = result("elements-h200")["steps"]
+    rows = [["ms", *(f"batch {batch}" for batch in measured["batches"])]]
+    rows += [[name, *(f"{ms:.2f}" for ms in row)] for name, row in measured["rows"].items()]
+    return _table(rows)
+
+
 def experts_table() -> str:
     """Times of whole routed layers by model and batch, beside Humming and the hardware's limit."""
     found = result("experts-h200")
@@ -340,6 +358,16 @@ def plugin_requests_table() -> str:
     return _table(rows)
 
 
+def plugin_mixture_table() -> str:
+    """A mixture's decode step in vLLM, by a clock and by its kernels' times."""
+    found = result("decode-plugin-h200")["mixture"]
+    rows = [["", *(f"batch {batch}" for batch in found["batches"])]]
+    for name, times in found["rows"].items():
+        pairs = zip(times["gpu"], times["wall"], strict=True)
+        rows.append([name, *("-" if wall is None else f"{gpu:.2f} of {wall:.2f} ms" for gpu, wall in pairs)])
+    return _table(rows)
+
+
 def shapes_table() -> str:
     """A step of one sequence by model shape, beside a plain read of the step's bytes."""
     rows = [["shape", "bytes a step", "step", "plain read of the bytes", "over it"]]
@@ -367,6 +395,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "floors": floors_table,
     "elements": elements_table,
+    "elements-experts": elements_experts_table,
+    "elements-steps": elements_steps_table,
     "sustained": sustained_table,
     "experts": experts_table,
     "quality": quality_table,
@@ -378,6 +408,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode_table,
     "plugin": plugin_table,
     "plugin-requests": plugin_requests_table,
+    "plugin-mixture": plugin_mixture_table,
     "shapes": shapes_table,
 }
 DRAWINGS: dict[str, Callable[[], str]] = {
