@@ -18,8 +18,8 @@ def key_channels(config: Any, layers: int) -> int:
     """
     # Model code that a checkpoint brings may have a config without them.
     layered = isinstance(getattr(config, "num_hidden_layers", None), int)
-    each = getattr(config, "per_layer_config", None) if layered else None
-    count = 0 if each is None else min(layers, len(each))
+    each = getattr(config, "per_layer_config", ()) if layered else ()
+    count = min(layers, len(each))
     found = [_key_channels(each[index]) for index in range(count)]
     if len(found) < layers:
         found += [found[-1] if found else _key_channels(config)] * (layers - len(found))

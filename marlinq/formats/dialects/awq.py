@@ -14,7 +14,7 @@ from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import INT4, Scheme
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import is_head, with_whole_experts
+from marlinq.formats.dialects.patterns import in_wrapper, is_head, with_whole_experts, without_prefix
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
 
@@ -54,6 +54,8 @@ class AWQDialect(Dialect):
                 f"awq: group sizes {sizes} in one checkpoint; AWQ configs have no per-module settings"
             )
         excluded = with_whole_experts(unquantized, schemes)
+        if in_wrapper([*schemes, *unquantized]):
+            excluded = list(dict.fromkeys(map(without_prefix, excluded)))
         for skipped in excluded:
             caught = next((name for name in schemes if skipped in name), None)
             if caught is not None:

@@ -18,7 +18,7 @@ from marlinq.core.schemes import MX_GROUP
 from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import EXPERTS, is_head, names_pattern
+from marlinq.formats.dialects.patterns import EXPERTS, in_wrapper, is_head, names_pattern, without_prefix
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
 
@@ -88,12 +88,13 @@ class CompressedTensorsDialect(Dialect):
         schemes = declared_schemes(form, modules)
         default = majority(schemes)
         groups: dict[str, Any] = {}
+        wrapped = in_wrapper([*schemes, *unquantized])
         ordered = sorted(dict.fromkeys(schemes.values()), key=lambda scheme: scheme == default)
         for index, scheme in enumerate(ordered):
             members = [name for name, found in schemes.items() if found == scheme]
             # A class target does not reach lm_head in every loader, so it is always named.
             named = [name for name in members if is_head(name)] if scheme == default else members
-            targets = ["re:" + names_pattern(named, schemes)] if named else []
+            targets = ["re:" + names_pattern(named, schemes, wrapped=wrapped)] if named else []
             groups[f"group_{index}"] = {
                 "targets": [*targets, "Linear"] if scheme == default else targets,
                 "format": _format(scheme),
@@ -106,15 +107,18 @@ class CompressedTensorsDialect(Dialect):
             "quant_method": "compressed-tensors",
             "format": formats.pop() if len(formats) == 1 else _MIXED,
             "quantization_status": "compressed",
-            "ignore": [_ignored(name) for name in unquantized],
+            "ignore": [_ignored(name, wrapped=wrapped) for name in unquantized],
             "config_groups": groups,
             "kv_cache_scheme": None,
         }
 
 
-def _ignored(name: str) -> str:
-    """Loaders look experts up one by one, also those that are stored as one tensor."""
-    return "re:" + names_pattern([name], ()) if name.endswith(EXPERTS) else name
+def _ignored(name: str, *, wrapped: bool) -> str:
+    """A pattern where one name is not enough: of experts, which loaders look up one by one, also where they
+    are stored as one tensor, and of a ``wrapped`` language model, which loaders call differently."""
+    if name.endswith(EXPERTS) or (wrapped and (is_head(name) or without_prefix(name) != name)):
+        return "re:" + names_pattern([name], (), wrapped=wrapped)
+    return name
 
 
 def _scheme(keys: Keys, outer_format: object) -> Scheme:

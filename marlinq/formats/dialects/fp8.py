@@ -17,7 +17,12 @@ from marlinq.core.scheme import Activations, Scheme
 from marlinq.core.schemes import MX_GROUP
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import expert_layer, with_whole_experts
+from marlinq.formats.dialects.patterns import (
+    both_spellings,
+    expert_layer,
+    in_wrapper,
+    with_whole_experts,
+)
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
 
@@ -87,7 +92,9 @@ class FP8Dialect(Dialect):
             "quant_method": "fp8",
             "activation_scheme": "dynamic" if inputs.dynamic else "static",
             "weight_block_size": [granularity.outputs, granularity.channels] if block else None,
-            "modules_to_not_convert": with_whole_experts(unquantized, modules),
+            "modules_to_not_convert": both_spellings(
+                with_whole_experts(unquantized, modules), wrapped=in_wrapper([*modules, *unquantized])
+            ),
             **({"expert_dtype": "fp4", "scale_fmt": "ue8m0"} if small else {}),
         }
 

@@ -16,7 +16,14 @@ from marlinq.core.scheme import Scheme, ZeroPoint
 from marlinq.core.version import __version__
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import expert_layer, in_block, inside_block, is_head, names_pattern
+from marlinq.formats.dialects.patterns import (
+    expert_layer,
+    in_block,
+    in_wrapper,
+    inside_block,
+    is_head,
+    names_pattern,
+)
 from marlinq.formats.format import FORMATS, Format
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.formats.layouts.gptq import WORD_ADD_WRITER
@@ -65,12 +72,13 @@ class GPTQDialect(Dialect):
         # Loaders that read the flag for a module whose g_idx is trivial still get the right weights.
         act_order = any(spec.scheme.act_order for spec in modules.values())
         dynamic: dict[str, Any] = {}
+        wrapped = in_wrapper([*schemes, *unquantized])
         skipped = [name for name in unquantized if in_block(name)]
         if skipped:
-            dynamic["-:" + names_pattern(skipped, schemes)] = {}
+            dynamic["-:" + names_pattern(skipped, schemes, wrapped=wrapped)] = {}
         for other in dict.fromkeys(scheme for scheme in schemes.values() if scheme != default):
             members = [name for name, scheme in schemes.items() if scheme == other]
-            dynamic["+:" + names_pattern(members, unquantized)] = {
+            dynamic["+:" + names_pattern(members, unquantized, wrapped=wrapped)] = {
                 "bits": other.element.bits,
                 "group_size": other.granularity.group_size,
                 "sym": not other.stores_zeros,

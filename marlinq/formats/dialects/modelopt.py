@@ -17,7 +17,7 @@ from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import Activations, Scheme
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import with_whole_experts
+from marlinq.formats.dialects.patterns import both_spellings, in_wrapper, with_whole_experts
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
 
@@ -72,7 +72,9 @@ class ModelOptDialect(Dialect):
         names = {scheme: _algorithm(form, scheme) for scheme in dict.fromkeys(schemes.values())}
         config: dict[str, Any] = {
             "quant_method": "modelopt",
-            "ignore": with_whole_experts(unquantized, schemes),
+            "ignore": both_spellings(
+                with_whole_experts(unquantized, schemes), wrapped=in_wrapper([*schemes, *unquantized])
+            ),
             "producer": {"name": "modelopt"},
             "kv_cache_quant_algo": None,
         }

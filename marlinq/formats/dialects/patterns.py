@@ -15,6 +15,12 @@ FUSED = (
 EXPERTS = ".experts"
 """How the name of a layer's experts ends."""
 
+_LANGUAGE_MODELS = ("model.language_model", "language_model.model", "thinker.model", "model")
+"""Names in front of ``.layers`` of a language model inside another: transformers', vLLM's, those of
+Qwen-Omni's files, and of older files and SGLang. Loaders rename weights, but take patterns as they are
+(docs/formats.md)."""
+_HEADS = ("lm_head", "language_model.lm_head", "thinker.lm_head")
+
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+")
 _ANY_EXPERT = r"(?:\.\d+\.[^.]+)?"
 """What may follow it."""
@@ -53,11 +59,54 @@ def is_head(name: str) -> bool:
     return name.rsplit(".", maxsplit=1)[-1] in ("lm_head", "embed_out")
 
 
-def names_pattern(members: Sequence[str], others: Iterable[str]) -> str:
+def in_wrapper(names: Iterable[str]) -> bool:
+    """Whether ``names``, of all linears of a checkpoint, are those of a language model inside another."""
+    blocks = [name for name in names if in_block(name) and not name.startswith("mtp.")]
+    inside = any(name.startswith(tuple(f"{each}." for each in _LANGUAGE_MODELS[:-1])) for name in blocks)
+    # Older files have the language model's blocks as ``model.layers``, beside those of a tower.
+    beside = any(not name.startswith("model.") for name in blocks)
+    return inside or (beside and any(name.startswith("model.layers.") for name in blocks))
+
+
+def both_spellings(names: Iterable[str], *, wrapped: bool) -> list[str]:
+    """``names``, and of a ``wrapped`` language model's what other loaders call them."""
+    found: dict[str, None] = {}
+    for name in names:
+        found[name] = None
+        if wrapped and is_head(name):
+            found |= dict.fromkeys(_HEADS)
+        elif wrapped and (inner := _inside_language_model(name)) is not None:
+            found |= dict.fromkeys(f"{each}.{inner}" for each in _LANGUAGE_MODELS)
+    return list(found)
+
+
+def without_prefix(name: str) -> str:
+    """The part of a wrapped language model's name that all loaders share, for lists of parts of names."""
+    inner = _inside_language_model(name)
+    return name if inner is None else inner
+
+
+def _inside_language_model(name: str) -> str | None:
+    """``layers.3.mlp.up_proj`` for a name in a language model's blocks, else None."""
+    return next(
+        (name[len(each) + 1 :] for each in _LANGUAGE_MODELS if name.startswith(f"{each}.layers.")), None
+    )
+
+
+def _stem_pattern(stem: str, wrapped: bool) -> str:
+    """A pattern of what stands in front of the number of a block."""
+    if wrapped and (inner := _inside_language_model(f"{stem}.")) is not None:
+        prefixes = "|".join(map(re.escape, _LANGUAGE_MODELS))
+        return f"(?:{prefixes})\\.{re.escape(inner.removesuffix('.'))}"
+    return re.escape(stem)
+
+
+def names_pattern(members: Sequence[str], others: Iterable[str], *, wrapped: bool = False) -> str:
     """One regular expression that matches exactly ``members``, and the fused name of a complete set of parts.
 
     Members that stand in several blocks are written once with the block numbers as an alternation. The
-    experts of a layer are one such set: their pattern matches any number of them.
+    experts of a layer are one such set: their pattern matches any number of them. Names of a ``wrapped``
+    language model are matched as every loader spells them.
     """
     others = set(others) - set(members)
     names = with_whole_experts(members, others)
@@ -73,7 +122,8 @@ def names_pattern(members: Sequence[str], others: Iterable[str]) -> str:
         found = re.fullmatch(r"(.*?)\.(\d+)\.(.*)", name)
         tail = _ANY_EXPERT if name in layers else ""
         if found is None:
-            plain.append(re.escape(name) + tail)
+            spellings = _HEADS if wrapped and is_head(name) else (name,)
+            plain += [re.escape(each) + tail for each in spellings]
         else:
             blocks.setdefault((found[1], re.escape(found[3]) + tail), []).append(found[2])
     by_numbers: dict[tuple[str, tuple[str, ...]], list[str]] = {}
@@ -81,5 +131,5 @@ def names_pattern(members: Sequence[str], others: Iterable[str]) -> str:
         by_numbers.setdefault((stem, tuple(numbers)), []).append(inner)
     for (stem, numbers_), inners in by_numbers.items():
         alternatives = "|".join(inners)
-        plain.append(f"{re.escape(stem)}\\.(?:{'|'.join(numbers_)})\\.(?:{alternatives})")
+        plain.append(f"{_stem_pattern(stem, wrapped)}\\.(?:{'|'.join(numbers_)})\\.(?:{alternatives})")
     return f"(?:{'|'.join(plain)})$"
