@@ -25,10 +25,11 @@ def read_quantization_config(folder: Path, config: Mapping[str, Any]) -> Quantiz
         UnsupportedError: a quant_method, version, width or scheme that marlinq does not handle, by name.
         CheckpointError: a key is missing or of the wrong type.
     """
-    raw = config.get("quantization_config", config.get("compression_config"))
+    # An empty object describes nothing.
+    raw = config.get("quantization_config", config.get("compression_config")) or None
     text_config = config.get("text_config")
     if raw is None and isinstance(text_config, dict):
-        raw = text_config.get("quantization_config")
+        raw = text_config.get("quantization_config") or None
     where = f"{folder / 'config.json'}: quantization_config"
     if raw is None:
         for name in QUANTIZE_CONFIGS:

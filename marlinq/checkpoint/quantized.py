@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from marlinq.checkpoint.quantization_config import read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
+from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, ConversionRefused, MarlinqError, UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.core.weight import Grid, QuantizedWeight
@@ -52,13 +54,23 @@ class QuantizedCheckpoint:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
-        """The quantised view of ``checkpoint``, or None when it is not quantised.
+        """The quantised view of ``checkpoint``, or None when it is not quantised, whatever its config says.
 
         Raises:
             CheckpointError: config and tensors contradict each other.
             UnsupportedError: the quantisation method is not one marlinq reads.
         """
-        config = read_quantization_config(checkpoint.path, checkpoint.config)
+        try:
+            config = read_quantization_config(checkpoint.path, checkpoint.config)
+        except UnsupportedError as error:
+            if any(info.dtype not in FLOATS for info in checkpoint.tensors.values()):
+                raise
+            # A model that was tuned with bitsandbytes and merged keeps that config.
+            warnings.warn(
+                f"{error}; every tensor is in floating point, so the model is read as an unquantised one",
+                stacklevel=2,
+            )
+            return None
         if config is None:
             return None
         form = FORMATS[config.format]

@@ -9,19 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from marlinq.checkpoint import (
+    Checkpoint,
+    QuantizedCheckpoint,
     read_quantization_config,
     replace_quantization_config,
 )
-from marlinq.core.errors import ConversionRefused
+from marlinq.core.errors import ConversionRefused, UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT8
 from marlinq.formats import FORMATS, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from tests.testing.layouts import INTEGERS
+from tests.testing.original_folders import save_tiny
 from tests.testing.schemes import scheme
 
 FOLDER = Path("checkpoint")
@@ -201,3 +206,24 @@ def test_a_config_is_found_where_peers_put_it(tmp_path: Path, place: str) -> Non
     assert found is not None
     assert found.format == "awq"
     assert found.rules.scheme("x").granularity == Granularity.group(64)  # type: ignore[union-attr]
+
+
+def test_a_config_that_describes_nothing_is_no_quantisation(tmp_path: Path) -> None:
+    assert read_quantization_config(tmp_path, {"quantization_config": {}}) is None
+    nested = {"text_config": {"quantization_config": {}}}
+    assert read_quantization_config(tmp_path, nested) is None
+
+
+def test_a_leftover_config_over_floats_is_told_and_left_aside(tmp_path: Path) -> None:
+    """A model that was trained with bitsandbytes and merged keeps its config; packed tensors stay refused."""
+    folder = save_tiny("llama", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="'bitsandbytes' is not supported.*read as an unquantised one"):
+        assert QuantizedCheckpoint.of(Checkpoint.open(folder)) is None
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(4, 1, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="'bitsandbytes' is not supported"):
+        QuantizedCheckpoint.of(Checkpoint.open(folder))

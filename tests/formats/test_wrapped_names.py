@@ -134,3 +134,23 @@ def test_a_language_model_alone_keeps_its_one_name() -> None:
     modules = {**dict.fromkeys(four, spec()), **dict.fromkeys(eight, spec(8))}
     config = write_quantization_config(FORMATS["compressed-tensors"], modules, alone)
     assert set(alone) == set(config["ignore"])
+
+
+def test_a_draft_head_in_16_bits_is_named_as_a_whole() -> None:
+    """SGLang asks for ``mtp.layers.0.self_attn.qkv_proj``; DeepSeek's draft is the block behind the last."""
+    four = [f"model.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "qkv"]
+    draft = ["mtp.fc", *(f"mtp.layers.0.self_attn.{part}_proj" for part in "qkv")]
+    behind = ["model.layers.2.eh_proj", "model.layers.2.self_attn.q_a_proj"]
+    asked = ["mtp.fc", "mtp.layers.0.self_attn.qkv_proj", "model.layers.2.self_attn.fused_qkv_a_proj"]
+    for form in ("gptq", "compressed-tensors"):
+        config = write_quantization_config(FORMATS[form], dict.fromkeys(four, spec()), [*draft, *behind])
+        listed = config["dynamic"] if form == "gptq" else config["ignore"]
+        patterns = [each[2:] if form == "gptq" else each[3:] for each in listed if each[:2] in ("-:", "re")]
+        for name in asked:
+            assert first(patterns, name), name
+        for name in four:
+            assert not first(patterns, name), name
+    config = write_quantization_config(
+        FORMATS["awq"], dict.fromkeys(four, spec(symmetric=False)), [*draft, "lm_head"]
+    )
+    assert config["modules_to_not_convert"] == ["lm_head", "mtp."]

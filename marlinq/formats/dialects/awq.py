@@ -14,7 +14,14 @@ from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import INT4, Scheme
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import in_wrapper, is_head, with_whole_experts, without_prefix
+from marlinq.formats.dialects.patterns import (
+    WHOLE_DRAFT,
+    in_wrapper,
+    is_head,
+    whole_drafts,
+    with_whole_experts,
+    without_prefix,
+)
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
 
@@ -53,7 +60,10 @@ class AWQDialect(Dialect):
             raise ConversionRefused(
                 f"awq: group sizes {sizes} in one checkpoint; AWQ configs have no per-module settings"
             )
-        excluded = with_whole_experts(unquantized, schemes)
+        drafts, others = whole_drafts(unquantized, schemes)
+        excluded = with_whole_experts(others, schemes)
+        if WHOLE_DRAFT in drafts:
+            excluded.append("mtp.")
         if in_wrapper([*schemes, *unquantized]):
             excluded = list(dict.fromkeys(map(without_prefix, excluded)))
         for skipped in excluded:

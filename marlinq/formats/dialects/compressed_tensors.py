@@ -18,7 +18,14 @@ from marlinq.core.schemes import MX_GROUP
 from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import EXPERTS, in_wrapper, is_head, names_pattern, without_prefix
+from marlinq.formats.dialects.patterns import (
+    EXPERTS,
+    in_wrapper,
+    is_head,
+    names_pattern,
+    whole_drafts,
+    without_prefix,
+)
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
 
@@ -89,6 +96,7 @@ class CompressedTensorsDialect(Dialect):
         default = majority(schemes)
         groups: dict[str, Any] = {}
         wrapped = in_wrapper([*schemes, *unquantized])
+        drafts, others = whole_drafts(unquantized, schemes)
         ordered = sorted(dict.fromkeys(schemes.values()), key=lambda scheme: scheme == default)
         for index, scheme in enumerate(ordered):
             members = [name for name, found in schemes.items() if found == scheme]
@@ -107,7 +115,10 @@ class CompressedTensorsDialect(Dialect):
             "quant_method": "compressed-tensors",
             "format": formats.pop() if len(formats) == 1 else _MIXED,
             "quantization_status": "compressed",
-            "ignore": [_ignored(name, wrapped=wrapped) for name in unquantized],
+            "ignore": [
+                *(f"re:{pattern}" for pattern in drafts),
+                *(_ignored(name, wrapped=wrapped) for name in others),
+            ],
             "config_groups": groups,
             "kv_cache_scheme": None,
         }

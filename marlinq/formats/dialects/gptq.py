@@ -23,6 +23,7 @@ from marlinq.formats.dialects.patterns import (
     inside_block,
     is_head,
     names_pattern,
+    whole_drafts,
 )
 from marlinq.formats.format import FORMATS, Format
 from marlinq.formats.layouts import ModuleSpec
@@ -73,7 +74,9 @@ class GPTQDialect(Dialect):
         act_order = any(spec.scheme.act_order for spec in modules.values())
         dynamic: dict[str, Any] = {}
         wrapped = in_wrapper([*schemes, *unquantized])
-        skipped = [name for name in unquantized if in_block(name)]
+        drafts, others = whole_drafts(unquantized, schemes)
+        dynamic.update({f"-:{pattern}": {} for pattern in drafts})
+        skipped = [name for name in others if in_block(name)]
         if skipped:
             dynamic["-:" + names_pattern(skipped, schemes, wrapped=wrapped)] = {}
         for other in dict.fromkeys(scheme for scheme in schemes.values() if scheme != default):
@@ -101,12 +104,8 @@ class GPTQDialect(Dialect):
             config["dynamic"] = dynamic
         inside = list(dict.fromkeys(inside_block(name) for name in schemes if in_block(name)))
         fused = any(expert_layer(name) for name in schemes)
-        if (
-            skipped
-            and not fused
-            and not config["lm_head"]
-            and not {inside_block(name) for name in skipped} & set(inside)
-        ):
+        kept_inside = {inside_block(name) for name in unquantized if in_block(name)}
+        if kept_inside and not fused and not config["lm_head"] and not kept_inside & set(inside):
             # transformers' loader ignores dynamic rules; it can follow a skip that holds in every block. A
             # quantised head or quantised experts it can't load, and for vLLM the list would have to name the
             # head too.

@@ -17,7 +17,13 @@ from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import Activations, Scheme
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import both_spellings, in_wrapper, with_whole_experts
+from marlinq.formats.dialects.patterns import (
+    WHOLE_DRAFT,
+    both_spellings,
+    in_wrapper,
+    whole_drafts,
+    with_whole_experts,
+)
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
 
@@ -70,11 +76,15 @@ class ModelOptDialect(Dialect):
     ) -> dict[str, Any]:
         schemes = declared_schemes(form, modules)
         names = {scheme: _algorithm(form, scheme) for scheme in dict.fromkeys(schemes.values())}
+        drafts, others = whole_drafts(unquantized, schemes)
         config: dict[str, Any] = {
             "quant_method": "modelopt",
-            "ignore": both_spellings(
-                with_whole_experts(unquantized, schemes), wrapped=in_wrapper([*schemes, *unquantized])
-            ),
+            "ignore": [
+                *(["mtp*"] if WHOLE_DRAFT in drafts else []),
+                *both_spellings(
+                    with_whole_experts(others, schemes), wrapped=in_wrapper([*schemes, *unquantized])
+                ),
+            ],
             "producer": {"name": "modelopt"},
             "kv_cache_quant_algo": None,
         }

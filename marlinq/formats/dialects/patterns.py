@@ -21,6 +21,9 @@ Qwen-Omni's files, and of older files and SGLang. Loaders rename weights, but ta
 (docs/formats.md)."""
 _HEADS = ("lm_head", "language_model.lm_head", "thinker.lm_head")
 
+_DRAFT, WHOLE_DRAFT = "mtp.", "^mtp.*"
+"""How names of a draft head begin, and the pattern of all of them that loaders look for."""
+_NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+")
 _ANY_EXPERT = r"(?:\.\d+\.[^.]+)?"
 """What may follow it."""
@@ -66,6 +69,32 @@ def in_wrapper(names: Iterable[str]) -> bool:
     # Older files have the language model's blocks as ``model.layers``, beside those of a tower.
     beside = any(not name.startswith("model.") for name in blocks)
     return inside or (beside and any(name.startswith("model.layers.") for name in blocks))
+
+
+def whole_drafts(names: Sequence[str], others: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Patterns of draft heads (multi-token prediction) without a linear among ``others``, and other names.
+
+    Loaders of a draft head ask for layers that they fuse in ways of their own, so that a list of single
+    linears misses some: SGLang then builds them quantised, drops what is stored, and accepts no draft. A
+    pattern of the whole head, ``^mtp.*`` or the block behind the model's last, leaves nothing out.
+    """
+    others = set(others)
+    lists: dict[str, set[int]] = {}
+    for name in others:
+        if (found := _NUMBERED.match(name)) is not None:
+            lists.setdefault(found[1], set()).add(int(found[2]))
+    patterns: dict[str, None] = {}
+    rest = []
+    for name in names:
+        found = _NUMBERED.match(name)
+        if name.startswith(_DRAFT) and not any(other.startswith(_DRAFT) for other in others):
+            patterns[WHOLE_DRAFT] = None
+        elif found is not None and found[1] in lists and int(found[2]) > max(lists[found[1]]):
+            patterns[f"{_stem_pattern(found[1], wrapped=True)}\\.{found[2]}\\..*"] = None
+            rest.append(name)
+        else:
+            rest.append(name)
+    return list(patterns), rest
 
 
 def both_spellings(names: Iterable[str], *, wrapped: bool) -> list[str]:

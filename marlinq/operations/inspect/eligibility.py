@@ -119,6 +119,8 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
         return refused(f"does not read the {whole.layout} layout{_after_conversion(server, layers)}")
     if whole.rules and not loading.rules:
         return refused("does not read rules for single modules (dynamic); the modules they name fail to load")
+    if reason := _plain_refusal(server, layers, whole):
+        return refused(reason)
     heads = [name for name in layers if is_head(name)]
     if heads and (reason := _head_refusal(server, loading, whole)) is not None:
         return refused(f"{heads[0]}: {reason}")
@@ -152,6 +154,15 @@ def _rule_refusal(name: str, unit: Layer, whole: Whole) -> str | None:
         return None
     found = "keep it unquantised" if said is None else "give it other settings"
     return f"the dynamic rules {found}, unlike its members; convert it, which writes rules that match both"
+
+
+def _plain_refusal(server: Server, layers: Iterable[str], whole: Whole) -> str | None:
+    """Which quantised linear the server builds in 16 bits."""
+    plain = [name for name in layers if any(each.holds(whole.architecture, name) for each in server.plain)]
+    if not plain:
+        return None
+    more = f" (and {len(plain) - 1} more)" if len(plain) > 1 else ""
+    return f"{plain[0]}{more}: {server.name} builds it in 16 bits; leave it out of the quantisation (skip)"
 
 
 def _head_refusal(server: Server, loading: Loading, whole: Whole) -> str | None:

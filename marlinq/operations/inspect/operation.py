@@ -91,7 +91,11 @@ def inspect(
         model_bits=8 * opened.nbytes / (weights + others),
         tensor_parallel=tensor_parallel,
         servers=verdicts(layers, whole, tensor_parallel=tensor_parallel),
-        notes=(*said, *_notes(facts, layers, tensor_parallel, own_head=own)),
+        notes=(
+            *said,
+            *_notes(facts, layers, tensor_parallel, own_head=own),
+            *_draft_notes(quantized, unquantized),
+        ),
         modules=tuple(facts) if modules else None,
     )
 
@@ -304,6 +308,32 @@ def _notes(
             f"{whole[0]}: no axis is known for its name ({len(whole)} such linears); "
             "judged as if every GPU held all of it"
         )
+
+
+def _draft_notes(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -> Iterable[str]:
+    """What servers will do with a draft head (multi-token prediction) that is carried in 16 bits."""
+    rules = quantized.config.rules
+    carried = [name for name in unquantized if name.startswith("mtp.")]
+    if not carried:
+        return
+    for server in servers():
+        if not server.parallel:
+            continue
+        wrong = [name for name in carried if rules.scheme(name) is not None]
+        for whole, members in server.fused.items() if server.fused_drafts else ():
+            fused = {f"{name.rpartition('.')[0]}.{whole}" for name in carried if name.endswith(members)}
+            wrong += sorted(name for name in fused if rules.scheme(name) is not None)
+        if wrong:
+            yield (
+                f"{wrong[0]}: the draft head is stored in 16 bits, but the config does not say so of this "
+                f"name, by which {server.name} {server.version} asks, so it accepts no draft; convert it, "
+                "which writes a pattern"
+            )
+        else:
+            yield (
+                f"the draft head (mtp, {len(carried)} linears) is in 16 bits, as the config says; "
+                f"{server.name} {server.version} can draft with it"
+            )
 
 
 def _by_frequency(values: Iterable[_Value]) -> tuple[_Value, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,24 @@ class Kernel(Limits):
 
 
 @dataclass(frozen=True)
+class Plain:
+    """Linears that a server builds without looking at the quantisation.
+
+    Attributes:
+        modules: a pattern that ends a module's name.
+        architectures: classes that it is true of; empty for all.
+    """
+
+    modules: str
+    architectures: tuple[str, ...] = ()
+
+    def holds(self, architecture: str, module: str) -> bool:
+        """Whether ``module`` of a model of ``architecture`` is one of them."""
+        fits = not self.architectures or architecture in self.architectures
+        return fits and re.search(rf"(?:{self.modules})$", module) is not None
+
+
+@dataclass(frozen=True)
 class Vocabulary:
     """How a server splits the output head's N over GPUs."""
 
@@ -83,6 +102,8 @@ class Server:
     asks_head: bool = False
     ties: bool = False
     plain_heads: tuple[str, ...] = ()
+    plain: tuple[Plain, ...] = ()
+    fused_drafts: bool = False
     note: str = ""
 
     def loading(self, layout: str) -> Loading | None:
@@ -110,6 +131,18 @@ def servers() -> tuple[Server, ...]:
     return tuple(_server(entry) for entry in _read()["servers"])
 
 
+def built_plain(architecture: str, module: str) -> str | None:
+    """Which server builds a linear in 16 bits whatever a checkpoint says, with its version; None for none."""
+    return next(
+        (
+            f"{server.name} {server.version}"
+            for server in servers()
+            if any(each.holds(architecture, module) for each in server.plain)
+        ),
+        None,
+    )
+
+
 @cache
 def axes() -> Axes:
     """The file's ``tensor_parallel``."""
@@ -125,11 +158,13 @@ def _server(entry: Mapping[str, Any]) -> Server:
     values = _frozen(entry)
     formats = tuple(Loading(**loading) for loading in values.pop("formats"))
     kernels = tuple(Kernel(**kernel) for kernel in values.pop("kernels", ()))
+    plain = tuple(Plain(**each) for each in values.pop("plain", ()))
     vocabulary = values.pop("vocabulary", None)
     return Server(
         **values,
         formats=formats,
         kernels=kernels,
+        plain=plain,
         vocabulary=None if vocabulary is None else Vocabulary(**vocabulary),
     )
 

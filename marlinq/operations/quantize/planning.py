@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from marlinq.checkpoint import Checkpoint, TensorPlan, floating_linears, says_untied, untied_config
+from marlinq.checkpoint import (
+    Checkpoint,
+    TensorPlan,
+    floating_linears,
+    replace_quantization_config,
+    says_untied,
+    untied_config,
+)
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep
 from marlinq.formats import FORMATS, Format, Layout, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
+from marlinq.formats.dialects.patterns import FUSED
 from marlinq.methods import METHODS, Method, MethodOptions
 from marlinq.models import Block, Blueprint, Conversion, Projection, TensorNames, converted
+from marlinq.operations.inspect.servers import built_plain
 from marlinq.operations.quantize.recipe import (
     AUTO_GROUP_SIZES,
     UNQUANTIZED,
@@ -195,7 +205,7 @@ def plan_output(
             tensors.extend(_packed(planned))
     if head is not None and head.source not in replaced:
         tensors.extend(_packed(head))
-    config = {**checkpoint.config, "quantization_config": quantization_config}
+    config = replace_quantization_config(checkpoint.config, quantization_config)
     # Loaders that believe the config would leave the stored head unread.
     mistied = not says_untied(config) and blueprint.head is not None and not blueprint.tied
     return OutputPlan(
@@ -237,6 +247,28 @@ def split_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
                 f"experts of {k} channels in groups of {size} can be split over at most {most} GPUs; "
                 f"--group-size {fitting[0]} can over {_MOST_GPUS}"
             )
+    return list(found.values())
+
+
+def fused_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
+    """Where linears that servers multiply as one are quantised in several ways."""
+    found: dict[str, str] = {}
+    for block in blueprint.blocks:
+        names = {projection.name for projection in block.projections}
+        for _, parts in FUSED:
+            for first in (name for name in names if name.rpartition(".")[2] == parts[0]):
+                parent = first.rpartition(".")[0]
+                members = [f"{parent}.{part}" for part in parts]
+                ways = {name.rpartition(".")[2]: _way(plan.modules.get(name)) for name in members}
+                if not names.issuperset(members) or len(set(ways.values())) == 1:
+                    continue
+                inner = re.sub(r"^.*?\.\d+\.", "", parent)
+                told = ", ".join(f"{part} {way}" for part, way in ways.items())
+                found.setdefault(
+                    inner,
+                    f"{parent}: {told}; vLLM and SGLang make one layer of them and load one scheme only; let "
+                    f"the rule name all: --override '{re.escape(inner)}\\.({'|'.join(parts)})$=...'",
+                )
     return list(found.values())
 
 
@@ -300,6 +332,8 @@ def _choose(
 ) -> tuple[dict[str, PlannedModule], dict[str, Keep], AutomaticGroups | None]:
     shared = set(blueprint.tied) | set(blueprint.tied.values())
     chosen: list[tuple[Projection, ModuleSettings]] = []
+    # What a server builds in 16 bits, with what is asked of it otherwise.
+    plain: list[tuple[Projection, ModuleSettings]] = []
     kept: dict[str, Keep] = {}
     head = _head(blueprint, names, recipe)
     for projection in (*blueprint.projections(), *([] if head is None else [head])):
@@ -311,8 +345,19 @@ def _choose(
             kept[projection.name] = usual
         elif projection.parameter in shared and projection is not head:
             kept[projection.name] = Keep("shares its weight with another module")
+        elif built_plain(blueprint.architecture, projection.name) and not recipe.names_module(
+            projection.name
+        ):
+            plain.append((projection, settings))
         else:
             chosen.append((projection, settings))
+    if chosen:
+        for projection, _ in plain:
+            server = built_plain(blueprint.architecture, projection.name)
+            kept[projection.name] = Keep(f"{server} builds it in 16 bits, whatever the config says")
+    else:
+        # A model of nothing else is quantised for the other loaders.
+        chosen = plain
     automatic = AutomaticGroups.of(each.in_features for each in _automatic(chosen))
     modules: dict[str, PlannedModule] = {}
     refused: list[tuple[str, str]] = []

@@ -31,7 +31,7 @@ from marlinq.models import (
 )
 from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of
-from marlinq.operations.quantize.planning import OutputPlan, plan_output, split_notes
+from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_output, split_notes
 from marlinq.operations.quantize.ranks import Ranks
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.solves import try_solver
@@ -235,6 +235,7 @@ def _warn(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: Ou
         for override in recipe.unused_overrides(linears)
     ]
     notes += split_notes(blueprint, plan)
+    notes += fused_notes(blueprint, plan)
     if not (plan.method.calibrated and plan.method.sequential) and _is_rotated(checkpoint):
         notes.append(
             f"{checkpoint.path}: was rotated, and {plan.method.name}, which sees channels one by one, loses "

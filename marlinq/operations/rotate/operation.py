@@ -13,6 +13,7 @@ from marlinq.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     Checkpoint,
     CheckpointWriter,
+    QuantizedCheckpoint,
     TensorPlan,
     check_place,
     says_tied,
@@ -99,7 +100,7 @@ def rotate(
     name = str(checkpoint.path)
     place = Path(out)
     check_place(place, resume=True, source=checkpoint.path)
-    if checkpoint.config.get("quantization_config"):
+    if QuantizedCheckpoint.of(checkpoint) is not None:
         raise UnsupportedError(f"{name}: is quantised already; rotate the original and quantise the result")
     blueprint = build_blueprint(
         checkpoint.config, source=name, tensors=checkpoint.tensors, trust_remote_code=trust_remote_code

@@ -301,3 +301,20 @@ def test_linears_of_experts_are_noted(tmp_path: Path) -> None:
     assert any(note.startswith("2 linears belong to experts") for note in inspect(folder).notes)
     plain = inspect(write(tmp_path / "y", "gptq", one(128, 64)))
     assert not any("experts" in note for note in plain.notes)
+
+
+def test_a_draft_head_that_a_server_would_miss_is_noted(tmp_path: Path) -> None:
+    """The linears of ``mtp.*`` by name do not cover the ``qkv_proj`` that SGLang asks for."""
+    draft = [f"mtp.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    folder = write(tmp_path / "x", "compressed-tensors", one(128, 64))
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"{name}.weight": torch.ones(8, 8) for name in draft}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    for ignored, missed in ((draft, True), (["re:^mtp.*"], False)):
+        config["quantization_config"]["ignore"] = ["lm_head", *ignored]
+        (folder / "config.json").write_text(json.dumps(config))
+        notes = [note for note in inspect(folder).notes if "draft head" in note]
+        assert len(notes) == 2
+        assert any("SGLang" in note and "accepts no draft" in note for note in notes) == missed
+        assert any("vLLM 0.33.0 can draft with it" in note for note in notes)

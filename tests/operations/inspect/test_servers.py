@@ -435,3 +435,13 @@ def test_the_versions_are_those_that_the_file_says() -> None:
     assert {name: found[name] for name in written} == written
     assert {"vLLM", "SGLang", "transformers", "GPTQModel"} <= set(written)
     assert all(isinstance(server, Server) for server in servers())
+
+
+def test_a_linear_that_a_server_builds_plain_is_refused_there() -> None:
+    mixer = "model.layers.0.mixer.in_proj"
+    for architecture, loads in (("FalconMambaForCausalLM", False), ("NemotronHForCausalLM", True)):
+        whole = Whole("compressed-tensors", False, (), None, None, architecture)
+        found = {verdict.server: verdict for verdict in verdicts({mixer: CT}, whole)}
+        assert found["vLLM"].loads == loads
+        assert found["SGLang"].loads
+        assert loads or "vLLM builds it in 16 bits" in found["vLLM"].reason

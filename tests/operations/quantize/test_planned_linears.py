@@ -1,0 +1,50 @@
+"""What a plan keeps because a server builds it in 16 bits, and what it says of linears that servers fuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lab.models.families import families, random_model
+from marlinq.checkpoint import Checkpoint
+from marlinq.models import build_blueprint
+from marlinq.operations.inspect.servers import built_plain
+from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_output
+from marlinq.operations.quantize.recipe import Override, Recipe
+from tests.testing.original_folders import save_tiny
+
+SKIPPED = Override(r"q_proj$", skip=True)
+
+
+def planned(folder: Path, *overrides: Override) -> tuple[OutputPlan, list[str]]:
+    """The plan of a folder's model, and what is noted of it."""
+    checkpoint = Checkpoint.open(folder)
+    blueprint = build_blueprint(checkpoint.config, source="model", tensors=checkpoint.tensors)
+    plan = plan_output(checkpoint, blueprint, Recipe(method="rtn", group_size=32, overrides=overrides))
+    return plan, fused_notes(blueprint, plan)
+
+
+def test_linears_that_servers_build_plain_stay_unless_they_are_named(tmp_path: Path) -> None:
+    random_model(next(each for each in families() if each.model_type == "jamba")).save_pretrained(tmp_path)
+    plan, _ = planned(tmp_path)
+    mixer = next(name for name in plan.kept if name.endswith("mamba.in_proj"))
+    assert built_plain("JambaForCausalLM", mixer)
+    assert not built_plain("LlamaForCausalLM", mixer)
+    assert "vLLM 0.33.0 builds it in 16 bits" in plan.kept[mixer].reason
+    named, _ = planned(tmp_path, Override(r"mamba\.in_proj$", settings={"symmetric": True}))
+    assert mixer in named.modules
+
+
+@pytest.mark.parametrize(
+    ("overrides", "noted"),
+    [((), False), ((SKIPPED,), True), ((Override(r"\.[qkv]_proj$", skip=True),), False)],
+)
+def test_one_of_several_fused_linears_is_noted(
+    tmp_path: Path, overrides: tuple[Override, ...], noted: bool
+) -> None:
+    _, notes = planned(save_tiny("llama", tmp_path / "model"), *overrides)
+    assert bool(notes) == noted
+    if noted:
+        assert "q_proj not quantised, k_proj int4" in notes[0]
+        assert r"--override 'self_attn\.(q_proj|k_proj|v_proj)$=...'" in notes[0]
