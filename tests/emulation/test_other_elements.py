@@ -72,8 +72,8 @@ FAULTS = {
     "no sign": (Planted("e4m3_sign", "0"), "fp8_e4m3", 128, False, False),
     "a bit of mantissa lost": (Planted("e4m3_mantissa", "0x3f003f00u"), "fp8_e4m3", 128, False, False),
     "no sign of FP4": (Planted("e2m1_sign", "0"), "fp4_e2m1", 32, False, False),
-    "another place of the exponent": (Planted("e2m1_place", "8"), "fp4_e2m1", 32, False, False),
-    "another bias of FP4": (Planted("e2m1_bias", "0x7e007e00u"), "fp4_e2m1", 128, False, True),
+    "halves of FP4 exchanged": (Planted("e2m1_place", "0x4051u"), "fp4_e2m1", 32, False, False),
+    "the lower magnitudes twice": (Planted("e2m1_upper", "nibbles"), "fp4_e2m1", 128, False, True),
     "one row's scales for two": (Planted("stream_row_scales", "0"), "fp4_e2m1", 16, False, False),
     "another bias": (Planted("e4m3_bias", "0x7b007b00u"), "fp8_e4m3", 128, False, True),
 }

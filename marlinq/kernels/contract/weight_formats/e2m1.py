@@ -1,4 +1,12 @@
-"""FP4 E2M1 weights (MXFP4, NVFP4) in the Marlin layout."""
+"""FP4 E2M1 weights (MXFP4, NVFP4) in the order of ``cuda/codec/e2m1.cuh``.
+
+Words are int32 [K/16, 2N], 128 of them a tile of 16 channels x 64 columns. Word 4 l + q of tile
+(kt, nt), lane l = 4 u + v, has codes 4 d + 2 h + e with d, h, e in {0, 1}, those of
+
+    channel k = 16 kt + 8 d + 2 v + e        column n = 64 nt + 16 q + 8 h + u
+
+Code j has its magnitude in bits 4j .. 4j + 2, and its sign in bit 8j + 7 (j < 4) or 8 (j - 4) + 3.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +14,37 @@ import torch
 from torch import Tensor
 
 from marlinq.core.float_elements import E2M1 as ELEMENT
-from marlinq.formats.layouts.marlin import TILE_K, pack_tiles, permute_scales
-from marlinq.kernels.contract.weight_formats import int4
+from marlinq.formats.layouts.marlin import TILE_K, TILE_N, permute_scales
 from marlinq.kernels.contract.weight_formats.weight_format import WeightFormat, register_weight_format
+
+_SIGN, _MAGNITUDE = 8, 7
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Words int32 [K/16, 2N] of codes uint8 [K, N]; K a multiple of 16, N of 64."""
+    k, n = codes.shape
+    # [kt, d, v, e, nt, q, h, u]
+    parts = codes.reshape(k // TILE_K, 2, 4, 2, n // TILE_N, 4, 2, 8)
+    eight = parts.permute(0, 4, 7, 2, 5, 1, 6, 3).reshape(k // TILE_K, n * 2, 8)
+    signs, magnitudes = eight & _SIGN, eight & _MAGNITUDE
+    packed = magnitudes[..., ::2] | magnitudes[..., 1::2] << 4 | signs[..., :4] << 4 | signs[..., 4:]
+    return packed.contiguous().view(torch.int32)[..., 0]
+
+
+def unpack_nibbles(words: Tensor) -> Tensor:
+    """Codes uint8 [K, N] of words int32 [K/16, 2N], or of whole tiles of columns of such."""
+    rows, columns = words.shape[0], words.shape[1] // 2
+    packed = words.contiguous().view(torch.uint8).view(rows, columns * 2, 4)
+    magnitudes = torch.stack((packed & _MAGNITUDE, packed >> 4 & _MAGNITUDE), dim=-1).flatten(2)
+    eight = magnitudes | torch.cat((packed >> 4 & _SIGN, packed & _SIGN), dim=-1)
+    # [kt, nt, u, v, q, d, h, e]
+    parts = eight.view(rows, columns // TILE_N, 8, 4, 4, 2, 2, 2)
+    return parts.permute(0, 5, 3, 7, 1, 4, 6, 2).reshape(rows * TILE_K, columns)
 
 
 def values(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Values [K, N] in ``dtype`` of words int32 [K/16, 2N]; exact in every float of 16 bits."""
-    return ELEMENT.decode(int4.values(words, torch.uint8)).to(dtype)
+    return ELEMENT.decode(unpack_nibbles(words)).to(dtype)
 
 
 E2M1 = register_weight_format(
@@ -26,16 +57,15 @@ E2M1 = register_weight_format(
         midpoint=0.0,
         stores_zeros=False,
         values=values,
-        pack=pack_tiles,
+        pack=pack_nibbles,
         in_order=permute_scales,
         codec="E2m1",
         half_scale_power=14,
-        # Eight weights: two shifts and two masks a pair, a shift less for the highest.
-        unpack=(15, 19),
-        # Nibbles are parted and ordered as for integers (5), the table's index and floats take 8 + 4 + 4 + 2,
-        # the power of two and scales 4 each.
-        dequantizing_bytes=31.0,
+        # Eight weights: two masks, three shifts and masks for signs, a permute four of them and one a pair.
+        unpack=(11, 13),
+        # Five passes part magnitudes and signs (10), one orders them (2), the table takes
+        # 8 + 4 + 4 + 2, scales 4.
+        dequantizing_bytes=34.0,
         smallest_group=16,
-        largest_bfloat16_scale=2.0**2,
     )
 )
