@@ -116,7 +116,8 @@ def _reference_rows(x: Tensor, group: int, given: Tensor | None) -> tuple[Tensor
     parts = x.float().view(m, -1, group or k)
     if given is None:
         amax = parts.abs().amax(-1, keepdim=True).clamp(min=LEAST)
-        scales, by = amax / LARGEST, LARGEST / amax
+        # A number over a tensor would be a product with a reciprocal, which rounds twice.
+        scales, by = amax / LARGEST, torch.full_like(amax, LARGEST) / amax
     else:
         scales = given.float().expand(m, 1, 1)
         by = 1.0 / scales
@@ -156,7 +157,7 @@ def eight_bit_gemm(x: Tensor, weight: Operand, bias: Tensor | None, input_scale:
     """
     group = weight.granularity.for_channels(weight.padded_shape[0]).channels
     codes, scales = quantize_rows(x, group, input_scale)
-    natural = weight.format.in_order(weight.scales).float() / weight.format.scale_factor(weight.scales.dtype)
+    natural = weight.format.in_order(weight.scales).float()
     # Column-major, as cuBLAS wants the second operand.
     plain = plain_bytes(weight).t()
     if not group:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from marlinq.core.granularity import Granularity
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.models.anatomy import Anatomy, Groups, Mixture, Router, Unrecognised
 from marlinq.models.experts import find_experts
 from marlinq.models.recognise import recognise
@@ -332,7 +333,12 @@ def grouped(model: PreTrainedModel) -> None:
             layer = ExpertsLayer(name, found.count, 1, found.hidden, found.intermediate)
             device = torch.device("cpu")
             weights = random_experts(
-                layer, Granularity.group(32), asymmetric=False, dtype=torch.float32, device=device
+                layer,
+                Granularity.group(32),
+                asymmetric=False,
+                dtype=torch.float32,
+                device=device,
+                weight_format=INT4,
             )
             model.set_submodule(name, GroupedExperts(weights, "silu"))
 
