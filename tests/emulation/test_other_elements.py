@@ -40,23 +40,31 @@ def right(builder: Builder, case: Case) -> None:
     assert error < bound(case.problem), f"{case.problem} {case.config}: {error}"
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("element", FEATURES)
-def test_every_kernel_multiplies(builder: Builder, element: str, config: str) -> None:
-    for seed, (group, zeros, bfloat16) in enumerate(FEATURES[element]):
-        problem = Problem(
-            ROWS.get(config, 29),
-            320,
-            512,
-            Granularity.from_group_size(group),
-            zeros,
-            bfloat16,
-            WEIGHT_FORMATS[element],
-        )
-        found = CONFIGS[config]
-        if isinstance(found, StreamConfig) and group == 16:
-            found = replace(found, scale_sums=False)
-        right(builder, Case(problem, found, bias=seed % 2 == 0, x_padding=8, seed=seed))
+# Every time: each kernel with each element, ways of scaling in turn.
+CASES = [
+    pytest.param(element, config, seed, marks=[] if seed == place % len(ways) else pytest.mark.slow)
+    for element, ways in FEATURES.items()
+    for place, config in enumerate(CONFIGS)
+    for seed in range(len(ways))
+]
+
+
+@pytest.mark.parametrize(("element", "config", "seed"), CASES)
+def test_every_kernel_multiplies(builder: Builder, element: str, config: str, seed: int) -> None:
+    group, zeros, bfloat16 = FEATURES[element][seed]
+    problem = Problem(
+        ROWS.get(config, 29),
+        320,
+        512,
+        Granularity.from_group_size(group),
+        zeros,
+        bfloat16,
+        WEIGHT_FORMATS[element],
+    )
+    found = CONFIGS[config]
+    if isinstance(found, StreamConfig) and group == 16:
+        found = replace(found, scale_sums=False)
+    right(builder, Case(problem, found, bias=seed % 2 == 0, x_padding=8, seed=seed))
 
 
 FAULTS = {

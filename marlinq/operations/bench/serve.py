@@ -30,8 +30,8 @@ from marlinq.operations.bench import serve_engine
 ENGINES = {"vLLM": "off", "vLLM with marlinq": "all"}
 """What is timed, and the value of ``MARLINQ_VLLM`` that makes it."""
 _SAID = re.compile(r"Using \S+ for \S+|Using \S+ \S*MoE\S*|marlinq: [^\n]*|GPU KV cache size: [^\n]*")
-# Not "-m": this package imports the module, which would then be run a second time.
-_MAIN = f"import sys; from {serve_engine.__name__} import main; main(*sys.argv[1:])"
+# Not "-m", and the file alone: its package would import transformers, which takes seconds.
+_MAIN = f"import runpy, sys; runpy.run_path({serve_engine.__file__!r})['main'](*sys.argv[1:])"
 _LOG_SHOWN = 3000  # characters
 # Until killed processes are gone; a driver takes seconds to free their memory.
 _POLLS, _POLL_SECONDS = 150, 0.2
