@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from marlinq.checkpoint.ahead import ReadAhead, lock_ring_early
 from marlinq.checkpoint.behind import CopyBehind, WriteBehind
+from marlinq.checkpoint.bitmasks import BITMASK_FORMAT, with_dense_weights
 from marlinq.checkpoint.derived import (
     TRANSPOSED_WEIGHTS,
     DerivedCheckpoint,
@@ -23,6 +24,7 @@ from marlinq.checkpoint.tying import own_head, same_values, says_tied, says_unti
 from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter, check_place
 
 __all__ = [
+    "BITMASK_FORMAT",
     "DEFAULT_MAX_SHARD_BYTES",
     "EVALUATION",
     "MANIFEST",
@@ -50,5 +52,6 @@ __all__ = [
     "says_tied",
     "says_untied",
     "untied_config",
+    "with_dense_weights",
     "without_quantization_config",
 ]

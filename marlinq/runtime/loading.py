@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, ReadAhead, without_quantization_config
+from marlinq.checkpoint import (
+    Checkpoint,
+    QuantizedCheckpoint,
+    ReadAhead,
+    with_dense_weights,
+    without_quantization_config,
+)
 from marlinq.core import boundaries
 from marlinq.core.dtypes import dtype_name, holds
 from marlinq.core.errors import CheckpointError, UnsupportedError
@@ -158,7 +164,7 @@ def load(
     require_operator(operator)
     timings = LoadTimings()
     with timings.stage("open"):
-        checkpoint = Checkpoint.open(path, revision=revision, progress=progress)
+        checkpoint = with_dense_weights(Checkpoint.open(path, revision=revision, progress=progress))
         quantized = QuantizedCheckpoint.of(checkpoint)
     with timings.stage("device"):
         placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)

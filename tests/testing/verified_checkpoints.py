@@ -16,12 +16,12 @@ from marlinq.checkpoint import (
     TensorPlan,
 )
 from marlinq.core.dtypes import dtype_name
+from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.formats import FORMATS, spec_of
+from marlinq.formats import FORMATS, LAYOUTS, spec_of
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
 from marlinq.methods.rtn import round_to_nearest
-from tests.testing.layouts import INTEGERS
 from tests.testing.schemes import quantized, scheme
 
 SHARD_BYTES = 100_000
@@ -55,11 +55,11 @@ def hessian_of(k: int, seed: int) -> Tensor:
 
 
 def quantize(
-    weight: Tensor, *, group_size: int, symmetric: bool, act_order: str, seed: int
+    weight: Tensor, *, group_size: int, symmetric: bool, act_order: str, seed: int, sparse: bool = False
 ) -> QuantizedWeight:
     """GPTQ as marlinq does it; ``act_order`` "scattered" gives groups along the order, with a g_idx, and
     "rounded" rounds to nearest in place of GPTQ."""
-    wanted = scheme(group_size, symmetric=symmetric)
+    wanted = scheme(group_size, symmetric=symmetric, sparsity=TWO_OF_FOUR if sparse else None)
     if act_order == "rounded":
         return round_to_nearest(weight, wanted)
     hessian = hessian_of(weight.shape[1], seed)
@@ -74,11 +74,13 @@ def quantize(
 
 @cache
 def _solved(
-    source: Path, name: str, group_size: int, symmetric: bool, act_order: str, seed: int
+    source: Path, name: str, group_size: int, symmetric: bool, act_order: str, seed: int, sparse: bool
 ) -> QuantizedWeight:
     """The same for every layout; nobody changes what an original's folder holds."""
     weight = Checkpoint.open(source).tensor(name).float()
-    return quantize(weight, group_size=group_size, symmetric=symmetric, act_order=act_order, seed=seed)
+    return quantize(
+        weight, group_size=group_size, symmetric=symmetric, act_order=act_order, seed=seed, sparse=sparse
+    )
 
 
 def save_quantized(
@@ -92,10 +94,11 @@ def save_quantized(
     skip: tuple[str, ...] = (),
     say_skipped: bool = True,
     dtype: torch.dtype = torch.float16,
+    sparse: bool = False,
 ) -> Path:
     """Quantise the linears of the blocks but ``skip``, which the config names if ``say_skipped``."""
     checkpoint = Checkpoint.open(source)
-    layout = INTEGERS[layout_name]
+    layout = LAYOUTS[layout_name]
     tensors: dict[str, Tensor] = {}
     modules, plain = {}, ["lm_head"]
     for index, name in enumerate(sorted(checkpoint.tensors)):
@@ -105,7 +108,7 @@ def save_quantized(
             tensors[name] = weight.to(dtype)
             plain += [module] if module in skip and say_skipped else []
             continue
-        q = _solved(source, name, group_size, symmetric, act_order, index)
+        q = _solved(source, name, group_size, symmetric, act_order, index, sparse)
         packed = layout.pack(q)
         modules[module] = spec_of(q)
         tensors.update({f"{module}.{suffix}": tensor for suffix, tensor in packed.items()})

@@ -1,15 +1,20 @@
-"""A quantised checkpoint as an unquantised one, in the model's own dtype."""
+"""A quantised or sparse checkpoint with dense weights, in the model's own dtype."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint import (
+    BITMASK_FORMAT,
+    Checkpoint,
     CheckpointWriter,
+    DerivedCheckpoint,
     QuantizedCheckpoint,
     TensorPlan,
     dequantized,
@@ -45,21 +50,61 @@ def convert_to_dense(
         ConversionRefused: the model's dtype rounds a weight, and no loss is allowed; nothing was written.
         OutputError: ``out`` can't be written.
     """
-    started = time.monotonic()
-    stored, dense = source.checkpoint, dequantized(source.checkpoint)
+    dense = dequantized(source.checkpoint)
     loss = _loss(source, dense.tensors[f"{next(iter(source.modules))}.weight"].dtype, allow_loss, progress)
     config, notes = stored_ties(source)
-    plans = [TensorPlan(info.name, info.dtype, info.shape) for info in dense.tensors.values()]
     manifest = {
-        "marlinq": __version__,
-        "operation": "convert",
         "source_format": source.format.name,
-        "format": DENSE,
         "allow_loss": allow_loss,
         "source_quantization_config": dict(source.config.raw),
     }
+    return _write(
+        source.checkpoint,
+        replace(dense, config=without_quantization_config(config)),
+        out,
+        manifest,
+        notes=(*notes, *([] if loss is None else [loss])),
+        lossy=loss is not None,
+        max_shard_size=max_shard_size,
+        progress=progress,
+    )
+
+
+def convert_bitmasks(
+    dense: DerivedCheckpoint, out: Path, *, max_shard_size: int, progress: ReportProgress
+) -> ConversionReport:
+    """Write the weights of a folder of bitmasks with their zeros.
+
+    Args:
+        dense: :func:`~marlinq.checkpoint.with_dense_weights` of it.
+        out, max_shard_size, progress: as in :func:`convert_to_dense`.
+
+    Raises:
+        CheckpointError: a mask is damaged.
+        OutputError: ``out`` can't be written.
+    """
+    manifest = {"source_format": BITMASK_FORMAT}
+    return _write(dense.base, dense, out, manifest, max_shard_size=max_shard_size, progress=progress)
+
+
+def _write(
+    stored: Checkpoint,
+    dense: Checkpoint,
+    out: Path,
+    facts: Mapping[str, Any],
+    *,
+    notes: tuple[str, ...] = (),
+    lossy: bool = False,
+    max_shard_size: int,
+    progress: ReportProgress,
+) -> ConversionReport:
+    """Writes the tensors of ``dense``, which are made of those of ``stored``."""
+    started = time.monotonic()
+    plans = [TensorPlan(info.name, info.dtype, info.shape) for info in dense.tensors.values()]
+    manifest = {"marlinq": __version__, "operation": "convert", "format": DENSE, **facts}
     options = json.dumps([stored.state(), max_shard_size, manifest], sort_keys=True)
     fingerprint = hashlib.sha256(options.encode()).hexdigest()
+    computed = [plan.name for plan in plans if dense.computes(plan.name)]
     with CheckpointWriter(
         out, plans, fingerprint=fingerprint, max_shard_bytes=max_shard_size, resume=True
     ) as writer:
@@ -71,7 +116,7 @@ def convert_to_dense(
                 writer.commit()
         stored.check_unchanged()
         writer.finish(
-            config=without_quantization_config(config),
+            config=dense.config,
             manifest=manifest,
             side_files_from=stored,
             extra_json={},
@@ -79,15 +124,15 @@ def convert_to_dense(
     return ConversionReport(
         source=str(stored.path),
         out=str(out),
-        source_format=source.format.name,
+        source_format=str(facts["source_format"]),
         target_format=DENSE,
-        converted=len(source.modules),
+        converted=len(computed),
         skipped={},
-        carried=len(source.passthrough),
+        carried=len(plans) - len(computed),
         side_files=tuple(stored.side_files),
         left_out=tuple(stored.left_out),
-        lossy=loss is not None,
-        notes=(*notes, *([] if loss is None else [loss])),
+        lossy=lossy,
+        notes=notes,
         resumed=resumed,
         source_bytes=stored.nbytes,
         out_bytes=sum(plan.nbytes for plan in plans),

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint import (
+    BITMASK_FORMAT,
     DEFAULT_MAX_SHARD_BYTES,
     MANIFEST,
     Checkpoint,
     CheckpointWriter,
+    DerivedCheckpoint,
     QuantizedCheckpoint,
     check_place,
     replace_quantization_config,
+    with_dense_weights,
 )
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
@@ -30,7 +33,7 @@ from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.core.version import __version__
 from marlinq.formats import FORMATS, Format, transcode
 from marlinq.formats.dialects import DIALECTS
-from marlinq.operations.convert.dense import DENSE, convert_to_dense
+from marlinq.operations.convert.dense import DENSE, convert_bitmasks, convert_to_dense
 from marlinq.operations.convert.plan import ConversionPlan, plan_conversion
 from marlinq.operations.convert.report import ConversionReport
 
@@ -87,7 +90,15 @@ def convert(
     assert not isinstance(progress, bool)  # the decorator made it a function
     if target_format != DENSE or scheme is not None:
         _check_formats(source_format, target_format, strict_marlin)
-    opened = Checkpoint.open(source, revision=revision, progress=progress)
+    opened = with_dense_weights(Checkpoint.open(source, revision=revision, progress=progress))
+    if isinstance(opened, DerivedCheckpoint):
+        if target_format != DENSE:
+            raise UnsupportedError(
+                f"{opened.path}: holds 16-bit weights as {BITMASK_FORMAT}; use marlinq quantize, or convert "
+                f"--to {DENSE}"
+            )
+        check_place(Path(out), resume=True, source=opened.path)
+        return convert_bitmasks(opened, Path(out), max_shard_size=max_shard_size, progress=progress)
     quantized = _quantized(opened, source_format, target_format, scheme)
     if target_format == DENSE:
         check_place(Path(out), resume=True, source=opened.path)

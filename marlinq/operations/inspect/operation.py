@@ -9,7 +9,14 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, floating_linears, own_head, says_tied
+from marlinq.checkpoint import (
+    Checkpoint,
+    QuantizedCheckpoint,
+    floating_linears,
+    own_head,
+    says_tied,
+    with_dense_weights,
+)
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.progress import Progress, shows_progress
 from marlinq.formats import ModuleSpec
@@ -50,7 +57,7 @@ def inspect(
     assert not isinstance(progress, bool)  # the decorator made it a function
     if tensor_parallel < 1:
         raise UsageError(f"tensor parallelism: expected 1 GPU or more, found {tensor_parallel}")
-    opened = Checkpoint.open(checkpoint, revision=revision, progress=progress)
+    opened = with_dense_weights(Checkpoint.open(checkpoint, revision=revision, progress=progress))
     quantized = QuantizedCheckpoint.of(opened)
     if quantized is None:
         return _unquantized(opened)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from marlinq.checkpoint import MANIFEST, Checkpoint, check_place, dequantized
+from marlinq.checkpoint import MANIFEST, Checkpoint, check_place, dequantized, with_dense_weights
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.devices import beside, start_beside
 from marlinq.core.errors import UsageError
@@ -111,7 +111,7 @@ def open_source(
     Raises:
         CheckpointError, UnsupportedError: as :meth:`Checkpoint.open`, or its quantisation is not read.
     """
-    opened = Checkpoint.open(model, revision=revision, progress=progress)
+    opened = with_dense_weights(Checkpoint.open(model, revision=revision, progress=progress))
     dense = dequantized(opened)
     if dense is not opened:
         warnings.warn(

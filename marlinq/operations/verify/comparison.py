@@ -32,6 +32,7 @@ from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import Blueprint, Projection, TensorNames, converted, find_conversions
 from marlinq.operations.verify.aside import Aside
 from marlinq.operations.verify.dequantized import dequantized_modules, off_grid
+from marlinq.operations.verify.masks import misplaced_channels
 from marlinq.operations.verify.report import Check, Findings
 from marlinq.operations.verify.statistics.evidence import Evidence, find_faults
 from marlinq.operations.verify.statistics.finding import Finding, RunSize
@@ -169,6 +170,8 @@ class Comparison:
         rtn = self._rtn_error(ordered, q.scheme, norm)
         self.errors[name] = (mine, rtn)
         self._judge_error(name, mine, rtn, q.element, self._weights)
+        if q.sparsity is not None and (apart := misplaced_channels(weight, q)) is not None:
+            self._weights.failures.append(f"{name}: {apart}")
 
         def take(evidence: Evidence) -> None:
             self._judged.append(evidence)

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import torch
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.checkpoint import (
+    Checkpoint,
+    QuantizedCheckpoint,
+    with_dense_weights,
+)
 from marlinq.checkpoint.reader import locate
 from marlinq.core.devices import resolve_device
 from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
@@ -18,6 +22,7 @@ from marlinq.operations.verify.comparison import Comparison
 from marlinq.operations.verify.kernel_check import check_kernels
 from marlinq.operations.verify.logits import check_logits
 from marlinq.operations.verify.manifest import check_manifest
+from marlinq.operations.verify.masks import Masks
 from marlinq.operations.verify.report import Check, ModuleResult, VerificationReport
 from marlinq.operations.verify.round_trip import RoundTrip
 from marlinq.operations.verify.structure import (
@@ -69,7 +74,7 @@ def verify(
         raise UsageError("--logits compares with an original; name it with --against")
     folder = locate(checkpoint, revision=revision, progress=progress)
     chosen = resolve_device(device)
-    original = None if against is None else Checkpoint.open(against, progress=progress)
+    original = None if against is None else with_dense_weights(Checkpoint.open(against, progress=progress))
     run = _Run(folder, original, chosen, trust_remote_code, progress)
     checks: list[Check] = []
     try:
@@ -153,6 +158,7 @@ class _Run:
 
     def _module_checks(self, view: QuantizedCheckpoint) -> Iterable[Check]:
         round_trip, values, unreadable = RoundTrip(view), Values(), []
+        masks = Masks(view.checkpoint)
         aside = nullcontext() if self._comparison is None else self._comparison.aside
         with aside:
             for done, (name, spec) in enumerate(view.modules.items()):
@@ -165,6 +171,7 @@ class _Run:
                 names = view.tensor_names(name)
                 stored = {suffix: view.checkpoint.tensor(full) for suffix, full in names.items()}
                 declared = view.config.rules.scheme(name)
+                q = masks.module(name, q)
                 round_trip.module(name, spec, stored, q)
                 if declared is not None:
                     values.module(name, q, declared)
@@ -176,6 +183,7 @@ class _Run:
             yield Check("readable", "failed", detail, tuple(unreadable))
         yield from round_trip.results()
         yield from values.results()
+        yield from masks.results()
         yield check_finite(view, self._progress)
         if self._comparison is not None:
             self._comparison.passthrough()

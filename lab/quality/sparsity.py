@@ -1,0 +1,170 @@
+"""What 2:4 sparsity costs beside dense weights of 4 bits, and of 3 bits, which take as many bytes.
+
+    python lab/quality/sparsity.py MODEL --calibration FILE --text FILE [--row NAME] [--json OUT]
+
+Quantises MODEL once a row with the product's defaults but for the named settings, then measures mean KL
+divergence from the original and top-1 agreement. A sparse weight has 2 codes of 4 bits and 4 bits of mask
+for 4 channels: 3 bits a weight. Three-bit codes have no layout; they are stored as the middle eight of
+sixteen, which stand for the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from marlinq import evaluate, load, quantize
+from marlinq.core.scheme import INT4, Element, Scheme
+from marlinq.core.weight import QuantizedWeight
+from marlinq.methods import SolveReport, register_method
+from marlinq.methods.gptq import GPTQ, GPTQOptions
+from marlinq.methods.hessian import HessianAccumulator
+from marlinq.operations.bench.hardware import hardware_line
+from marlinq.operations.quantize.recipe import Override, Recipe
+
+_INT3 = Element("int3", 3)
+
+
+class ThreeBits(GPTQ):
+    """GPTQ to eight codes, stored among the sixteen of four bits."""
+
+    name = "gptq-int3"
+
+    def solve(
+        self,
+        weights: Sequence[Tensor],
+        statistics: HessianAccumulator | None,
+        scheme: Scheme,
+        options: GPTQOptions,
+        *,
+        names: Sequence[str],
+    ) -> list[tuple[QuantizedWeight, SolveReport]]:
+        narrow = replace(scheme, element=_INT3)
+        found = super().solve(weights, statistics, narrow, options, names=names)
+        shift = INT4.midpoint - _INT3.midpoint
+        return [(_widened(weight, shift), report) for weight, report in found]
+
+
+def _widened(weight: QuantizedWeight, shift: int) -> QuantizedWeight:
+    return replace(weight, element=INT4, codes=weight.codes + shift, zeros=weight.zeros + shift)
+
+
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4": ("INT4, dense", {}),
+    "int3": ("INT3, dense", {"method": ThreeBits.name}),
+    "sparse": ("INT4, 2:4", {"sparsity": "2:4"}),
+    "half": ("INT4, the half of the linears that lose least 2:4", {"sparsity": "2:4"}),
+}
+"""By folder: what a row is called, and what differs in its recipe."""
+
+
+def main() -> None:
+    """Quantise, evaluate, print a table."""
+    options = _options()
+    register_method(ThreeBits())
+    recipe = Recipe(
+        group_size=options.group_size,
+        format="compressed-tensors",
+        calibration=str(options.calibration),
+        samples=options.samples,
+        max_length=options.max_length,
+        quality=options.quality,
+    )
+    if options.no_output_hessian:
+        recipe = recipe.replace(output_hessian=False)
+    options.work.mkdir(parents=True, exist_ok=True)
+    original = load(options.model, device=options.device, dtype="float32")
+    rows = []
+    for name in options.rows or ROWS:
+        label, changes = ROWS[name]
+        folder = options.work / name
+        if name == "half":
+            changes = {**changes, "overrides": _dense_half(options.work / "sparse")}
+        if not folder.exists():
+            quantize(
+                options.model,
+                folder,
+                recipe=recipe.replace(**changes),
+                device=options.device,
+                progress=_progress,
+            )
+        for text in options.text:
+            measured = evaluate(
+                folder,
+                against=original,
+                text=str(text),
+                windows=options.windows,
+                length=options.length,
+                device=options.device,
+                dtype="float32",
+                progress=_progress,
+            )
+            rows.append(
+                {
+                    "name": label,
+                    "text": text.name,
+                    "perplexity": measured.perplexity,
+                    "original_perplexity": measured.against_perplexity,
+                    "kl": measured.kl,
+                    "top1_agreement": measured.top1_agreement,
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    without = ", without output_hessian" if options.no_output_hessian else ""
+    conditions = [
+        hardware_line(original.device),
+        f"{options.model.name}: groups of {options.group_size}, quality {options.quality}{without}",
+        f"calibrated on {options.samples} documents of up to {options.max_length} tokens",
+        f"evaluated on {options.windows} windows of {options.length} tokens",
+    ]
+    print("\n".join(conditions))
+    if options.json is not None:
+        record = {"conditions": conditions, "rows": rows}
+        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _dense_half(sparse: Path) -> tuple[Override, ...]:
+    """Rules that keep dense the half of the linears which lost most where all were pruned."""
+    errors = {
+        name.removeprefix("module "): module["relative_error"]
+        for name, module in json.loads((sparse / "marlinq.json").read_text())["run"].items()
+        if name.startswith("module ")
+    }
+    worst = sorted(errors, key=lambda name: errors[name], reverse=True)[: len(errors) // 2]
+    return tuple(Override(f"^{name.replace('.', '[.]')}$", settings={"sparsity": "none"}) for name in worst)
+
+
+def _progress(what: str, done: int, total: int) -> None:
+    print(f"\r{what} {done}/{total}", end="", file=sys.stderr)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--text", type=Path, action="append", required=True)
+    parser.add_argument("--row", dest="rows", action="append", choices=ROWS)
+    parser.add_argument("--work", type=Path, default=Path("sparsity"))
+    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--quality", default="default")
+    parser.add_argument("--no-output-hessian", action="store_true", help="a tenth of the time on a CPU")
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Unquantised weights that compressed-tensors stored without their zeros (``sparse-24-bitmask``).
+
+    <linear>.compressed   the model's dtype [N, K/2]   kept weights of each row, by ascending channel
+    <linear>.bitmask      uint8 [N, K/8]               bit j of byte b is set where channel 8b + j is kept
+    <linear>.shape        int64 [2, 1]                 N, K
+
+Of every four channels two are kept. Such a folder is read as one with dense weights; nothing writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from marlinq.checkpoint.derived import DerivedCheckpoint
+from marlinq.checkpoint.header import TensorInfo
+from marlinq.checkpoint.quantization_config import without_quantization_config
+from marlinq.checkpoint.reader import Checkpoint
+from marlinq.core.dtypes import FLOATS
+from marlinq.core.errors import CheckpointError
+from marlinq.core.sparsity import TWO_OF_FOUR
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
+
+BITMASK_FORMAT = "sparse-24-bitmask"
+_KEPT, _MASK, _SHAPE = "compressed", "bitmask", "shape"
+
+
+def with_dense_weights(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` with the weights that its bitmasks stand for, each made when it is read; itself where it
+    has none.
+
+    Raises:
+        CheckpointError: tensors are missing or do not fit together. Masks are checked when a weight is read.
+    """
+    if not _is_of_bitmasks(checkpoint.config):
+        return checkpoint
+    tensors: dict[str, TensorInfo] = {}
+    computed: dict[str, Callable[[], Tensor]] = {}
+    for name, info in checkpoint.tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        if suffix == _KEPT:
+            n, k = _checked_shape(checkpoint, stem)
+            weight = f"{stem}.weight"
+            tensors[weight] = replace(info, name=weight, shape=(n, k), nbytes=2 * info.nbytes)
+            computed[weight] = _reader(checkpoint, stem)
+        elif suffix not in (_MASK, _SHAPE):
+            tensors[name] = info
+    if not computed:
+        raise CheckpointError(
+            f"{checkpoint.path}: sparsity_config says {BITMASK_FORMAT}, but no tensor ends in .{_KEPT}"
+        )
+    return DerivedCheckpoint(
+        path=checkpoint.path,
+        config=without_quantization_config(checkpoint.config),
+        tensors=tensors,
+        side_files=checkpoint.side_files,
+        files=checkpoint.files,
+        base=checkpoint,
+        computed=computed,
+    )
+
+
+def _is_of_bitmasks(config: Mapping[str, Any]) -> bool:
+    """Whether all that the config says of compression is that weights have bitmasks."""
+    raw = config.get("quantization_config", config.get("compression_config"))
+    if not isinstance(raw, dict) or raw.get("config_groups"):
+        return False
+    sparsity = raw.get("sparsity_config")
+    return isinstance(sparsity, dict) and sparsity.get("format") == BITMASK_FORMAT
+
+
+def _checked_shape(checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+    """(N, K) of a linear whose three tensors fit together."""
+    where = f"{checkpoint.path}: {stem}"
+    found = {suffix: checkpoint.tensors.get(f"{stem}.{suffix}") for suffix in (_KEPT, _MASK, _SHAPE)}
+    for suffix, info in found.items():
+        if info is None:
+            raise CheckpointError(f"{where}.{suffix}: missing, which a {BITMASK_FORMAT} linear needs")
+    kept, mask = found[_KEPT], found[_MASK]
+    assert kept is not None
+    assert mask is not None
+    if kept.dtype not in FLOATS or len(kept.shape) != 2 or kept.shape[1] % 2:
+        raise CheckpointError(
+            f"{where}.{_KEPT}: expected floats [N, K/2] with K a multiple of {TWO_OF_FOUR.span}, "
+            f"found {kept.dtype} {list(kept.shape)}"
+        )
+    n, k = kept.shape[0], 2 * kept.shape[1]
+    if mask.dtype != "uint8" or mask.shape != (n, -(-k // 8)):
+        raise CheckpointError(
+            f"{where}.{_MASK}: expected uint8 {[n, -(-k // 8)]}, found {mask.dtype} {list(mask.shape)}"
+        )
+    return n, k
+
+
+def _reader(checkpoint: Checkpoint, stem: str) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        kept, mask, shape = (checkpoint.tensor(f"{stem}.{suffix}") for suffix in (_KEPT, _MASK, _SHAPE))
+        n, k = kept.shape[0], 2 * kept.shape[1]
+        if shape.flatten().tolist() != [n, k]:
+            raise CheckpointError(
+                f"{checkpoint.path}: {stem}.{_SHAPE}: expected {[n, k]} from {_KEPT}, "
+                f"found {shape.flatten().tolist()}"
+            )
+        bits = mask.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8) & 1
+        used = bits.flatten(1).to(torch.bool)
+        counts = used[:, :k].reshape(n, -1, TWO_OF_FOUR.span).sum(dim=2)
+        wrong = counts != TWO_OF_FOUR.kept
+        if bool(wrong.any()) or bool(used[:, k:].any()):
+            row, span = divmod(int(wrong.flatten().to(torch.uint8).argmax()), counts.shape[1])
+            raise CheckpointError(
+                f"{checkpoint.path}: {stem}.{_MASK}: expected 2 kept weights of every 4, found "
+                f"{int(counts[row, span])} in row {row} at channel {TWO_OF_FOUR.span * span}; the mask is "
+                "damaged"
+            )
+        weight = torch.zeros(n, k, dtype=kept.dtype)
+        weight[used[:, :k]] = kept.flatten()
+        return weight
+
+    return read
