@@ -85,7 +85,7 @@ def misplaced_channels(weight: Tensor, q: QuantizedWeight) -> str | None:
     row = int((norms > 0).nonzero()[int(cosines.argmin())])
     return (
         f"{int(apart.sum())} of {len(cosines)} output channels point elsewhere than the original's (channel "
-        f"{row} with a cosine of {float(cosines.min()):.2f}, usual are {usual:.2f}): their masks are not theirs"
+        f"{row} with a cosine of {float(cosines.min()):.2f}, usual are {usual:.2f}): they have other masks"
     )
 
 
