@@ -100,6 +100,9 @@ _TABLE = {
         "multiply_fragments<emulation::Element::{element}>"
     ),
     r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.u8\.s8\.s32": "multiply_byte_fragments",
+    rf"mma\.sp::ordered_metadata\.sync\.aligned\.m16n8k32\.row\.col\.f32\.{_ELEMENT}\.(?P=element)\.f32": (
+        "multiply_sparse_fragments<emulation::Element::{element}>"
+    ),
     # Asynchronous Warpgroup-Level Matrix
     r"wgmma\.fence\.sync\.aligned": "matrix_fence",
     r"wgmma\.commit_group\.sync\.aligned": "matrix_commit",

@@ -102,6 +102,15 @@ void multiply_fragments(const Array<Output<float>, 4>& d, const Inputs4& a, cons
                         const Array<Output<float>, 4>&) {
     multiply_fragments({d[0].home, d[1].home, d[2].home, d[3].home}, a, b, ELEMENT);
 }
+// Operand A has two of every four columns; `places` says which, in the two lanes of every four that the selector names.
+void multiply_sparse_fragments(float* const (&d)[4], const Inputs4& a, const Inputs4& b, u32 places, u32 selector,
+                               Element element);
+
+template <Element ELEMENT>
+void multiply_sparse_fragments(const Array<Output<float>, 4>& d, const Inputs4& a, const Inputs4& b,
+                               const Array<Output<float>, 4>&, u32 places, u32 selector) {
+    multiply_sparse_fragments({d[0].home, d[1].home, d[2].home, d[3].home}, a, b, places, selector, ELEMENT);
+}
 // Operand A unsigned, operand B signed.
 void multiply_byte_fragments(const Outputs4& d, const Inputs4& a, const Array<Input<u32>, 2>& b, const Outputs4&);
 

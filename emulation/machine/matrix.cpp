@@ -92,6 +92,51 @@ void multiply(Warp&, void* const* operands) {
     }
 }
 
+struct SparseOperands {
+    float* const* d;
+    u32 a[4], b[4], places, selector;
+    float (*widen)(u16);
+};
+
+void multiply_sparse(Warp&, void* const* operands) {
+    double a[16][32] = {}, b[32][8], sums[16][8] = {};
+    const u32 selector = static_cast<const SparseOperands*>(operands[0])->selector;
+    if (selector > 1) fail("mma.sp with the sparsity selector %u, expected 0 or 1", selector);
+    // Whoever an element is from, lanes 2 S and 2 S + 1 of a row's four say where two columns of every four stand.
+    const auto place = [&](unsigned row, unsigned kept) {
+        const unsigned four = kept / 2, lane = 4 * (row % 8) + 2 * selector + four / 4;
+        const u32 word = static_cast<const SparseOperands*>(operands[lane])->places >> 16 * (row / 8);
+        const u32 both = word >> 4 * (four % 4) & 15, first = both & 3, second = both >> 2;
+        if (first >= second)
+            fail("mma.sp with places %u and %u of row %u, columns %u.., which do not ascend", first, second, row, 4 * four);
+        return 4 * four + (kept % 2 == 0 ? first : second);
+    };
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        const auto& mine = *static_cast<const SparseOperands*>(operands[lane]);
+        if (mine.selector != selector) fail("mma.sp with different sparsity selectors in a warp");
+        const unsigned row = lane / 4, column = lane % 4 * 2;
+        for (unsigned half = 0; half < 2; ++half)
+            for (unsigned i = 0; i < 4; ++i) {
+                const unsigned my_row = row + i % 2 * 8, kept = column + half + i / 2 * 8;
+                a[my_row][place(my_row, kept)] = mine.widen(static_cast<u16>(mine.a[i] >> 16 * half));
+                b[column + half + i * 8][row] = mine.widen(static_cast<u16>(mine.b[i] >> 16 * half));
+            }
+    }
+    // Columns that operand A lacks are not multiplied, whatever operand B holds there.
+    for (unsigned row = 0; row < 16; ++row)
+        for (unsigned kept = 0; kept < 16; ++kept) {
+            const unsigned k = place(row, kept);
+            for (unsigned column = 0; column < 8; ++column) sums[row][column] += a[row][k] * b[k][column];
+        }
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        const auto& mine = *static_cast<const SparseOperands*>(operands[lane]);
+        for (unsigned i = 0; i < 4; ++i) {
+            float& d = *mine.d[i];
+            d = static_cast<float>(d + sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
+        }
+    }
+}
+
 struct ByteOperands {
     u32 d[4], a[4], b[2];
 };
@@ -147,6 +192,13 @@ void multiply_fragments(float* const (&d)[4], const Inputs4& a, const Array<Inpu
     FragmentOperands mine = {
         d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, element == Element::HALF ? Half::widen : Bfloat16::widen};
     gather("mma", &mine, multiply);
+}
+
+void multiply_sparse_fragments(float* const (&d)[4], const Inputs4& a, const Inputs4& b, u32 places, u32 selector,
+                               Element element) {
+    SparseOperands mine = {d, {a[0], a[1], a[2], a[3]}, {b[0], b[1], b[2], b[3]}, places, selector,
+                           element == Element::HALF ? Half::widen : Bfloat16::widen};
+    gather("mma.sp", &mine, multiply_sparse);
 }
 
 void multiply_byte_fragments(const Outputs4& d, const Inputs4& a, const Array<Input<u32>, 2>& b, const Outputs4&) {

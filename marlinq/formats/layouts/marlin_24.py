@@ -148,16 +148,16 @@ class Marlin24(Layout):
 
     def pack_codes(self, codes: Tensor, spec: ModuleSpec) -> Tensor:
         bits = spec.scheme.element.bits
-        kept = _kept_codes(codes, spec.scheme.element.midpoint)
+        kept = kept_codes(codes, spec.scheme.element.midpoint)
         k, n = kept.shape
         tiles = kept.reshape(k // _TILE_K, _TILE_K, n // _TILE_N, _TILE_N).transpose(1, 2).flatten(2)
         ordered = tiles[:, :, _tile_order(bits).to(codes.device)]
         return pack_last(ordered.reshape(k // _TILE_K, -1, slots_per_word(bits)), bits)
 
     def pack_mask(self, codes: Tensor, spec: ModuleSpec) -> Tensor:
-        places = _places(codes, spec.scheme.element.midpoint)
+        stored_places = places(codes, spec.scheme.element.midpoint)
         # int16 [K/16, N]: four descriptors a word.
-        four = (places[:, 0] | places[:, 1] << 2).to(torch.int32).reshape(-1, 4, codes.shape[1])
+        four = (stored_places[:, 0] | stored_places[:, 1] << 2).to(torch.int32).reshape(-1, 4, codes.shape[1])
         words = four[:, 0] | four[:, 1] << 4 | four[:, 2] << 8 | four[:, 3] << 12
         signed = words - ((words >= 1 << 15).to(torch.int32) << 16)
         stored = torch.empty(codes.numel() // 16, dtype=torch.int16, device=codes.device)
@@ -221,7 +221,7 @@ def _permuted(scales: Tensor, order: tuple[int, ...]) -> Tensor:
     return scales.reshape(len(scales), -1, 8)[:, :, list(order)].reshape(scales.shape)
 
 
-def _places(codes: Tensor, zero: int) -> Tensor:
+def places(codes: Tensor, zero: int) -> Tensor:
     """uint8 [K / 4, 2, N]: the places of the stored codes of every span of ``codes``, uint8 [K, N]."""
     used = (codes != zero).to(torch.int32).reshape(-1, SPAN, codes.shape[1])
     which = used[:, 0] | used[:, 1] << 1 | used[:, 2] << 2 | used[:, 3] << 3
@@ -229,10 +229,10 @@ def _places(codes: Tensor, zero: int) -> Tensor:
     return table[which].movedim(2, 1)
 
 
-def _kept_codes(codes: Tensor, zero: int) -> Tensor:
+def kept_codes(codes: Tensor, zero: int) -> Tensor:
     """uint8 [K / 2, N]: the stored codes."""
     spans = codes.reshape(-1, SPAN, codes.shape[1])
-    return spans.gather(1, _places(codes, zero).long()).reshape(-1, codes.shape[1])
+    return spans.gather(1, places(codes, zero).long()).reshape(-1, codes.shape[1])
 
 
 @lru_cache(maxsize=2)
