@@ -95,6 +95,11 @@ def command() -> None:
     help="Channels that share a scale; -1 is all of them, auto the largest that divides every layer.",
 )
 @_scheme_option(_SCHEME_WORDS)
+@click.option(
+    "--sparsity",
+    type=click.Choice(("2:4",)),
+    help="Prune the weights at random, and measure the sparse kernel beside the dense one.",
+)
 @_weight_options
 @click.option(
     "--sustained",
@@ -111,6 +116,7 @@ def kernels(
     dtype: str,
     scheme: str,
     group_size: str,
+    sparsity: str | None,
     asymmetric: bool,
     explain: bool,
     sustained: bool,
@@ -136,6 +142,7 @@ def kernels(
             scheme=scheme,
             group_size=None if group_size == "auto" else int(group_size),
             asymmetric=asymmetric,
+            sparsity=sparsity,
             explain=explain,
             sustained=sustained,
             shapes=shapes,

@@ -99,8 +99,8 @@ FAULTS = {
     "sparse_groups": ("group", "one row, groups of 64, a short last chunk"),
     "sparse_waits": ("", "a dependent launch"),
     "sparse_copies_waited": ("STAGES - 1", "a dependent launch"),
-    "sparse_warp_met": ("", "a dependent launch"),
-    "sparse_neighbours_met": ("", "two warps side by side, columns that end in a tile"),
+    "sparse_warp_met": (";", "a dependent launch"),
+    "sparse_neighbours_met": (";", "two warps side by side, columns that end in a tile"),
     "sparse_ring_drained": ("", "a dependent launch"),
 }
 

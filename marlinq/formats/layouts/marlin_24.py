@@ -77,6 +77,7 @@ class Marlin24(Layout):
     """
 
     family = "marlin-24"
+    mask_key: str
     sparsity = TWO_OF_FOUR
     elements = ("int4", "int8")
     original_kernel = "vLLM's Marlin-24 kernel"
@@ -161,7 +162,7 @@ class Marlin24(Layout):
         words = four[:, 0] | four[:, 1] << 4 | four[:, 2] << 8 | four[:, 3] << 12
         signed = words - ((words >= 1 << 15).to(torch.int32) << 16)
         stored = torch.empty(codes.numel() // 16, dtype=torch.int16, device=codes.device)
-        stored[_mask_places(*words.shape, codes.device)] = signed.to(torch.int16).flatten()
+        stored[_mask_places(len(words), codes.shape[1], codes.device)] = signed.to(torch.int16).flatten()
         return stored.reshape(codes.shape[0] // 32, -1)
 
     def unpack_codes(self, stored: Tensor, spec: ModuleSpec, mask: Tensor | None = None) -> Tensor:

@@ -20,8 +20,10 @@ _STAGES = (3, 4, 6)
 _CLUSTERS = (1, 2, 4)
 # Rows of the batch up to which scales multiply sums: beyond, a second set of sums does not fit the registers.
 _SCALED_SUMS = 32
-# Registers of a thread by blocks of eight batch rows, at most (tests/kernels/test_sparse_compile.py).
-_REGISTERS = {1: 96, 2: 128, 4: 208, 8: 208}
+# Registers of a thread by blocks of eight batch rows, at most (tests/kernels/test_sparse.py).
+REGISTERS = {1: 144, 2: 208, 4: 216, 8: 240}
+# From compute capability 10.0 on NVRTC 13.0 spills registers of larger tiles.
+_NEWER, _NEWER_BLOCKS = 100, 2
 _REGISTER_FILE, _LEAST_SHARED = 65536, 1024
 # Bytes in flight on a multiprocessor that keep its share of the memory busy, and seconds of a launch's first
 # bytes and of its reduction: those of the dense stream kernel's model.
@@ -100,7 +102,7 @@ class SparseConfig:
     def resident(self, device: Device, granularity: Granularity) -> int:
         """Blocks that a multiprocessor runs at once; 0 where one does not fit."""
         shared = self.shared_bytes(granularity) + _LEAST_SHARED
-        by_registers = _REGISTER_FILE // (_REGISTERS[self.blocks_m] * self.threads)
+        by_registers = _REGISTER_FILE // (REGISTERS[self.blocks_m] * self.threads)
         return min(device.shared_bytes // shared, by_registers, 2048 // self.threads)
 
     def seconds(self, m: int, n: int, k: int, device: Device, granularity: Granularity) -> float:
@@ -118,9 +120,15 @@ class SparseConfig:
         return waves * (wave_bytes / bandwidth + _LAUNCH) + _CLUSTER * (self.cluster > 1)
 
 
+def largest_tile(capability: int) -> int:
+    """Blocks of eight batch rows of the largest tile; ``capability`` is ten times the compute capability."""
+    return _NEWER_BLOCKS if capability >= _NEWER else 8
+
+
 def candidates(m: int, k: int, device: Device, granularity: Granularity) -> Iterator[SparseConfig]:
     """The configurations that suit a batch of ``m`` rows on a device."""
-    blocks_m = next((each for each in (1, 2, 4) if 8 * each >= m), 8)
+    most = largest_tile(device.capability)
+    blocks_m = next((each for each in (1, 2, 4) if 8 * each >= m or each == most), most)
     for warps_n, warps_k in _SHAPES:
         for cluster in _CLUSTERS if device.has_clusters else (1,):
             if warps_k * cluster > -(-k // CHUNK):

@@ -15,12 +15,14 @@ from marlinq.core.devices import resolve_device
 from marlinq.core.errors import UsageError
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.sparsity import SPARSITIES
 from marlinq.kernels import GEMMS, GROUP_SIZES, Problem, explain, precompile
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, Weight, random_weight
 from marlinq.operations.bench.report import OURS, Cell, KernelBench
 from marlinq.operations.bench.shapes import Layer, dividing_group_size, layers_of
+from marlinq.operations.bench.sparse import SparseContender, pruned
 from marlinq.operations.bench.timing import (
     capture,
     cold_read_seconds,
@@ -72,13 +74,14 @@ class _Setting:
     asymmetric: bool
     explain: bool
     sustained: bool = False
+    sparse: bool = False
 
     def problem(self, layer: Layer, m: int) -> Problem:
         bfloat16 = self.dtype == torch.bfloat16
         return Problem(m, layer.n, layer.k, self.granularity, self.asymmetric, bfloat16, self.weight_format)
 
     def weight(self, layer: Layer) -> Weight:
-        return random_weight(
+        made = random_weight(
             layer,
             self.granularity,
             asymmetric=self.asymmetric,
@@ -86,6 +89,7 @@ class _Setting:
             device=self.device,
             weight_format=self.weight_format,
         )
+        return pruned(made) if self.sparse else made
 
     def reason(self, layer: Layer, m: int) -> str | None:
         if not self.explain:
@@ -103,6 +107,7 @@ def bench_kernels(
     scheme: str = "int4",
     group_size: int | None = None,
     asymmetric: bool = False,
+    sparsity: str | None = None,
     explain: bool = False,
     sustained: bool = False,
     shapes: Sequence[str] = (),
@@ -123,6 +128,8 @@ def bench_kernels(
         group_size: 32, 64, 128 or -1; None is the largest of 128, 64 and 32 that divides every layer, or
             what the scheme has.
         asymmetric: measure weights with zero points.
+        sparsity: a name in :data:`marlinq.core.sparsity.SPARSITIES`: weights are pruned at random, and the
+            sparse kernel is measured beside the dense one; None for dense weights.
         explain: keep the reason of every decision.
         sustained: replay without rests, so that large products run at the GPU's power limit. The limits that
             they are held to are those with rests all the same.
@@ -150,7 +157,14 @@ def bench_kernels(
     layers = layers_of(models, shapes, group_size)
     chosen = resolve_device(device)
     granularity = Granularity.from_group_size(group_size)
-    setting = _Setting(chosen, _DTYPES[dtype], weight_format, granularity, asymmetric, explain, sustained)
+    if sparsity not in (None, *SPARSITIES):
+        raise UsageError(f"sparsity {sparsity!r}: expected {', '.join(SPARSITIES)}")
+    if sparsity is not None and (chosen.type == "cpu" or weight_format != INT4):
+        raise UsageError(f"sparsity {sparsity}: the sparse kernel multiplies int4 weights on a GPU")
+    setting = _Setting(
+        *(chosen, _DTYPES[dtype], weight_format, granularity, asymmetric, explain, sustained),
+        sparse=sparsity is not None,
+    )
     ordered = tuple(sorted(set(batches)))
     if chosen.type == "cpu":
         return _on_cpu(setting, layers, ordered, dtype, progress)
@@ -168,18 +182,17 @@ def _on_gpu(
 ) -> KernelBench:
     notes: list[str] = []
     contenders: list[Contender] = [Marlinq()]
-    for name in against:
+    others: list[Contender] = [PEERS[name] for name in against]
+    for peer in [SparseContender(), *others] if setting.sparse else others:
         reason: str | None
-        if setting.weight_format != INT4 and not PEERS[name].any_format:
+        if setting.weight_format != INT4 and not peer.any_format:
             reason = f"it is measured with {INT4.name} weights alone"
         else:
-            reason = PEERS[name].unavailable(
-                setting.dtype, setting.granularity.group_size, setting.asymmetric
-            )
+            reason = peer.unavailable(setting.dtype, setting.granularity.group_size, setting.asymmetric)
         if reason is None:
-            contenders.append(PEERS[name])
+            contenders.append(peer)
         else:
-            notes.append(f"{name} was left out: {reason}")
+            notes.append(f"{peer.name} was left out: {reason}")
     start = time.perf_counter()
     problems = [setting.problem(layer, m) for layer in layers for m in batches]
     compiled = precompile(problems, setting.device.index)

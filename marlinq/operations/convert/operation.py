@@ -296,8 +296,8 @@ def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
     layout, target = source.layouts[job.name], plan.layout_of(job.name)
     way = plan.recasts.get(job.name)
     if way is not None or layout.mask_key is not None or target.mask_key is not None:
-        weight = source.load(job.name)
-        changed = weight if way is None else way.apply(weight, allow_loss=plan.allow_loss)
+        read = source.load(job.name)
+        changed = read if way is None else way.apply(read, allow_loss=plan.allow_loss)
         assert changed is not None, "what is refused was found before"
         changed = replace(changed, sparsity=spec.scheme.sparsity)
         for suffix, tensor in target.pack(changed, spec.scheme).items():

@@ -368,16 +368,16 @@ class Recipe:
             self._check_outcome(rule.outcome)
         self._check_outcome(self.rules.default)
         outcomes = (self.rules.default, *(rule.outcome for rule in self.rules.ordered))
-        wanted = FORMATS[self.format].sparsity
-        if wanted is not None and not any(
-            isinstance(each, ModuleSettings) and each.sparsity == wanted for each in outcomes
+        wanted_sparsity = FORMATS[self.format].sparsity
+        if wanted_sparsity is not None and not any(
+            isinstance(each, ModuleSettings) and each.sparsity == wanted_sparsity for each in outcomes
         ):
             raise UsageError(
-                f"format: {self.format} is for {wanted.describe()} weights; add --sparsity {wanted.name}, or "
+                f"format: {self.format} is for {wanted_sparsity.describe()} weights; add --sparsity {wanted_sparsity.name}, or "
                 "choose another --format"
             )
         # Which overrides are about the head is known with its name.
-        self._check_outcome(self.head_rules.default)
+        self._check_outcome(self.head_wanted_sparsitys.default)
 
     def _check_scheme(self) -> None:
         named = SCHEMES[self.scheme]

@@ -7,6 +7,7 @@ from marlinq.runtime.operators.base import Estimate, Operator, Setting
 from marlinq.runtime.operators.dense import Dense
 from marlinq.runtime.operators.int4pack import Int4Pack
 from marlinq.runtime.operators.packed import Packed
+from marlinq.runtime.operators.sparse import Sparse
 
 OPERATORS: dict[str, Operator] = {}
 """Every operator by name. Where nothing is known of two operators' times, the earlier one is taken."""
@@ -24,6 +25,7 @@ for _operator in (
     Packed("w8a16", [INT8, E4M3]),
     Packed("fp4a16", [E2M1]),
     Int4Pack(),
+    Sparse(),
 ):
     register_operator(_operator)
 

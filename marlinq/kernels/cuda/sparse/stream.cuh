@@ -91,27 +91,28 @@ struct SparseStream {
     // Adds the products of one row; `piece` is the first of its four pieces of activations.
     static __device__ __forceinline__ void add_row(Sums& sums, const uint4& words, const uint2& masks, const Scales<4>& scales,
                                                    u32 activations, int piece, int lane) {
-        u32 x[BLOCKS_M][4];
+        // All four blocks of weights first: they take fewer registers than all activations.
+        const u32 of[4] = {words.x, words.y, words.z, words.w};
+        u32 a[4][4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            if (SCALE_SUMS)
+                Codec::dequantize(of + q, a[q], Codec::offsets());
+            else
+                Codec::weights(of + q, a[q], Codec::offsets(), scales.pair[q]);
+        }
 #pragma unroll
         for (int b = 0; b < BLOCKS_M; ++b) {
             const int m = 8 * b + lane % 8;
-            load_matrix_x4(x[b], activations + m * (CHUNK * 2) + (((piece + lane / 8) ^ (m % 8)) * 16));
-        }
-        const u32 of[4] = {words.x, words.y, words.z, words.w};
+            u32 x[4];
+            load_matrix_x4(x, activations + m * (CHUNK * 2) + (((piece + lane / 8) ^ (m % 8)) * 16));
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            u32 a[4];
-            if (SCALE_SUMS)
-                Codec::dequantize(of + q, a, Codec::offsets());
-            else
-                Codec::weights(of + q, a, Codec::offsets(), scales.pair[q]);
-            const u32 mask = FAULT_SITE(sparse_mask_of_block, q < 2 ? masks.x : masks.y);
-#pragma unroll
-            for (int b = 0; b < BLOCKS_M; ++b) {
+            for (int q = 0; q < 4; ++q) {
+                const u32 mask = FAULT_SITE(sparse_mask_of_block, q < 2 ? masks.x : masks.y);
                 if (q % 2 == 0)
-                    multiply_sparse<E, 0>(sums.value[q][b], a, x[b], mask);
+                    multiply_sparse<E, 0>(sums.value[q][b], a[q], x, mask);
                 else
-                    multiply_sparse<E, FAULT_SITE(sparse_selector, 1)>(sums.value[q][b], a, x[b], mask);
+                    multiply_sparse<E, FAULT_SITE(sparse_selector, 1)>(sums.value[q][b], a[q], x, mask);
             }
         }
     }
@@ -215,7 +216,8 @@ struct SparseStream {
             const uint2* my_masks = reinterpret_cast<const uint2*>(shared + stage + MASKS_AT + warp * MASK_BYTES) + lane;
             const u32 activations = ring + stage + ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
             const int rows = min(ROWS, all_rows - (first + step) * ROWS);
-#pragma unroll
+            // Rows of large tiles one after the other: two at once do not fit the registers.
+#pragma unroll(BLOCKS_M >= 4 ? 1 : ROWS)
             for (int i = 0; i < ROWS; ++i) {
                 // Groups and K are whole pairs of rows.
                 if (i >= rows) break;

@@ -1,0 +1,49 @@
+"""Loaded from a sparse layout, a linear is multiplied by the sparse operator where that is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from marlinq.core.sparsity import TWO_OF_FOUR
+from marlinq.formats import LAYOUTS, StoredWeight, spec_of
+from marlinq.runtime import OPERATORS, Setting, decide
+from marlinq.runtime.operators.sparse import SparseLinear
+from tests.kernels.sparse_problems import random_sparse
+
+CPU = Setting(torch.device("cpu"), torch.float32)
+
+
+def stored(layout: str) -> StoredWeight:
+    """A random sparse weight as a checkpoint in ``layout`` holds it."""
+    weight, packer = random_sparse(128, 64, 64), LAYOUTS[layout]
+    scheme = replace(spec_of(weight).scheme, sparsity=packer.sparsity)
+    return StoredWeight("linear", packer, replace(spec_of(weight), scheme=scheme), packer.pack(weight))
+
+
+@pytest.mark.parametrize("layout", ["marlin-24", "gptq-marlin-24"])
+def test_it_multiplies_when_asked_for(layout: str) -> None:
+    weight = stored(layout)
+    assert weight.scheme.sparsity == TWO_OF_FOUR
+    decision = decide(weight, CPU, operator="sparse-w4a16")
+    assert decision.operator == "sparse-w4a16"
+    bias = torch.randn(64)
+    module = OPERATORS[decision.operator].build(weight, bias, CPU)
+    assert isinstance(module, SparseLinear)
+    x = torch.randn(2, 3, 128)
+    expected = x.double() @ weight.weight().dequantize(torch.float64).t() + bias.double()
+    # Sums of 128 products in float32.
+    torch.testing.assert_close(module(x).double(), expected, rtol=0, atol=128 * 2**-24 * 16)
+
+
+def test_others_are_taken_until_its_times_are_known() -> None:
+    decision = decide(stored("marlin-24"), CPU)
+    assert decision.operator != "sparse-w4a16"
+    assert "sparse-w4a16" in decision.reason
+
+
+def test_dense_layouts_are_not_known_to_be_sparse() -> None:
+    reason = OPERATORS["sparse-w4a16"].refusal(stored("gptq"), CPU) or ""
+    assert "convert --to marlin-24" in reason
