@@ -368,16 +368,16 @@ class Recipe:
             self._check_outcome(rule.outcome)
         self._check_outcome(self.rules.default)
         outcomes = (self.rules.default, *(rule.outcome for rule in self.rules.ordered))
-        wanted_sparsity = FORMATS[self.format].sparsity
-        if wanted_sparsity is not None and not any(
-            isinstance(each, ModuleSettings) and each.sparsity == wanted_sparsity for each in outcomes
+        asked = FORMATS[self.format].sparsity
+        if asked is not None and not any(
+            isinstance(each, ModuleSettings) and each.sparsity == asked for each in outcomes
         ):
             raise UsageError(
-                f"format: {self.format} is for {wanted_sparsity.describe()} weights; add --sparsity {wanted_sparsity.name}, or "
+                f"format: {self.format} is for {asked.describe()} weights; add --sparsity {asked.name}, or "
                 "choose another --format"
             )
         # Which overrides are about the head is known with its name.
-        self._check_outcome(self.head_wanted_sparsitys.default)
+        self._check_outcome(self.head_rules.default)
 
     def _check_scheme(self) -> None:
         named = SCHEMES[self.scheme]
