@@ -11,6 +11,7 @@ import hashlib
 import re
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,13 +33,20 @@ _MB = 1_000_000
 _CARRIERS = ("httpx", "httpcore", "requests", "urllib3", "hf_xet")
 
 
-def download(name: str, *, revision: str | None = None, progress: ReportProgress | None = None) -> Path:
+def download(
+    name: str,
+    *,
+    revision: str | None = None,
+    progress: ReportProgress | None = None,
+    wanted: Sequence[str] = _WANTED,
+) -> Path:
     """The folder of the Hub model ``name`` in the cache: safetensors, configs and text files only.
 
     Args:
         name: ``organisation/name``.
         revision: a branch, tag or commit; None is the main branch.
         progress: told how many megabytes have come; None leaves it to the library to draw bars.
+        wanted: patterns of the files to fetch.
 
     Raises:
         CheckpointError: there is no such model, or not in this revision.
@@ -65,7 +73,7 @@ def download(name: str, *, revision: str | None = None, progress: ReportProgress
                 snapshot_download(
                     name,
                     revision=revision,
-                    allow_patterns=list(_WANTED),
+                    allow_patterns=list(wanted),
                     ignore_patterns=list(_UNWANTED),
                     local_files_only=bool(unreachable),
                     tqdm_class=None if progress is None else cast(Any, _bars(name, progress)),

@@ -21,6 +21,7 @@ from marlinq.core.errors import MarlinqError, UsageError
 from marlinq.core.version import __version__
 
 COMMANDS = {
+    "recommend": "marlinq.cli.recommend",
     "rotate": "marlinq.cli.rotate",
     "quantize": "marlinq.cli.quantize",
     "convert": "marlinq.cli.convert",

@@ -1,0 +1,76 @@
+"""``marlinq recommend``."""
+
+from __future__ import annotations
+
+import click
+
+from marlinq.cli.options import device_option, output_options, revision_option
+from marlinq.cli.output import print_report, showing_progress
+from marlinq.cli.types import names
+
+
+@click.command(
+    "recommend",
+    short_help="Say which weights suit a model, a GPU and a load.",
+    context_settings={"show_default": True},
+)
+@click.argument("model")
+@click.option("--synthetic", is_flag=True, help="MODEL is a shape of bench decode --synthetic.")
+@click.option("--gpu", default="h200", help="h200, h100, h100-pcie, a100, l40s, l4, 4090, 5090 or b200.")
+@click.option("--batch", type=click.IntRange(1, 1 << 20), default=1, help="Sequences decoded together.")
+@click.option("--context", type=click.IntRange(1, 1 << 31), default=2048, help="Tokens of each, on average.")
+@click.option("--prompt", type=click.IntRange(1, 1 << 31), default=512, help="Tokens of each prompt.")
+@click.option(
+    "--servers",
+    metavar="NAME,NAME,...",
+    callback=names,
+    default="",
+    help="Loaders whose verdicts to show, such as vllm,sglang,transformers; all unless given.",
+)
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Load the model, round its weights in each kind, and measure the divergence.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw the roofline, as SVG.")
+@revision_option
+@device_option
+@output_options
+def command(
+    model: str,
+    synthetic: bool,
+    gpu: str,
+    batch: int,
+    context: int,
+    prompt: int,
+    servers: tuple[str, ...],
+    measure: bool,
+    plot: str | None,
+    revision: str | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Compare kinds of weights for MODEL: memory, expected decode step and prefill, quality, loaders.
+
+    Only config.json is read, and no GPU is needed: --device is for --measure. The output says which figures
+    rest on measured costs, and which on published peaks.
+    """
+    from marlinq.operations.recommend import recommend, save_plot
+
+    with showing_progress() as progress:
+        report = recommend(
+            model,
+            synthetic=synthetic,
+            gpu=gpu,
+            batch=batch,
+            context=context,
+            prompt=prompt,
+            servers=servers,
+            measured=measure,
+            revision=revision,
+            device=device,
+            progress=progress,
+        )
+    if plot is not None:
+        save_plot(report, plot)
+    print_report(report, as_json=as_json)

@@ -1,0 +1,10 @@
+"""The operation behind ``marlinq recommend``: which weights suit a model, a GPU and a load."""
+
+from __future__ import annotations
+
+from marlinq.operations.recommend.gpus import Gpu, gpus
+from marlinq.operations.recommend.operation import recommend
+from marlinq.operations.recommend.plot import save_plot
+from marlinq.operations.recommend.report import Candidate, Recommendation
+
+__all__ = ["Candidate", "Gpu", "Recommendation", "gpus", "recommend", "save_plot"]

@@ -1,0 +1,275 @@
+"""Expected times of a decode step and of a prefill, and the memory that both take.
+
+A step of M sequences is the sum over layers of
+
+* products: what the kernels' cost models expect of each alone (:mod:`marlinq.kernels.choose`), times a
+  factor; 16-bit ones read their weight or are bound by the tensor cores, and each costs a launch besides;
+* the cache that attention reads, and the activations that the kernels between products read and write;
+* norms beyond two, and beyond 32 rows the launches, which then no longer overlap;
+
+plus the output head. All layers of one INT4 sequence on compute capability 9.0 are a single launch, with
+figures of its own. :class:`StepCosts` are fitted to steps measured on an H200
+(``docs/results/recommend-h200.json``, ``lab/recommend/fit.py``); on other GPUs their seconds are an H200's,
+and rates are published peaks times the shares that an H200 reaches.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.kernels.choose.decision import decide
+from marlinq.kernels.contract.demands import dependent_launches
+from marlinq.kernels.contract.device import Device
+from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.experts.choose import ExpertsShape, direct, sorted_variants
+from marlinq.operations.recommend.gpus import Gpu
+from marlinq.operations.recommend.schemes import Weights
+from marlinq.operations.recommend.shape import Layer, ModelShape, Product, Routed
+
+DEPENDENT_ROWS = 32
+"""Rows up to which the products of a chain are launched dependently."""
+_FEW_ROWS = 64
+# Share of its published rate in 16 bits that cuBLAS reaches on an H200 (docs/results/experts-h200.json:
+# 759 to 761 of 989.5 TFLOPS), and of FP8 by the same measure.
+_DENSE_SHARE = 0.767
+# Rows of a prompt that go through a layer at once (runtime/step/prompts.py).
+_PIECE = 2048
+# Beside weights and cache: the driver's context, graphs, and buffers of a prompt's piece.
+_RESERVED_BYTES = 1.5e9
+_USABLE = 0.97
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Constants of the model, fitted to an H200.
+
+    Attributes:
+        few_rows, many_rows: factors on the kernels' expected times, up to 64 rows and beyond; beyond, the
+            power limit lowers the clock.
+        dense: factor on the bytes or operations of a 16-bit product.
+        dense_launch: seconds that a 16-bit product adds.
+        late: seconds a layer whose launches do not overlap.
+        norm: seconds of a norm beyond a layer's two.
+        cache: factor on the time to read the cache at the memory's bandwidth.
+        activations: factor on the time of the activations' bytes at the same bandwidth.
+        quantised_inputs: seconds that an FP8 product adds: its launch, and that which quantises its inputs.
+        router: seconds of a routed layer's choice.
+        ends: seconds a step of first and last kernels and of the sampler.
+        joined, joined_bytes, joined_norm: of the single launch: seconds a layer, factor on its bytes' time,
+            seconds of a norm beyond two (docs/decode.md, "Other shapes").
+        prompt, prompt_activations: factors on products and activations of a prompt.
+        prompt_layer: seconds a layer that a short prompt waits for the host.
+    """
+
+    few_rows: float = 1.09
+    many_rows: float = 1.29
+    dense: float = 1.12
+    dense_launch: float = 5.8e-6
+    late: float = 7.5e-6
+    norm: float = 4.0e-6
+    cache: float = 0.89
+    activations: float = 4.8
+    quantised_inputs: float = 5.0e-6
+    router: float = 8e-6
+    ends: float = 7e-6
+    joined: float = 7.2e-6
+    joined_bytes: float = 1.2
+    joined_norm: float = 3.1e-6
+    prompt: float = 1.22
+    prompt_activations: float = 2.2
+    prompt_layer: float = 4.5e-4
+
+
+COSTS = StepCosts()
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a number of sequences takes.
+
+    Attributes:
+        step: seconds of a decode step.
+        step_bytes: weights, scales and cache that it reads.
+        operations: multiplications and additions of a step, twice the products of weights and rows.
+    """
+
+    step: float
+    step_bytes: float
+    operations: float
+
+
+def decode(
+    shape: ModelShape, weights: Weights, gpu: Gpu, rows: int, context: float, costs: StepCosts = COSTS
+) -> Times:
+    """A decode step of ``rows`` sequences with ``context`` tokens each.
+
+    Raises:
+        UnsupportedError: no kernel of ours multiplies these weights on this GPU.
+    """
+    device = gpu.device()
+    head_bytes = 2.0 * shape.vocabulary * shape.hidden
+    cache_bytes = 2.0 * rows * shape.cached(context, windows=True)
+    nbytes = head_bytes + cache_bytes
+    operations = 2.0 * rows * shape.vocabulary * shape.hidden
+    seconds = costs.ends + costs.dense * _dense_seconds(gpu, device, rows, shape.vocabulary, shape.hidden)
+    joined = _is_joined(shape, weights, device, rows)
+    for layer, count in shape.layers:
+        read, worked = _layer_totals(layer, weights, rows)
+        nbytes += count * read
+        operations += count * worked
+        extra = max(layer.norms - 2, 0)
+        if joined:
+            own = 2.0 * layer.cached * min(context, layer.window or context)
+            each = costs.joined + costs.joined_bytes * (read + own) / device.bandwidth
+            seconds += count * (each + extra * costs.joined_norm)
+            continue
+        each = _products(layer, weights, gpu, device, rows, costs) + extra * costs.norm
+        each += costs.activations * _activation_bytes(shape, layer, rows) / device.bandwidth
+        if rows > DEPENDENT_ROWS:
+            each += costs.late
+        seconds += count * each
+    if not joined:
+        seconds += costs.cache * cache_bytes / device.bandwidth
+    return Times(seconds, nbytes, operations)
+
+
+def prefill(shape: ModelShape, weights: Weights, gpu: Gpu, rows: int, prompt: int) -> float:
+    """Seconds from ``rows`` prompts of ``prompt`` tokens to their first new tokens.
+
+    Raises:
+        UnsupportedError: as :func:`decode`.
+    """
+    device = gpu.device()
+    tokens = rows * prompt
+    piece = min(tokens, _PIECE)
+    seconds = 0.0
+    for layer, count in shape.layers:
+        each = COSTS.prompt * _plain_products(layer, weights, gpu, device, piece) * tokens / piece
+        each += COSTS.prompt_activations * _activation_bytes(shape, layer, tokens) / device.bandwidth
+        seen = min(prompt, 2 * layer.window) if layer.window else prompt
+        each += 2.0 * tokens * seen * layer.queries / (gpu.half * _DENSE_SHARE / 2)
+        seconds += count * max(each, COSTS.prompt_layer)
+    return seconds + _dense_seconds(gpu, device, rows, shape.vocabulary, shape.hidden)
+
+
+def weight_bytes(shape: ModelShape, weights: Weights) -> float:
+    """Bytes of all weights and scales."""
+    return 2.0 * shape.others + sum(weights.bytes_of(n, k) for n, k in shape.linears.values())
+
+
+def memory(shape: ModelShape, weights: Weights, rows: int, tokens: float) -> float:
+    """Bytes of weights, of the cache of ``rows`` sequences of ``tokens``, and of what runs beside."""
+    cache = 2.0 * rows * shape.cached(tokens, windows=False)
+    return weight_bytes(shape, weights) + cache + 6.0 * rows * shape.vocabulary + _RESERVED_BYTES
+
+
+def fits(gpu: Gpu, nbytes: float) -> bool:
+    """Whether so much fits beside what the driver keeps."""
+    return nbytes <= _USABLE * gpu.memory
+
+
+def _is_joined(shape: ModelShape, weights: Weights, device: Device, rows: int) -> bool:
+    """Whether all layers are one launch (``runtime/step/persistent.py``)."""
+    dense = all(layer.routed is None for layer, _ in shape.layers)
+    return rows == 1 and dense and weights.format is INT4 and device.has_warpgroups
+
+
+def _layer_totals(layer: Layer, weights: Weights, rows: int) -> tuple[float, float]:
+    """Bytes of weights that a layer reads, and its operations."""
+    read = sum(weights.bytes_of(one.n, one.k) for one in layer.products)
+    worked = 2.0 * rows * sum(one.n * one.k for one in layer.products)
+    if layer.routed is not None:
+        routed = layer.routed
+        read += routed.touched(rows) * (
+            weights.bytes_of(routed.parts * routed.inner, routed.hidden) + weights.bytes_of(routed.hidden, routed.inner)
+        )
+        worked += 2.0 * rows * routed.top * routed.weights
+    return read, worked
+
+
+def _products(layer: Layer, weights: Weights, gpu: Gpu, device: Device, rows: int, costs: StepCosts) -> float:
+    """Seconds of a layer's products in a step."""
+    seconds = _plain_products(layer, weights, gpu, device, rows)
+    if layer.routed is not None:
+        seconds += costs.router
+    if weights.format is None:
+        # The step multiplies dense projections one by one.
+        launches = sum(len(one.parts) for one in layer.products) + (0 if layer.routed is None else 4)
+        return costs.dense * seconds + costs.dense_launch * launches
+    return (costs.few_rows if rows <= _FEW_ROWS else costs.many_rows) * seconds
+
+
+def _plain_products(layer: Layer, weights: Weights, gpu: Gpu, device: Device, rows: int) -> float:
+    """Seconds of a layer's products, each alone."""
+    if weights.format is None:
+        seconds = sum(
+            _dense_seconds(gpu, device, rows, n, one.k) for one in layer.products for n in one.parts
+        )
+        return seconds + (0.0 if layer.routed is None else _dense_experts(gpu, device, layer.routed, rows))
+    if multiplies_in_fp8(weights, gpu) and layer.routed is None:
+        assert gpu.fp8 is not None
+        rate = gpu.fp8 * _DENSE_SHARE
+        return sum(
+            COSTS.quantised_inputs
+            + max(weights.bytes_of(one.n, one.k) / device.bandwidth, 2.0 * rows * one.n * one.k / rate)
+            for one in layer.products
+        )
+    with dependent_launches() if rows <= DEPENDENT_ROWS and device.has_clusters else nullcontext():
+        seconds = sum(_kernel_seconds(weights, device, rows, one) for one in layer.products)
+    if layer.routed is not None:
+        seconds += _expert_seconds(weights, device, layer.routed, rows)
+    return seconds
+
+
+def multiplies_in_fp8(weights: Weights, gpu: Gpu) -> bool:
+    """Whether times are of products in FP8, as servers run them; marlinq multiplies them in 16 bits."""
+    return weights.quantises_activations and gpu.fp8 is not None
+
+
+def _kernel_seconds(weights: Weights, device: Device, rows: int, product: Product) -> float:
+    return decide(weights.problem(rows, product.n, product.k), device).seconds
+
+
+def _expert_seconds(weights: Weights, device: Device, routed: Routed, rows: int) -> float:
+    problem = weights.problem(rows, routed.hidden, routed.hidden)
+    shape = ExpertsShape(
+        rows,
+        routed.top,
+        routed.experts,
+        -(-routed.hidden // 64) * 64,
+        -(-routed.inner // 64) * 64,
+        problem.granularity,
+        False,
+        False,
+        problem.format,
+    )
+    alone = direct(shape, device)
+    found = [seconds for seconds, _ in sorted_variants(shape, device)]
+    found += [] if alone is None else [alone[1]]
+    if not found:
+        raise UnsupportedError(
+            f"{weights.name}: no kernel multiplies {routed.experts} experts on {device.name}"
+        )
+    return min(found)
+
+
+def _dense_seconds(gpu: Gpu, device: Device, rows: int, n: int, k: int) -> float:
+    """A 16-bit product at the memory's bandwidth or the tensor cores' rate."""
+    return max(2.0 * n * k / device.bandwidth, 2.0 * rows * n * k / (gpu.half * _DENSE_SHARE))
+
+
+def _dense_experts(gpu: Gpu, device: Device, routed: Routed, rows: int) -> float:
+    read = 2.0 * routed.touched(rows) * routed.weights / device.bandwidth
+    return max(read, 2.0 * rows * routed.top * routed.weights / (gpu.half * _DENSE_SHARE))
+
+
+def _activation_bytes(shape: ModelShape, layer: Layer, rows: int) -> float:
+    """What kernels between products read and write: the residual stream twice four times, and the inner rows
+    of every product."""
+    inner = sum(one.n for one in layer.products if one.k == shape.hidden)
+    inner += sum(one.k for one in layer.products if one.k != shape.hidden)
+    if layer.routed is not None:
+        inner += 3 * layer.routed.top * layer.routed.inner
+    return 2.0 * rows * (8 * shape.hidden + inner)

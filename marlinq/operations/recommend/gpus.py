@@ -1,0 +1,102 @@
+"""GPUs by name: published figures (``gpus.toml``), and the device that kernels' cost models decide for."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from marlinq.core.errors import UsageError
+from marlinq.kernels.contract.device import H200, Device, GpuProperties, device_of
+
+_FILE = Path(__file__).with_name("gpus.toml")
+# What a driver says of an H200's memory, whose peak is a little above the published one.
+_BUS_BITS, _DRIVER_OVER_PUBLISHED = 6144, 2 * 3_201_000e3 * 6144 / 8 / 4.8e12
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published figures of a GPU.
+
+    Attributes:
+        key: its name on the command line.
+        name: as the driver spells it.
+        capability: compute capability.
+        memory: bytes of device memory.
+        bandwidth: bytes a second from it.
+        half: operations a second of its tensor cores in 16 bits.
+        fp8: operations a second in FP8; None where it has none.
+        multiprocessors: their number.
+        clock: cycles a second at boost.
+        l2: bytes of L2.
+        shared_bytes: the most shared memory that a block may have.
+        source: where the figures stand.
+    """
+
+    key: str
+    name: str
+    capability: tuple[int, int]
+    memory: float
+    bandwidth: float
+    half: float
+    fp8: float | None
+    multiprocessors: int
+    clock: float
+    l2: float
+    shared_bytes: int
+    source: str
+
+    def device(self) -> Device:
+        """What the kernels' cost models take it for: an H200 as measured; of another GPU, its peaks times the
+        shares that an H200 reaches."""
+        if self.key == "h200":
+            return H200
+        memory_khz = self.bandwidth * _DRIVER_OVER_PUBLISHED / (2 * _BUS_BITS / 8) / 1e3
+        return device_of(
+            GpuProperties(
+                self.name,
+                self.capability,
+                self.multiprocessors,
+                self.shared_bytes,
+                round(self.clock / 1e3),
+                round(memory_khz),
+                _BUS_BITS,
+                round(self.l2),
+            )
+        )
+
+
+@cache
+def gpus() -> dict[str, Gpu]:
+    """Every GPU of the file."""
+    entries = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    return {
+        key: Gpu(
+            key,
+            entry["name"],
+            (entry["capability"][0], entry["capability"][1]),
+            entry["memory"] * 1e9,
+            entry["bandwidth"] * 1e12,
+            entry["half"] * 1e12,
+            entry["fp8"] * 1e12 if "fp8" in entry else None,
+            entry["multiprocessors"],
+            entry["clock_mhz"] * 1e6,
+            entry["l2_mb"] * 1e6,
+            entry["shared_bytes"],
+            entry["source"],
+        )
+        for key, entry in entries.items()
+    }
+
+
+def find_gpu(key: str) -> Gpu:
+    """The GPU of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = gpus().get(key.strip().lower().removeprefix("rtx").strip("- "))
+    if found is None:
+        raise UsageError(f"--gpu {key}: not known; expected one of {', '.join(gpus())}")
+    return found

@@ -1,0 +1,227 @@
+"""The recommend operation: every kind of weights through the models of memory and time, and a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from marlinq.core.errors import UnsupportedError, UsageError
+from marlinq.core.progress import Progress, shows_progress
+from marlinq.operations.bench.synthetic import Synthetic
+from marlinq.operations.recommend import costs
+from marlinq.operations.recommend.gpus import Gpu, find_gpu
+from marlinq.operations.recommend.quality import Quality, known_quality, measure
+from marlinq.operations.recommend.report import Candidate, Point, Recommendation
+from marlinq.operations.recommend.schemes import Weights, compared
+from marlinq.operations.recommend.servers import known_servers, loaders
+from marlinq.operations.recommend.shape import ModelShape, read_config, shape_of
+
+AXIS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Batches over which kinds of weights are compared."""
+CHECKED = ("16 bits", "int8", "fp8", "int4 g128")
+"""Kinds whose steps were compared with ``bench decode`` on an H200."""
+_NEAR = 0.95
+"""A step this share of another's, or more, is not worth fewer bits."""
+
+
+@shows_progress
+def recommend(
+    model: str,
+    *,
+    synthetic: bool = False,
+    gpu: str = "h200",
+    batch: int = 1,
+    context: int = 2048,
+    prompt: int = 512,
+    servers: Sequence[str] = (),
+    measured: bool = False,
+    revision: str | None = None,
+    device: str | None = None,
+    progress: Progress = True,
+) -> Recommendation:
+    """Which weights suit ``model`` on a GPU under a load. Only ``config.json`` is read, unless ``measured``.
+
+    Args:
+        model: a folder or Hub id; with ``synthetic`` a shape of ``bench decode --synthetic``.
+        synthetic: take ``model`` for the name of a known shape.
+        gpu: a key of :func:`marlinq.operations.recommend.gpus.gpus`.
+        batch: sequences decoded together.
+        context: tokens of each, on average.
+        prompt: tokens of each prompt.
+        servers: names of those whose verdicts are wanted; none for all.
+        measured: load the model, round its weights in each kind, and measure the divergence.
+        revision: of a Hub id.
+        device: for the measurement, as in :func:`marlinq.runtime.load`.
+        progress: True shows progress on stderr, False does not; or a function that is called with (what is
+            being done, steps done, steps in all).
+
+    Raises:
+        UsageError: an unknown GPU, server or shape, or a number below 1.
+        CheckpointError: the config can't be read, or no model be built from it.
+        UnsupportedError: it describes no decoder.
+    """
+    assert not isinstance(progress, bool)  # the decorator made it a function
+    if min(batch, context, prompt) < 1:
+        raise UsageError(
+            f"--batch, --context, --prompt: expected 1 or more, found {min(batch, context, prompt)}"
+        )
+    unknown = [name for name in servers if name.lower() not in known_servers()]
+    if unknown:
+        raise UsageError(f"--servers {unknown[0]}: not known; expected some of {', '.join(known_servers())}")
+    if synthetic and measured:
+        raise UsageError("--measure needs a checkpoint; leave out --synthetic")
+    found = find_gpu(gpu)
+    config = Synthetic(model).config() if synthetic else read_config(model, revision, progress)
+    shape = shape_of(model, config)
+    kinds = compared()
+    qualities: dict[str, Quality] = {}
+    if measured:
+        qualities = measure(model, shape, kinds, revision=revision, device=device, progress=progress)
+    axis = tuple(sorted({*AXIS, batch}))
+    candidates = []
+    for done, kind in enumerate(kinds):
+        progress("estimating", done, len(kinds))
+        quality = qualities.get(kind.name) or known_quality(kind.name)
+        candidates.append(_candidate(shape, kind, found, (batch, context, prompt), axis, quality, servers))
+    progress("estimating", len(kinds), len(kinds))
+    choice, until = _choice(candidates, servers), _until(candidates)
+    return Recommendation(
+        model=model,
+        gpu=f"{found.name} ({found.source})",
+        half=found.half,
+        fp8=found.fp8,
+        bandwidth=found.bandwidth,
+        batch=batch,
+        context=context,
+        prompt=prompt,
+        candidates=tuple(candidates),
+        choice=None if choice is None else choice.name,
+        until=until,
+        advice=tuple(_advice(candidates, choice, until, batch, found, servers)),
+    )
+
+
+def _candidate(
+    shape: ModelShape,
+    kind: Weights,
+    gpu: Gpu,
+    load: tuple[int, int, int],
+    axis: Sequence[int],
+    quality: Quality | None,
+    servers: Sequence[str],
+) -> Candidate:
+    batch, context, prompt = load
+    needed = costs.memory(shape, kind, batch, context)
+    points: list[Point] = []
+    step = prefill = None
+    refusal = ""
+    try:
+        for rows in axis:
+            times = costs.decode(shape, kind, gpu, rows, context)
+            points.append(
+                Point(
+                    rows,
+                    times.step,
+                    times.operations / times.step_bytes,
+                    times.operations / times.step,
+                    costs.fits(gpu, costs.memory(shape, kind, rows, context)),
+                )
+            )
+        step = next(point.step_seconds for point in points if point.batch == batch)
+        prefill = costs.prefill(shape, kind, gpu, batch, prompt)
+    except UnsupportedError as error:
+        points, refusal = [], str(error)
+    return Candidate(
+        name=kind.name,
+        bits=kind.bits,
+        weight_bytes=costs.weight_bytes(shape, kind),
+        memory_bytes=needed,
+        fits=costs.fits(gpu, needed),
+        step_seconds=step,
+        prefill_seconds=prefill,
+        basis="" if refusal else _basis(kind, gpu),
+        quality=quality,
+        loaders=loaders(shape, kind, servers),
+        points=tuple(points),
+        refusal=refusal,
+    )
+
+
+def _basis(kind: Weights, gpu: Gpu) -> str:
+    if costs.multiplies_in_fp8(kind, gpu):
+        return "published peaks: as servers multiply 8-bit activations"
+    if not gpu.device().measured:
+        return "published peaks, times the shares of them that an H200 was measured to reach"
+    if kind.name in CHECKED:
+        return "kernels' measured costs; steps were checked with bench decode on an H200"
+    return "kernels' measured costs; whole steps were not compared"
+
+
+def _is_loaded(candidate: Candidate, servers: Sequence[str]) -> bool:
+    """Whether one of the servers asked for loads it, or nobody has read whether."""
+    return not servers or any(loader.loads is not False for loader in candidate.loaders)
+
+
+def _choice(candidates: Sequence[Candidate], servers: Sequence[str]) -> Candidate | None:
+    """The candidate with most bits that fits, is loaded, and is about as fast as the fastest."""
+    able = [
+        one for one in candidates if one.fits and one.step_seconds is not None and _is_loaded(one, servers)
+    ]
+    if not able:
+        return None
+    fastest = min(one.step_seconds or 0.0 for one in able)
+    return next(one for one in able if _NEAR * (one.step_seconds or 0.0) <= fastest)
+
+
+def _until(candidates: Sequence[Candidate]) -> int | None:
+    """The first batch of the axis from which on no 4-bit kind is clearly faster than all wider ones."""
+    narrow = [one.points for one in candidates if one.bits <= 4 and one.points]
+    wide = [one.points for one in candidates if one.bits > 4 and one.points]
+    if not narrow or not wide:
+        return None
+    last: int | None = None
+    for index in reversed(range(len(narrow[0]))):
+        of_narrow = min(points[index].step_seconds for points in narrow)
+        of_wide = min(points[index].step_seconds for points in wide)
+        if of_narrow < _NEAR * of_wide:
+            return last
+        last = narrow[0][index].batch
+    return last
+
+
+def _advice(
+    candidates: Sequence[Candidate],
+    choice: Candidate | None,
+    until: int | None,
+    batch: int,
+    gpu: Gpu,
+    servers: Sequence[str],
+) -> list[str]:
+    """What to take for this load, and for large batches."""
+    if choice is None and any(one.fits for one in candidates):
+        return [f"of what fits, nothing is loaded by {', '.join(servers)}"]
+    if choice is None:
+        least = min(one.memory_bytes for one in candidates)
+        room = f"{least / 1e9:.1f} GB are needed at least, {gpu.name} has {gpu.memory / 1e9:.0f}"
+        return [f"nothing fits: {room}; lower --batch or --context, or take several GPUs"]
+    found = [f"at batch {batch} take {choice.name}: the most bits of those within 5 % of the fastest step"]
+    if until is None:
+        found.append("4 bits pay over the whole range of batches")
+        return found
+    # Judged where the difference is largest: at the largest batch with room for something wider.
+    wide = [one for one in candidates if one.bits > 4 and one.points and _is_loaded(one, servers)]
+    rooms = [
+        index
+        for index, point in enumerate(wide[0].points if wide else ())
+        if point.batch >= until and any(one.points[index].fits for one in wide)
+    ]
+    if not rooms:
+        found.append(f"from batch {until} on 4 bits are no faster, but nothing wider fits the memory")
+        return found
+    able = [one for one in wide if one.points[rooms[-1]].fits]
+    fastest = min(one.points[rooms[-1]].step_seconds for one in able)
+    then = next(one for one in able if _NEAR * one.points[rooms[-1]].step_seconds <= fastest)
+    found.append(
+        f"from batch {until} on a step with 4 bits is less than 5 % faster than with more: take {then.name} "
+        "there, unless memory decides"
+    )
+    return found

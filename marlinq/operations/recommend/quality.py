@@ -1,0 +1,96 @@
+"""What each kind of weights costs in quality: the last measured table, or a measurement on the model."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from marlinq.core.progress import ReportProgress
+from marlinq.methods.rtn import round_to_nearest
+from marlinq.operations.evaluate import evaluate
+from marlinq.operations.recommend.schemes import Weights
+from marlinq.operations.recommend.shape import ModelShape
+from marlinq.runtime import load
+
+_FILE = Path(__file__).with_name("quality.toml")
+# Text that the model writes itself: enough to order schemes, in minutes on a CPU.
+_WINDOWS, _LENGTH = 4, 256
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A divergence from the original.
+
+    Attributes:
+        kl: mean KL divergence in nats.
+        model: that it was measured on.
+        how: in a few words: text and method.
+    """
+
+    kl: float
+    model: str
+    how: str
+
+    def describe(self) -> str:
+        """For people."""
+        return f"{self.kl:.4f} ({self.how})"
+
+
+def known_quality(name: str) -> Quality | None:
+    """The last measured divergence of a kind of weights; None where none was measured."""
+    if name == "16 bits":
+        return Quality(0.0, "any", "the original")
+    found = _table().get(name)
+    if found is None:
+        return None
+    return Quality(float(found["kl"]), str(found["model"]), f"{found['model']}, {found['text']}")
+
+
+def measure(
+    model: str,
+    shape: ModelShape,
+    kinds: tuple[Weights, ...],
+    *,
+    revision: str | None,
+    device: str | None,
+    progress: ReportProgress,
+) -> dict[str, Quality]:
+    """The divergence of ``model`` with its weights rounded to nearest in each kind: an upper bound, since the
+    recipes of ``quantize`` leave less. Memory holds the model twice.
+
+    Raises:
+        CheckpointError: the checkpoint can't be loaded.
+    """
+    original, rounded = (
+        load(model, revision=revision, device=device, exact=True, progress=progress) for _ in range(2)
+    )
+    plain = dict(original.model.named_parameters())
+    targets = dict(rounded.model.named_parameters())
+    found: dict[str, Quality] = {}
+    for done, kind in enumerate(kinds):
+        progress("measuring kinds of weights", done, len(kinds))
+        if kind.scheme is None:
+            continue
+        with torch.no_grad():
+            for projection in shape.projections:
+                source, target = plain[projection.parameter], targets[projection.parameter]
+                weight = projection.view(source).float()
+                granularity = kind.granularity(projection.in_features)
+                scheme = replace(kind.scheme, granularity=granularity)
+                made = round_to_nearest(weight, scheme, name=projection.name).dequantize()
+                projection.view(target).copy_(made.to(target.dtype))
+        result = evaluate(rounded, against=original, windows=_WINDOWS, length=_LENGTH, progress=False)
+        assert result.kl is not None
+        found[kind.name] = Quality(result.kl, model, "this model, rounded to nearest")
+    progress("measuring kinds of weights", len(kinds), len(kinds))
+    return found
+
+
+@cache
+def _table() -> Mapping[str, Mapping[str, float | str]]:
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))

@@ -1,0 +1,79 @@
+"""The kinds of weights that are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Scheme
+from marlinq.core.schemes import SCHEMES
+from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A kind of weights.
+
+    Attributes:
+        name: in tables and on the command line of ``quantize``.
+        scheme: as checkpoints hold it; None for 16 bits.
+        format: that our kernels multiply; None for 16 bits.
+    """
+
+    name: str
+    scheme: Scheme | None
+    format: WeightFormat | None
+
+    def granularity(self, k: int) -> Granularity:
+        """For ``k`` input channels: the largest group that divides them, or whole channels."""
+        assert self.scheme is not None
+        if self.scheme.granularity.divides(k):
+            return self.scheme.granularity.for_channels(k)
+        smaller = (Granularity.group(size) for size in (64, 32) if k % size == 0)
+        return next(smaller, Granularity.channel())
+
+    def problem(self, m: int, n: int, k: int) -> Problem:
+        """A product of ``m`` rows; N and K are padded to what kernels take."""
+        assert self.format is not None
+        k = -(-k // 64) * 64
+        return Problem(m, -(-n // 64) * 64, k, self.granularity(k), False, False, self.format)
+
+    def bytes_of(self, n: int, k: int) -> float:
+        """Bytes of a weight [n, k] with its scales."""
+        if self.scheme is None:
+            return 2.0 * n * k
+        scale_bytes = 1 if self.scheme.scale_dtype.startswith("float8") else 2
+        return n * k * (self.scheme.element.bits / 8) + scale_bytes * n * self.granularity(k).groups(k)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight, scales aside."""
+        return 16 if self.scheme is None else self.scheme.element.bits
+
+    @property
+    def quantises_activations(self) -> bool:
+        """Whether servers quantise the inputs too, and multiply 8 bits with 8 bits."""
+        return self.scheme is not None and self.scheme.activations is not None
+
+
+def _named(name: str, weight_format: WeightFormat, group_size: int | None = None) -> Weights:
+    example = Scheme(SCHEMES["int4"].element, Granularity.group(group_size or 128), "midpoint", "float16")
+    scheme = SCHEMES[name].example(example)
+    label = name if group_size is None else f"{name} g{group_size}"
+    if group_size is not None:
+        scheme = replace(scheme, zero_point="midpoint")
+    return Weights(label, scheme, weight_format)
+
+
+def compared() -> tuple[Weights, ...]:
+    """Every kind, from the most bits to the fewest."""
+    return (
+        Weights("16 bits", None, None),
+        _named("int8", INT8),
+        _named("fp8", E4M3),
+        _named("fp8-dynamic", E4M3),
+        *(_named("int4", INT4, size) for size in (32, 64, 128)),
+        _named("nvfp4", E2M1),
+        _named("mxfp4", E2M1),
+    )

@@ -1,0 +1,75 @@
+"""Which servers load a kind of weights, by the rules of :mod:`marlinq.operations.inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from marlinq.operations.inspect.eligibility import Whole, verdicts
+from marlinq.operations.inspect.parallel import Layer
+from marlinq.operations.inspect.servers import servers
+from marlinq.operations.recommend.schemes import Weights
+from marlinq.operations.recommend.shape import ModelShape
+
+LAYOUT = "compressed-tensors"
+"""The layout that every scheme can be written in."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A server's verdict on a kind of weights.
+
+    Attributes:
+        server: its name.
+        loads: it does; None where nobody has read how it does.
+        kernel: that runs most layers on Hopper; empty where it is not known.
+        reason: why not, or what else to know.
+    """
+
+    server: str
+    loads: bool | None
+    kernel: str
+    reason: str
+
+
+def loaders(shape: ModelShape, weights: Weights, wanted: Collection[str]) -> tuple[Loader, ...]:
+    """The verdicts of the servers named in ``wanted``, or of all."""
+    if weights.scheme is None:
+        names = ["marlinq", *(server.name for server in servers())]
+        return tuple(Loader(name, True, "", "16 bits") for name in names if _is_wanted(name, wanted))
+    scheme = weights.scheme
+    layers = {
+        name: Layer(LAYOUT, k, n, scheme.element, weights.granularity(k), not scheme.stores_zeros, True)
+        for name, (n, k) in shape.linears.items()
+    }
+    config = shape.config.get("text_config") or shape.config
+    named = shape.config.get("architectures") or [""]
+    whole = Whole(
+        LAYOUT,
+        False,
+        (),
+        config.get("num_attention_heads"),
+        config.get("num_key_value_heads"),
+        str(named[0]),
+        shape.tied,
+        says_head=False,
+    )
+    return tuple(
+        Loader(
+            verdict.server,
+            None if verdict.reason.startswith("not judged") else verdict.loads,
+            verdict.first[0][0] if verdict.first else "",
+            verdict.reason,
+        )
+        for verdict in verdicts(layers, whole)
+        if _is_wanted(verdict.server, wanted)
+    )
+
+
+def _is_wanted(name: str, wanted: Collection[str]) -> bool:
+    return not wanted or name.lower() in {each.lower() for each in wanted}
+
+
+def known_servers() -> tuple[str, ...]:
+    """Names that ``--servers`` takes."""
+    return ("marlinq", *(server.name.lower() for server in servers()))

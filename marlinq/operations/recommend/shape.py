@@ -1,0 +1,229 @@
+"""What a step of a model multiplies and keeps, from its ``config.json`` alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marlinq.checkpoint import without_quantization_config
+from marlinq.checkpoint.hub import download
+from marlinq.checkpoint.reader import CONFIG, read_json
+from marlinq.core.errors import CheckpointError
+from marlinq.core.progress import ReportProgress
+from marlinq.core.sources import local_folder
+from marlinq.models import Blueprint, Projection, build_blueprint
+from marlinq.models.blueprint import Block
+
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Projections with one input, which the decode step and servers multiply as one."""
+_TOP = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a layer.
+
+    Attributes:
+        parts: output channels of each projection that is joined here.
+        k: input channels.
+    """
+
+    parts: tuple[int, ...]
+    k: int
+
+    @property
+    def n(self) -> int:
+        """Output channels."""
+        return sum(self.parts)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Experts of a layer.
+
+    Attributes:
+        experts: their number.
+        top: that a token takes.
+        hidden, inner: channels of the layer and of one expert.
+        parts: matrices of an expert's first product: gate and up, or up alone.
+    """
+
+    experts: int
+    top: int
+    hidden: int
+    inner: int
+    parts: int = 2
+
+    @property
+    def weights(self) -> int:
+        """Of one expert: all its matrices."""
+        return (self.parts + 1) * self.hidden * self.inner
+
+    def touched(self, rows: int) -> float:
+        """Experts that a batch of ``rows`` reads, if rows choose evenly."""
+        return self.experts * (1 - (1 - self.top / self.experts) ** rows)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer.
+
+    Attributes:
+        products: dense products, experts aside.
+        routed: experts; None in a dense layer.
+        norms: of the residual stream.
+        queries: channels of all query heads.
+        cached: values that a token leaves in the cache.
+        window: tokens that attention looks back at most; None for all.
+    """
+
+    products: tuple[Product, ...]
+    routed: Routed | None
+    norms: int
+    queries: int
+    cached: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's shape.
+
+    Attributes:
+        name: as the user named it.
+        config: the content of ``config.json``.
+        layers: every kind of layer, and how many of it there are.
+        hidden: channels of the residual stream.
+        vocabulary: logits.
+        others: parameters that stay in 16 bits whatever the scheme, the output head among them.
+        tied: the output head is the embedding.
+        projections: that are quantised, those of experts among them.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    layers: tuple[tuple[Layer, int], ...]
+    hidden: int
+    vocabulary: int
+    others: int
+    tied: bool
+    projections: tuple[Projection, ...]
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """Quantised projections by name: (out_features, in_features)."""
+        return {one.name: (one.out_features, one.in_features) for one in self.projections}
+
+    @property
+    def depth(self) -> int:
+        """Layers in all."""
+        return sum(count for _, count in self.layers)
+
+    def cached(self, tokens: float, *, windows: bool) -> float:
+        """Values in the cache of one sequence of ``tokens``; with ``windows`` those that attention reads."""
+        return sum(
+            count * layer.cached * (min(tokens, layer.window) if windows and layer.window else tokens)
+            for layer, count in self.layers
+        )
+
+
+def read_config(model: str, revision: str | None, progress: ReportProgress) -> Mapping[str, Any]:
+    """The content of ``config.json`` of a folder or of a model on the Hub, of which nothing else is fetched.
+
+    Raises:
+        CheckpointError: there is none, or it is no JSON object.
+        EnvironmentProblem: the Hub can't be reached.
+    """
+    folder = local_folder(model)
+    if folder is None:
+        folder = download(model, revision=revision, progress=progress, wanted=(CONFIG,))
+    if not (Path(folder) / CONFIG).is_file():
+        raise CheckpointError(f"{folder}: no {CONFIG}; pass the folder of a Hugging Face checkpoint")
+    return without_quantization_config(read_json(Path(folder), CONFIG))
+
+
+def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a config describes.
+
+    Raises:
+        CheckpointError: transformers can't build a model from it.
+        UnsupportedError: it is no decoder.
+    """
+    blueprint = build_blueprint(dict(config), source=name)
+    text = blueprint.config.get_text_config()
+    kept = set(blueprint.usually_kept)
+    layers: Counter[Layer] = Counter()
+    found: list[Projection] = []
+    for index, block in enumerate(blueprint.blocks):
+        projections = [one for one in block.projections if one.name not in kept]
+        layers[_layer(blueprint, text, index, block, projections)] += 1
+        found += projections
+    total = sum(math.prod(shape) for shape in blueprint.parameters.values())
+    head = blueprint.head
+    return ModelShape(
+        name=name,
+        config=config,
+        layers=tuple(layers.items()),
+        hidden=int(text.hidden_size),
+        vocabulary=int(text.vocab_size),
+        others=total - sum(one.in_features * one.out_features for one in found),
+        tied=head is not None and f"{head}.weight" in blueprint.tied,
+        projections=tuple(found),
+    )
+
+
+def _layer(
+    blueprint: Blueprint, text: Any, index: int, block: Block, projections: Iterable[Projection]
+) -> Layer:
+    dense = [one for one in projections if one.expert is None and ".experts." not in one.name]
+    heads = int(getattr(text, "num_attention_heads", 1) or 1)
+    size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    kinds = getattr(text, "layer_types", None) or ()
+    kind = kinds[index] if index < len(kinds) else ""
+    latent = getattr(text, "kv_lora_rank", None)
+    cached = 2 * kv_heads * size if latent is None else latent + getattr(text, "qk_rope_head_dim", 0)
+    window = getattr(text, "sliding_window", None)
+    slides = kind == "sliding_attention" or (not kinds and getattr(text, "use_sliding_window", True))
+    if (kind and "attention" not in kind) or "linear" in kind:
+        cached = 0  # a state of fixed size
+    norms = sum(
+        name.startswith(f"{block.name}.") and "norm" in name and name.endswith("weight")
+        and shape == (text.hidden_size,)
+        for name, shape in blueprint.parameters.items()
+    )  # fmt: skip
+    return Layer(
+        products=_products(dense),
+        routed=_routed(block, projections, text),
+        norms=norms,
+        queries=heads * size,
+        cached=cached,
+        window=int(window) if slides and window else None,
+    )
+
+
+def _products(dense: Iterable[Projection]) -> tuple[Product, ...]:
+    groups: dict[tuple[str, int], list[int]] = {}
+    for one in dense:
+        parent, _, last = one.name.rpartition(".")
+        first = next((names[0] for names in _JOINED if last in names), last)
+        groups.setdefault((f"{parent}.{first}", one.in_features), []).append(one.out_features)
+    return tuple(Product(tuple(parts), k) for (_, k), parts in groups.items())
+
+
+def _routed(block: Block, projections: Iterable[Projection], text: Any) -> Routed | None:
+    top = next((int(value) for name in _TOP if isinstance(value := getattr(text, name, None), int)), 1)
+    if block.experts:
+        first = block.experts[0]
+        return Routed(first.count, min(top, first.count), first.hidden, first.intermediate, first.parts)
+    apart = [one for one in projections if one.expert is None and ".experts." in one.name]
+    count = len({one.name.partition(".experts.")[2].partition(".")[0] for one in apart})
+    if not count:
+        return None
+    hidden = int(text.hidden_size)
+    inner = next(one.out_features for one in apart if one.in_features == hidden)
+    return Routed(count, min(top, count), hidden, inner, len(apart) // count - 1)

@@ -1,0 +1,224 @@
+"""Shapes from configs, times beside measured ones, what is recommended."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from marlinq.cli.recommend import command
+from marlinq.core.errors import CheckpointError, UsageError
+from marlinq.kernels.contract.device import H200
+from marlinq.models import build_blueprint
+from marlinq.operations.bench.synthetic import Synthetic
+from marlinq.operations.recommend import Recommendation, costs, gpus, recommend, save_plot
+from marlinq.operations.recommend.gpus import find_gpu
+from marlinq.operations.recommend.quality import known_quality
+from marlinq.operations.recommend.schemes import compared
+from marlinq.operations.recommend.shape import ModelShape, Product, shape_of
+from tests.runtime.test_generation import wide_model
+from tests.testing.mixtures import random_mixture
+from tests.testing.runnable_folders import save_plain, save_tokenizer
+from tests.testing.tiny_models import CONFIGS, tiny_model
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+KINDS = {kind.name: kind for kind in compared()}
+NEAR = 0.15
+"""What the model promises of a step on the GPU that it was fitted to."""
+
+
+@cache
+def shape(name: str) -> ModelShape:
+    return shape_of(name, Synthetic(name).config())
+
+
+def results(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gemma-3-4b"])
+def test_steps_are_those_of_bench_decode(name: str) -> None:
+    measured = results("recommend-h200.json")
+    context = measured["context"] + measured["new_tokens"] / 2
+    rows = [row for row in measured["rows"] if row["shape"] == name]
+    assert {"16", "int4", "int8"} <= {row["scheme"] for row in rows}
+    off = {}
+    for row in rows:
+        kind = KINDS[{"16": "16 bits", "int4": "int4 g128"}.get(row["scheme"], row["scheme"])]
+        for batch, step in zip(row["batches"], row["step_ms"], strict=True):
+            expected = costs.decode(shape(name), kind, find_gpu("h200"), batch, context).step
+            off[row["scheme"], batch] = 1e3 * expected / step - 1
+    assert {batch for _, batch in off} == {1, 16, 64, 256}
+    assert max(map(abs, off.values())) < NEAR, off
+
+
+def test_steps_of_shapes_that_nothing_was_fitted_to() -> None:
+    for run in results("decode-shapes-h200.json")["shapes"]:
+        name = run["checkpoint"].split()[1].rstrip(",")
+        (cell,) = run["cells"]
+        times = costs.decode(
+            shape(name), KINDS["int4 g128"], find_gpu("h200"), 1, cell["context"] + run["new_tokens"] / 2
+        )
+        assert times.step == pytest.approx(cell["step_seconds"], rel=NEAR), name
+        if name == "llama-3-70b":  # the bench counts norms too, and its cache without windows
+            assert times.step_bytes == pytest.approx(cell["step_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral", "deepseek-v3", "qwen3.5-moe", "nemotron-h"])
+def test_a_shape_has_every_weight_of_the_model(name: str) -> None:
+    made = tiny_model(name) if name in CONFIGS else random_mixture(name)
+    config = made.config.to_dict()
+    found = shape_of(name, config)
+    blueprint = build_blueprint(config, source=name)
+    total = sum(math.prod(each) for each in blueprint.parameters.values())
+    assert found.others + sum(n * k for n, k in found.linears.values()) == total
+    assert found.depth == len(blueprint.blocks)
+    assert costs.weight_bytes(found, KINDS["16 bits"]) == 2 * total
+    in_layers = sum(
+        count
+        * (
+            sum(one.n * one.k for one in layer.products)
+            + (layer.routed.experts * layer.routed.weights if layer.routed else 0)
+        )
+        for layer, count in found.layers
+    )
+    assert in_layers == total - found.others
+
+
+def test_layers_of_known_shapes() -> None:
+    ((layer, count),) = shape("llama-3-8b").layers
+    assert count == 32
+    assert Product((4096, 1024, 1024), 4096) in layer.products
+    assert Product((14336, 14336), 4096) in layer.products
+    assert (layer.norms, layer.cached, layer.window, layer.routed) == (2, 2048, None, None)
+    gemma = shape("gemma-3-4b")
+    assert {layer.window for layer, _ in gemma.layers} == {1024, None}
+    assert {layer.norms for layer, _ in gemma.layers} == {4}
+    assert gemma.cached(4096, windows=True) < gemma.cached(4096, windows=False) == 4096 * 34 * 2 * 4 * 256
+    ((mixture, _),) = shape("qwen3-30b-a3b").layers
+    assert mixture.routed is not None
+    assert (mixture.routed.experts, mixture.routed.top, mixture.routed.inner) == (128, 8, 768)
+    assert mixture.routed.touched(1) == pytest.approx(8)
+
+
+def test_bytes_of_weights_count_their_scales() -> None:
+    n, k = 256, 512
+    expected = {
+        "16 bits": 2.0,
+        "int8": 1 + 2 / 128,
+        "fp8": 1 + 2 / k,
+        "int4 g32": 0.5 + 2 / 32,
+        "int4 g128": 0.5 + 2 / 128,
+        "nvfp4": 0.5 + 1 / 16,
+        "mxfp4": 0.5 + 1 / 32,
+    }
+    for name, each in expected.items():
+        assert KINDS[name].bytes_of(n, k) == pytest.approx(n * k * each)
+    # Groups that do not divide K become smaller ones.
+    assert KINDS["int4 g128"].bytes_of(n, 576) == n * 576 * (0.5 + 2 / 64)
+
+
+def test_gpus_are_published_figures_and_one_is_measured() -> None:
+    assert find_gpu("H200").device() is H200
+    for gpu in gpus().values():
+        assert gpu.source
+        device = gpu.device()
+        assert device.measured == (gpu.key == "h200")
+        assert 0.85 * gpu.bandwidth < device.bandwidth < gpu.bandwidth
+        assert gpu.fp8 is None or 1.9 < gpu.fp8 / gpu.half < 2.1
+    (option,) = (each for each in command.params if each.name == "gpu")
+    assert all(key in option.help for key in gpus())  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="--gpu abacus: not known; expected one of h200"):
+        find_gpu("abacus")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Recommendation:
+    """Of a folder with nothing but a config."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(tiny_model("llama").config.to_dict()))
+    return recommend(
+        str(folder), batch=16, context=64, prompt=32, servers=("vLLM", "marlinq"), progress=False
+    )
+
+
+def test_a_recommendation_needs_only_the_config(found: Recommendation) -> None:
+    assert [one.name for one in found.candidates] == list(KINDS)
+    assert all(one.fits and one.step_seconds and one.prefill_seconds for one in found.candidates)
+    assert found.choice in KINDS
+    rendered = found.render()
+    assert "steps were checked with bench decode on an H200" in rendered
+    assert f"at batch 16 take {found.choice}" in rendered
+    assert json.loads(json.dumps(found.to_dict()))["choice"] == found.choice
+    assert {loader.server for one in found.candidates for loader in one.loaders} == {"vLLM", "marlinq"}
+
+
+def test_the_roofline_is_a_picture(found: Recommendation, tmp_path: Path) -> None:
+    save_plot(replace(found, model="a<b & c"), tmp_path / "roof.svg")
+    tree = ElementTree.parse(tmp_path / "roof.svg")
+    lines = [each for each in tree.iter() if each.get("class") == "curve"]
+    assert len(lines) == len(KINDS)
+    text = " ".join(each.text or "" for each in tree.iter())
+    assert "a<b & c" in text
+    for each in lines:
+        for pair in (each.get("points") or "").split():
+            x, y = map(float, pair.split(","))
+            assert 70 <= x <= 630
+            assert 60 <= y <= 400
+
+
+def test_where_four_bits_stop_paying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marlinq.operations.recommend.operation.AXIS", (1, 64, 256))
+    found = recommend("llama-3-8b", synthetic=True, context=128, progress=False)
+    assert found.until in (64, 256)
+    assert any(f"from batch {found.until} on" in line for line in found.advice)
+    assert found.choice in ("int4 g128", "int4 g64")
+    steps = {one.name: [point.step_seconds for point in one.points] for one in found.candidates}
+    assert steps["int4 g128"][0] < steps["fp8"][0] < steps["16 bits"][0]
+    assert all(one == sorted(one) for one in steps.values())
+    small = recommend("llama-3-70b", synthetic=True, gpu="4090", progress=False)
+    assert small.choice is None
+    assert "nothing fits" in small.advice[0]
+    assert "published peaks" in small.render()
+
+
+def test_quality_on_the_model_itself(tmp_path: Path) -> None:
+    folder = save_plain(tmp_path / "model", wide_model())
+    save_tokenizer(folder)
+    found = recommend(str(folder), measured=True, device="cpu", progress=False)
+    kl = {one.name: one.quality.kl for one in found.candidates if one.quality is not None}
+    assert set(kl) == set(KINDS)
+    assert 0 < kl["int8"] < kl["int4 g32"]
+    assert kl["16 bits"] == 0
+
+
+def test_quality_is_that_of_the_results() -> None:
+    for name, group in (("int4 g32", 32), ("int4 g64", 64)):
+        (row,) = [
+            each
+            for each in results("quality-smollm2.json")["settings"]
+            if (each["package"], each["group_size"], each["symmetric"]) == ("marlinq", group, True)
+        ]
+        quality = known_quality(name)
+        assert quality is not None
+        assert quality.kl == row["kl"]
+    (model,) = [each for each in results("quality-models.json")["models"] if each["group_size"] == 128]
+    quality = known_quality("int4 g128")
+    assert quality is not None
+    assert quality.kl == model["rows"][0]["measured"][model["names"].index("novels")][0]
+    assert known_quality("nvfp4") is None
+
+
+def test_wrong_requests_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--servers nobody: not known"):
+        recommend("llama-3-8b", synthetic=True, servers=("nobody",), progress=False)
+    with pytest.raises(UsageError, match="leave out --synthetic"):
+        recommend("llama-3-8b", synthetic=True, measured=True, progress=False)
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        recommend(str(tmp_path), progress=False)
