@@ -52,8 +52,7 @@ def command(
 ) -> None:
     """Compare kinds of weights for MODEL: memory, expected decode step and prefill, quality, loaders.
 
-    Only config.json is read, and no GPU is needed: --device is for --measure. The output says which figures
-    rest on measured costs, and which on published peaks.
+    Only config.json is read, and no GPU is needed: --device is for --measure.
     """
     from marlinq.operations.recommend import recommend, save_plot
 
