@@ -182,9 +182,8 @@ def _layer_totals(layer: Layer, weights: Weights, rows: int) -> tuple[float, flo
     worked = 2.0 * rows * sum(one.n * one.k for one in layer.products)
     if layer.routed is not None:
         routed = layer.routed
-        read += routed.touched(rows) * (
-            weights.bytes_of(routed.parts * routed.inner, routed.hidden) + weights.bytes_of(routed.hidden, routed.inner)
-        )
+        each = weights.bytes_of(routed.parts * routed.inner, routed.hidden)
+        read += routed.touched(rows) * (each + weights.bytes_of(routed.hidden, routed.inner))
         worked += 2.0 * rows * routed.top * routed.weights
     return read, worked
 

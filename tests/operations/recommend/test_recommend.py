@@ -70,7 +70,9 @@ def test_steps_of_shapes_that_nothing_was_fitted_to() -> None:
             assert times.step_bytes == pytest.approx(cell["step_bytes"], rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral", "deepseek-v3", "qwen3.5-moe", "nemotron-h"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gemma2", "mixtral", "deepseek-v3", "qwen3.5-moe", "nemotron-h"]
+)
 def test_a_shape_has_every_weight_of_the_model(name: str) -> None:
     made = tiny_model(name) if name in CONFIGS else random_mixture(name)
     config = made.config.to_dict()
