@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from marlinq.operations.evaluate.measure import Evaluation, evaluate
+from marlinq.operations.evaluate.measure import DEFAULT_SEED, Evaluation, divergence, evaluate
 from marlinq.operations.evaluate.tasks import TaskOptions
-from marlinq.operations.evaluate.text import EvaluationText
+from marlinq.operations.evaluate.text import EvaluationText, write_windows
 
-__all__ = ["Evaluation", "EvaluationText", "TaskOptions", "evaluate"]
+__all__ = [
+    "DEFAULT_SEED",
+    "Evaluation",
+    "EvaluationText",
+    "TaskOptions",
+    "divergence",
+    "evaluate",
+    "write_windows",
+]

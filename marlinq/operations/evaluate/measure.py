@@ -24,7 +24,7 @@ from torch import Tensor
 from marlinq.core import boundaries
 from marlinq.core.display import Block, Facts, Shown, Table, lines
 from marlinq.core.errors import CheckpointError, NumericsError, UsageError
-from marlinq.core.progress import Progress, ReportProgress, shows_progress
+from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
 from marlinq.core.sources import local_folder
 from marlinq.operations.evaluate.tasks import (
     Ratio,
@@ -283,6 +283,17 @@ def evaluate(
         plain = {key: value for key, value in evaluation.to_dict().items() if key != "kept"}
         evaluation = replace(evaluation, kept=tuple(keep_evaluation(loaded.path, plain)))
     return evaluation
+
+
+def divergence(loaded: LoadedModel, original: LoadedModel, text: EvaluationText) -> float:
+    """Mean KL(original || loaded) in nats over the windows of ``text``.
+
+    Raises:
+        UsageError: there is nothing to predict.
+        NumericsError: a model's logits are NaN or infinite.
+    """
+    sums = _measure(loaded, original, text, no_progress)
+    return sums.kl / sums.tokens
 
 
 def _check_pair(loaded: LoadedModel, original: LoadedModel | None, length: int) -> None:

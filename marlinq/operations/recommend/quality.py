@@ -12,10 +12,11 @@ import torch
 
 from marlinq.core.progress import ReportProgress
 from marlinq.methods.rtn import round_to_nearest
-from marlinq.operations.evaluate import evaluate
+from marlinq.operations.evaluate import DEFAULT_SEED, divergence, write_windows
 from marlinq.operations.recommend.schemes import Weights
 from marlinq.operations.recommend.shape import ModelShape
 from marlinq.runtime import load
+from marlinq.runtime.generation import position_limit
 
 _FILE = Path(__file__).with_name("quality.toml")
 # Text that the model writes itself: enough to order schemes, in minutes on a CPU.
@@ -69,6 +70,8 @@ def measure(
     original, rounded = (
         load(model, revision=revision, device=device, exact=True, progress=progress) for _ in range(2)
     )
+    length = min(_LENGTH, position_limit(original.model) or _LENGTH)
+    text = write_windows(original, windows=_WINDOWS, length=length, seed=DEFAULT_SEED, progress=progress)
     plain = dict(original.model.named_parameters())
     targets = dict(rounded.model.named_parameters())
     found: dict[str, Quality] = {}
@@ -84,9 +87,8 @@ def measure(
                 scheme = replace(kind.scheme, granularity=granularity)
                 made = round_to_nearest(weight, scheme, name=projection.name).dequantize()
                 projection.view(target).copy_(made.to(target.dtype))
-        result = evaluate(rounded, against=original, windows=_WINDOWS, length=_LENGTH, progress=False)
-        assert result.kl is not None
-        found[kind.name] = Quality(result.kl, model, "this model, rounded to nearest")
+        kl = divergence(rounded, original, text)
+        found[kind.name] = Quality(kl, model, "this model, rounded to nearest")
     progress("measuring kinds of weights", len(kinds), len(kinds))
     return found
 

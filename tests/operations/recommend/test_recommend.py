@@ -190,7 +190,9 @@ def test_where_four_bits_stop_paying(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "published peaks" in small.render()
 
 
-def test_quality_on_the_model_itself(tmp_path: Path) -> None:
+def test_quality_on_the_model_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marlinq.operations.recommend.operation.AXIS", (1,))
+    monkeypatch.setattr("marlinq.operations.recommend.quality._WINDOWS", 1)
     folder = save_plain(tmp_path / "model", wide_model())
     save_tokenizer(folder)
     found = recommend(str(folder), measured=True, device="cpu", progress=False)
