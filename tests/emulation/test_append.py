@@ -23,7 +23,7 @@ from tests.emulation.step import (
     weights_of,
 )
 from tests.kernels.step_problems import BOUND, expected_heads, random, relative_error, rotation_table
-from tests.testing.pairs import every_pair
+from tests.testing.pairs import every_value
 
 # (heads, kv_heads, D, rotated channels, interleaved, norm, wide)
 HEADS = [
@@ -38,7 +38,7 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "tokens_each", "dtype"), every_pair(list(product(HEADS, (1, 3), DTYPES))))
+@pytest.mark.parametrize(("shape", "tokens_each", "dtype"), every_value(list(product(HEADS, (1, 3), DTYPES))))
 def test_rotation_and_cache(
     builder: Builder, shape: tuple[Any, ...], tokens_each: int, dtype: torch.dtype
 ) -> None:

@@ -25,7 +25,7 @@ from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.gemm import AMPERE, H200, SOURCES, Case, bound, run
 from tests.kernels.problems import SPREADS, int4_problem
-from tests.testing.pairs import every_pair, in_turn, slow_but
+from tests.testing.pairs import every_value, in_turn, slow_but
 
 # (M, N, K, group, zeros, bfloat16, dependent, elements between rows of x): every pair of features with the
 # extents that leave tiles, chunks and rings with a rest.
@@ -213,7 +213,7 @@ def test_scales_of_every_spread(builder: Builder, columns: tuple[int, int, int, 
 
 @pytest.mark.parametrize(
     ("split", "group", "loud"),
-    every_pair(list(product(((1, 4, 1), (1, 4, 3), (3, 2, 2)), (32, 64, 128, -1), (False, True)))),
+    every_value(list(product(((1, 4, 1), (1, 4, 3), (3, 2, 2)), (32, 64, 128, -1), (False, True)))),
 )
 def test_one_row_in_whole_numbers(
     builder: Builder, split: tuple[int, int, int], group: int, loud: bool

@@ -14,7 +14,7 @@ from marlinq.methods.gptq import GPTQOptions, solve_gptq
 from marlinq.operations.verify.statistics.evidence import find_faults
 from marlinq.operations.verify.statistics.finding import RunSize
 from tests.testing.layouts import INTEGERS
-from tests.testing.pairs import every_pair
+from tests.testing.pairs import every_value
 from tests.testing.realistic_layers import realistic_layer
 from tests.testing.schemes import scheme
 
@@ -29,7 +29,7 @@ def findings(weight, q, layout):
 
 @pytest.mark.parametrize(
     ("group_size", "symmetric", "act_order"),
-    every_pair(list(product((32, 64, 128, -1), (True, False), ("static", "none")))),
+    every_value(list(product((32, 64, 128, -1), (True, False), ("static", "none")))),
 )
 def test_in_every_layout(group_size, symmetric, act_order):
     weight, hessian = layer(512, 256, 0)
