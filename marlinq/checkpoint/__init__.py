@@ -21,7 +21,7 @@ from marlinq.checkpoint.quantization_config import (
 from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears, misplaced
 from marlinq.checkpoint.reader import EVALUATION, MANIFEST, Checkpoint
 from marlinq.checkpoint.tying import own_head, same_values, says_tied, says_untied, untied_config
-from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter, check_place
+from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter, check_place, kept_json
 
 __all__ = [
     "BITMASK_FORMAT",
@@ -42,6 +42,7 @@ __all__ = [
     "dequantized",
     "dtype_contradiction",
     "floating_linears",
+    "kept_json",
     "lock_ring_early",
     "misplaced",
     "model_dtype",

@@ -356,14 +356,7 @@ class CheckpointWriter:
         Raises:
             OutputError: the bytes are not the ones that were kept.
         """
-        with writing(self.partial):
-            found = self._folder.read(name)
-        if found is None:
-            return None
-        digest, _, data = found.partition(b"\n")
-        if digest != hashlib.sha256(data).hexdigest().encode():
-            raise damaged(self.partial / name)
-        return data
+        return _kept_bytes(self._folder, name)
 
     def keep_json(self, name: str, value: Any) -> None:
         """As :meth:`keep_bytes`, of a JSON value."""
@@ -375,13 +368,7 @@ class CheckpointWriter:
         Raises:
             OutputError: as :meth:`kept_bytes`.
         """
-        data = self.kept_bytes(name)
-        if data is None:
-            return None
-        try:
-            return load_json(data)
-        except (ValueError, RecursionError):
-            raise damaged(self.partial / name) from None
+        return _kept_json(self._folder, name)
 
     def remove(self, name: str) -> None:
         """Remove what :meth:`keep_json` or :meth:`keep_bytes` put into the unfinished folder, whole or not,
@@ -490,3 +477,41 @@ def _transfer(source: int, source_offset: int, target: int, target_offset: int, 
     # The rest is at hand.
     while done < len(data):
         done += os.pwrite(target, data[done:], target_offset + done)
+
+
+def kept_json(out: Path, name: str) -> Any:
+    """What an unfinished run of the folder ``out`` kept by :meth:`CheckpointWriter.keep_json`, before the run
+    is taken up; None where there is none, or it kept nothing.
+
+    Raises:
+        OutputError: it is damaged, or another process writes the folder.
+    """
+    partial = _partial(out)
+    if not os.path.lexists(partial):
+        return None
+    folder = PartialFolder(partial)
+    try:
+        return _kept_json(folder, name)
+    finally:
+        folder.close()
+
+
+def _kept_bytes(folder: PartialFolder, name: str) -> bytes | None:
+    with writing(folder.path):
+        found = folder.read(name)
+    if found is None:
+        return None
+    digest, _, data = found.partition(b"\n")
+    if digest != hashlib.sha256(data).hexdigest().encode():
+        raise damaged(folder.path / name)
+    return data
+
+
+def _kept_json(folder: PartialFolder, name: str) -> Any:
+    data = _kept_bytes(folder, name)
+    if data is None:
+        return None
+    try:
+        return load_json(data)
+    except (ValueError, RecursionError):
+        raise damaged(folder.path / name) from None

@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from marlinq.core.errors import CheckpointError
-from marlinq.core.settings import AUTO, Automatic, Choice, Kind
+from marlinq.core.settings import AUTO, NONE, Automatic, Choice, Kind, Unset, parse_bytes
 from marlinq.core.sources import local_folder
 from marlinq.formats import FORMATS
 
@@ -29,7 +29,6 @@ _FORMAT_SPELLINGS = {
     "pack-quantized": "compressed-tensors",
 }
 _PAIR = re.compile(r"(?P<source>.+?)-to-(?P<target>.+)")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def suggestion(word: str, choices: Iterable[str]) -> str:
@@ -124,15 +123,24 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]  # generic from cl
             return f"[{'|'.join(map(str, self.kind.values))}]"
         if isinstance(self.kind, Automatic):
             return f"[{SettingType(self.kind.kind).get_metavar(param, ctx)}|auto]"
-        names = {"WholeNumber": "N", "Fraction": "FRACTION", "Share": "SHARE", "ProperShare": "SHARE"}
+        if isinstance(self.kind, Unset):
+            return f"[{SettingType(self.kind.kind).get_metavar(param, ctx)}|none]"
+        names = {
+            "WholeNumber": "N",
+            "Fraction": "FRACTION",
+            "Share": "SHARE",
+            "ProperShare": "SHARE",
+            "Bits": "BITS",
+            "Bytes": "SIZE",
+        }
         return names.get(type(self.kind).__name__, "TEXT")
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         kind, words = self.kind, []
-        if isinstance(kind, Automatic):
-            kind, words = kind.kind, [AUTO]
+        if isinstance(kind, (Automatic, Unset)):
+            kind, words = kind.kind, [AUTO if isinstance(kind, Automatic) else NONE]
         return _completions([*words, *(kind.values if isinstance(kind, Choice) else ())], incomplete)
 
 
@@ -208,9 +216,8 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMG]I?B)?", str(value).strip().upper(), re.ASCII)
-        size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-        if size < 1:
+        size = parse_bytes(str(value))
+        if size is None:
             self.fail(f"expected a size such as 5GB or 512MiB, found {value!r}", param, ctx)
         return size
 

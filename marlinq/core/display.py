@@ -69,6 +69,11 @@ def lines(*texts: str) -> Lines:
     return Lines(texts)
 
 
+def size_text(count: float) -> str:
+    """Bytes for people: ``1.23 GB`` or ``45.60 MB``."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
 def duration(seconds: float) -> str:
     """Seconds for people: ``3.2 s``, ``45 s``, ``3 min 10 s`` or ``2 h 5 min``."""
     if seconds < 9.95:

@@ -6,6 +6,7 @@ A recipe and the options of every method are such dataclasses. Their keys, their
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import field, fields
@@ -16,7 +17,11 @@ from marlinq.core.safe_text import shown
 
 AUTO = "auto"
 """Let something be decided by what there is."""
+NONE = "none"
+"""Leave something out."""
 _LARGEST = (1 << 63) - 1
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMG]I?B)?", re.ASCII)
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 
@@ -163,6 +168,48 @@ class Automatic(Kind):
 
     def parse(self, where: str, text: str) -> Any:
         return AUTO if text.strip().lower() == AUTO else self.kind.parse(where, text)
+
+
+class Unset(Kind):
+    """What ``kind`` takes, or the word ``none``."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+
+    def check(self, where: str, value: Any) -> None:
+        if value != NONE:
+            self.kind.check(where, value)
+
+    def parse(self, where: str, text: str) -> Any:
+        return NONE if text.strip().lower() == NONE else self.kind.parse(where, text)
+
+
+class Bits(_Real):
+    """A mean number of bits, above 0 and at most 16."""
+
+    meaning = "a number of bits above 0 and up to 16"
+
+    def allows(self, value: float) -> bool:
+        return 0 < value <= 16
+
+
+class Bytes(WholeNumber):
+    """A number of bytes, at least 1; as text also with a unit, such as 6GB or 512MiB."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def parse(self, where: str, text: str) -> int:
+        size = parse_bytes(text)
+        if size is None:
+            raise UsageError(f"{where}: expected a size such as 6GB or 512MiB, found {shown(text)}")
+        return size
+
+
+def parse_bytes(text: str) -> int | None:
+    """The bytes that ``text`` spells, at least 1, such as 5GB or 512MiB; None where it spells no size."""
+    match = _SIZE.fullmatch(text.strip().upper())
+    return (int(float(match[1]) * _UNITS[match[2] or ""]) or None) if match else None
 
 
 class Texts(Kind):

@@ -107,6 +107,32 @@ def verdicts(
     return (_own(layers, whole), *(_judge(server, layers, whole, asked) for server in servers()))
 
 
+def server_named(name: str) -> Server | None:
+    """The server or library that ``--for`` calls ``name``; None for marlinq itself.
+
+    Raises:
+        ValueError: ``servers.toml`` has none.
+    """
+    if name == OWN:
+        return None
+    found = next((server for server in servers() if server.name.lower() == name), None)
+    if found is None:
+        raise ValueError(f"no server is called {name!r}")
+    return found
+
+
+def loading_refusal(server: Server, layers: Mapping[str, Layer], whole: Whole) -> str | None:
+    """Why ``server`` does not load or multiply ``layers``, or None.
+
+    Args:
+        server: one of ``servers.toml``.
+        layers: linears, complete as far as the server fuses them.
+        whole: what else it looks at.
+    """
+    verdict = _judge(server, layers, whole, Split(1, whole.heads, whole.kv_heads))
+    return None if verdict.loads else verdict.reason
+
+
 def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Split) -> ServerVerdict:
     def refused(reason: str) -> ServerVerdict:
         return ServerVerdict(server.name, server.version, False, (), reason)

@@ -73,6 +73,8 @@ _GRADIENT_TOKENS = 1 << 16
 _GRADIENT_DRAWS = 4
 _GRADIENT_WORK = {"cpu": 3e13, "cuda": 4e15}
 _GRADIENT_PRODUCTS = 14
+# The same for sensitivities, each token once: every output channel of a weight is a sample there.
+_FEWEST_MEASURING, _MOST_MEASURING = 512, 1 << 13
 # Logits held at once, of which there are some four copies in float32 for a moment.
 _LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 # Tokens that a model writes to be tuned on at most, and the longest of its documents.
@@ -257,6 +259,12 @@ def gradient_tokens(tokens: int, work: Work, device: torch.device) -> int:
     """On how many tokens the loss's gradients are taken at most, of a text of ``tokens``."""
     most = int(_GRADIENT_WORK[device.type] / (_GRADIENT_PRODUCTS * work.all_weights))
     return max(1, min(most, _GRADIENT_TOKENS, _GRADIENT_DRAWS * tokens))
+
+
+def measuring_tokens(work: Work, device: torch.device) -> int:
+    """Tokens whose gradients measure how sensitive modules are (:mod:`..allocation.sensitivity`)."""
+    most = int(_GRADIENT_WORK[device.type] / (_GRADIENT_PRODUCTS * work.all_weights))
+    return max(_FEWEST_MEASURING, min(_MOST_MEASURING, most // _STEP * _STEP))
 
 
 def gradient_work(tokens: int, work: Work, device: torch.device) -> float:

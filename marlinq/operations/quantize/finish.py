@@ -14,6 +14,7 @@ import torch
 from marlinq.core import boundaries
 from marlinq.core.version import __version__
 from marlinq.methods.quantity import ErrorQuantity
+from marlinq.operations.quantize.allocation.kept import forget_allocation
 from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.numerics import described_dtype
 from marlinq.operations.quantize.output import Output
@@ -35,6 +36,7 @@ def finish(model: str | os.PathLike[str], prepared: Prepared, solved: Solved, ou
     decisions, writer = prepared.decisions, output.writer
     forget_written_text(writer)
     forget_tuning(writer)
+    forget_allocation(writer)
     manifest = _manifest(prepared)
     return writer.finish(
         config=decisions.plan.config,
@@ -69,6 +71,7 @@ def run_report(
         output_bytes=_output_bytes(prepared),
         seconds=seconds,
         peak_host_bytes=_peak_host_bytes(),
+        allocation=decisions.allocation,
         peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     )
 
@@ -91,6 +94,7 @@ def _manifest(prepared: Prepared) -> dict[str, Any]:
         "recipe": recipe.to_dict(),
         "quality": recipe.quality_record(),
         "environment": dict(prepared.environment),
+        **({} if decisions.allocation is None else {"allocation": decisions.allocation.record()}),
         "kept": {name: keep.reason for name, keep in plan.kept.items()},
         **head,
     }

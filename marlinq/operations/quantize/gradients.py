@@ -109,6 +109,33 @@ class LossGradients:
                 self._back(index, job, states.load(number))
         return found
 
+    def weight_gradients(
+        self, index: int, parameters: Sequence[str], states: HiddenStates
+    ) -> Iterator[dict[str, Tensor]]:
+        """The gradient of each batch's loss at weights of a block.
+
+        Args:
+            index: of the block, which is materialised with the original's weights.
+            parameters: their full names.
+            states: what enters the block, of every batch.
+
+        Yields:
+            For each job, in order, the gradients by name, in the parameters' shapes.
+        """
+        with _passes(self._instance.device):
+            for job, number in enumerate(self._jobs):
+                leaves = {
+                    name: self._instance.model.get_parameter(name).detach().requires_grad_()
+                    for name in parameters
+                }
+                with torch.enable_grad():
+                    output = self._replay.call(index, number, states.load(number), leaves)
+                behind = self._stream.load(self._place(index + 1, job))
+                found = torch.autograd.grad(
+                    output, list(leaves.values()), behind, allow_unused=True, materialize_grads=True
+                )
+                yield dict(zip(leaves, found, strict=True))
+
     def _place(self, index: int, job: int) -> int:
         return index * len(self._jobs) + job
 

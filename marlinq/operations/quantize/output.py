@@ -12,6 +12,7 @@ from pathlib import Path
 
 from marlinq.checkpoint import CheckpointWriter, CopyBehind
 from marlinq.core.progress import ReportProgress
+from marlinq.operations.quantize.allocation.kept import keep_allocation
 from marlinq.operations.quantize.notes import check_notes, check_planned
 from marlinq.operations.quantize.prepare import Prepared
 from marlinq.operations.quantize.ranks import FollowingWriter, share_state
@@ -61,6 +62,8 @@ def open_output(
         )
         check_notes(writer.notes, writer.partial)
         check_planned(writer.notes, plan, writer.partial)
+        if decisions.allocation is not None:
+            keep_allocation(writer, decisions.allocation, decisions.recipe)
     state = share_state(writer, ranks)
     writer = writer or FollowingWriter(out, state)
     copied = plan.copied if ranks.first else ()

@@ -14,12 +14,14 @@ import torch
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, check_place
 from marlinq.checkpoint.header import TensorInfo
 from marlinq.core.devices import resolve_device
-from marlinq.core.display import Block, Facts, Shown, Table, lines
+from marlinq.core.display import Block, Facts, Shown, Table, lines, size_text
 from marlinq.core.granularity import Granularity
+from marlinq.core.progress import Progress, ReportMessage, messages_beside, shows_progress
 from marlinq.kernels import Device, Problem, decide, device_numbers
 from marlinq.kernels.contract.device import H200
 from marlinq.operations.inspect.eligibility import ServerVerdict
 from marlinq.operations.inspect.operation import planned_verdicts
+from marlinq.operations.quantize.allocation.chosen import Allocation
 from marlinq.operations.quantize.budget import tuning_work, writing_dtype
 from marlinq.operations.quantize.counting import local_tokens
 from marlinq.operations.quantize.estimate import Estimate, estimate
@@ -97,6 +99,7 @@ class PlanReport(Shown):
         gpu: the GPU that the kernels are named for: the run's own, or an H200 where it has none.
         kernels: marlinq's, for every shape.
         servers: verdicts by the number of GPUs that share each layer.
+        allocation: what was chosen for a target and on what grounds; None without.
     """
 
     model: str
@@ -117,6 +120,7 @@ class PlanReport(Shown):
     gpu: str
     kernels: tuple[ShapeKernels, ...]
     servers: Mapping[int, tuple[ServerVerdict, ...]]
+    allocation: Allocation | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -137,19 +141,21 @@ class PlanReport(Shown):
         ]
         split = ", ".join(f"{what} {duration(seconds)}" for what, seconds in parts if seconds >= 0.5)
         device = max(guess.text_bytes, guess.block_bytes, guess.tuning_bytes)
-        on_device = "" if self.device == "cpu" else f"{_size(device)} on {self.device}, "
+        on_device = "" if self.device == "cpu" else f"{size_text(device)} on {self.device}, "
+        loaded = "nothing was loaded" if self.allocation is None else "the model was run to choose schemes"
         rows = [
-            ("plan", f"{self.model} -> {self.out}, {self.format}; nothing was loaded, nothing is written"),
+            ("plan", f"{self.model} -> {self.out}, {self.format}; {loaded}, nothing is written"),
             ("quantised", f"{len(quantised)} linears of {self.architecture} with {self.method}"),
             *([] if self.group_size is None else [("group size", self.group_size)]),
-            ("size", f"{_size(self.source_bytes)} -> {_size(self.output_bytes)}"),
+            *([] if self.allocation is None else self.allocation.rows()),
+            ("size", f"{size_text(self.source_bytes)} -> {size_text(self.output_bytes)}"),
             ("calibration", self.calibration or "none: the method needs no text"),
             *([] if self.tuning_text is None else [("tuned on", f"the same and {self.tuning_text}")]),
             (
                 "time",
                 f"about {duration(guess.seconds)} on {self.device} in {self.dtype}: {split}",
             ),
-            ("memory", f"about {on_device}{_size(guess.host_bytes)} of the host"),
+            ("memory", f"about {on_device}{size_text(guess.host_bytes)} of the host"),
         ]
         return [
             Facts(tuple(rows)),
@@ -160,6 +166,7 @@ class PlanReport(Shown):
         ]
 
 
+@shows_progress
 def plan_quantize(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -168,12 +175,14 @@ def plan_quantize(
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    progress: Progress = False,
+    message: ReportMessage | None = None,
 ) -> PlanReport:
     """What :func:`~marlinq.operations.quantize.quantize` would do with the same arguments.
 
-    Reads config, headers and calibration text that lies on this machine; no weight is loaded and nothing is
-    written. Two products and a small solve are
-    timed on the device.
+    Reads config, headers and calibration text that lies on this machine; nothing is written, and no weight is
+    loaded but to choose schemes for a target. Two products and a small solve are timed on the device.
+    ``progress`` and ``message`` are as for :func:`~marlinq.operations.quantize.quantize`.
 
     Raises:
         MarlinqError: as the run itself would before it begins.
@@ -182,7 +191,16 @@ def plan_quantize(
     chosen = resolve_device(device)
     checkpoint = open_source(model, revision=revision)
     check_place(Path(out), resume=True, source=checkpoint.path)
-    decisions = plan_run(checkpoint, recipe, chosen, trust_remote_code=trust_remote_code)
+    assert not isinstance(progress, bool)  # the decorator made it a function
+    decisions = plan_run(
+        checkpoint,
+        recipe,
+        chosen,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+        message=message or messages_beside(progress),
+    )
+    recipe = decisions.recipe
     blueprint, plan = decisions.blueprint, decisions.plan
     if plan.method.calibrated:
         counted = local_tokens(recipe, checkpoint, blueprint, trust_remote_code=trust_remote_code)
@@ -233,6 +251,7 @@ def plan_quantize(
         dtype=described_dtype(dtype, products),
         gpu=gpu.name or gpu.architecture,
         kernels=_kernels(plan.modules.values(), gpu, bfloat16=stored == torch.bfloat16),
+        allocation=decisions.allocation,
         servers={parts: planned_verdicts(quantized, tensor_parallel=parts) for parts in TENSOR_PARALLEL},
     )
 
@@ -374,7 +393,3 @@ def _server_reasons(servers: Mapping[int, Sequence[ServerVerdict]]) -> list[str]
     return [
         f"{server} on {', '.join(map(str, parts))}: {reason}" for (server, reason), parts in found.items()
     ]
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"

@@ -202,9 +202,9 @@ def plan_output(
         if name not in replaced:
             tensors.append(TensorPlan(name, info.dtype, info.shape))
         for planned in replaced.get(name, ()):
-            tensors.extend(_packed(planned))
+            tensors.extend(packed_tensors(planned))
     if head is not None and head.source not in replaced:
-        tensors.extend(_packed(head))
+        tensors.extend(packed_tensors(head))
     config = replace_quantization_config(checkpoint.config, quantization_config)
     # Loaders that believe the config would leave the stored head unread.
     mistied = not says_untied(config) and blueprint.head is not None and not blueprint.tied
@@ -272,7 +272,8 @@ def fused_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
     return list(found.values())
 
 
-def _packed(planned: PlannedModule) -> list[TensorPlan]:
+def packed_tensors(planned: PlannedModule) -> list[TensorPlan]:
+    """The output tensors of a quantised module."""
     return [
         TensorPlan(f"{planned.stored}.{suffix}", tensor.dtype, tensor.shape)
         for suffix, tensor in planned.layout.expected(planned.spec).items()
@@ -330,6 +331,39 @@ def _choose(
     form: Format,
     recipe: Recipe,
 ) -> tuple[dict[str, PlannedModule], dict[str, Keep], AutomaticGroups | None]:
+    chosen, kept = wanted_modules(blueprint, names, recipe)
+    automatic = AutomaticGroups.of(each.in_features for each in _automatic(chosen))
+    modules: dict[str, PlannedModule] = {}
+    refused: list[tuple[str, str]] = []
+    for projection, settings in chosen:
+        planned = plan_module(checkpoint, names, form, projection, settings, automatic)
+        if isinstance(planned, str):
+            refused.append((projection.name, planned))
+        else:
+            modules[projection.name] = planned
+    if refused:
+        name, reason = refused[0]
+        pattern = name.rpartition(".")[2] + "$"
+        others = f" (and {len(refused) - 1} more modules)" if len(refused) > 1 else ""
+        raise UnsupportedError(
+            f"{name}{others}: {form.name}: {reason}; choose another --group-size or --format, "
+            f"or keep it unquantised with --override '{pattern}=skip'"
+        )
+    if not modules:
+        raise UnsupportedError(f"{checkpoint.path}: the recipe skips every linear; nothing to quantise")
+    _check_experts(blueprint, modules)
+    return modules, kept, automatic
+
+
+def wanted_modules(
+    blueprint: Blueprint, names: TensorNames, recipe: Recipe
+) -> tuple[list[tuple[Projection, ModuleSettings]], dict[str, Keep]]:
+    """The projections that ``recipe`` quantises with their settings, the output head last, and those that it
+    keeps by name, with the reason.
+
+    Raises:
+        UnsupportedError: the recipe quantises an output head that can't be.
+    """
     shared = set(blueprint.tied) | set(blueprint.tied.values())
     chosen: list[tuple[Projection, ModuleSettings]] = []
     # What a server builds in 16 bits, with what is asked of it otherwise.
@@ -358,46 +392,50 @@ def _choose(
     else:
         # A model of nothing else is quantised for the other loaders.
         chosen = plain
-    automatic = AutomaticGroups.of(each.in_features for each in _automatic(chosen))
-    modules: dict[str, PlannedModule] = {}
-    refused: list[tuple[str, str]] = []
-    for projection, settings in chosen:
-        name, k = projection.name, projection.in_features
-        reason = settings.group_refusal(k)
-        if reason is None:
-            if settings.granularity is None and automatic is not None:
-                settings = replace(settings, granularity=Granularity.group(automatic.size))
-            parts = names.in_parts(projection.parameter)
-            stored = names.require(f"{name}.weight" if parts else projection.parameter)
-            layout = settings.layout(form)
-            spec = _spec(layout, projection, settings, checkpoint.tensors[stored].dtype, stored)
-            reason = layout.shape_refusal(spec)
-        if reason is not None:
-            refused.append((name, reason))
-            continue
-        modules[name] = PlannedModule(
-            projection,
-            names.module(projection),
-            stored,
-            METHODS[settings.method],
-            settings.options,
-            layout,
-            spec,
-            settings.reason,
-            settings.granularity or spec.granularity,
-        )
-    if refused:
-        name, reason = refused[0]
-        pattern = name.rpartition(".")[2] + "$"
-        others = f" (and {len(refused) - 1} more modules)" if len(refused) > 1 else ""
-        raise UnsupportedError(
-            f"{name}{others}: {form.name}: {reason}; choose another --group-size or --format, "
-            f"or keep it unquantised with --override '{pattern}=skip'"
-        )
-    if not modules:
-        raise UnsupportedError(f"{checkpoint.path}: the recipe skips every linear; nothing to quantise")
-    _check_experts(blueprint, modules)
-    return modules, kept, automatic
+    return chosen, kept
+
+
+def plan_module(
+    checkpoint: Checkpoint,
+    names: TensorNames,
+    form: Format,
+    projection: Projection,
+    settings: ModuleSettings,
+    automatic: AutomaticGroups | None = None,
+) -> PlannedModule | str:
+    """What will be stored of one projection with ``settings``, or why that can't be.
+
+    Args:
+        checkpoint, names: the source and the names of its tensors.
+        form: format of the output.
+        projection: module that will be quantised.
+        settings: how.
+        automatic: group size of settings that leave it open.
+
+    Raises:
+        UnsupportedError: the source's weight is not a dense one.
+    """
+    if (reason := settings.group_refusal(projection.in_features)) is not None:
+        return reason
+    if settings.granularity is None and automatic is not None:
+        settings = replace(settings, granularity=Granularity.group(automatic.size))
+    parts = names.in_parts(projection.parameter)
+    stored = names.require(f"{projection.name}.weight" if parts else projection.parameter)
+    layout = settings.layout(form)
+    spec = _spec(layout, projection, settings, checkpoint.tensors[stored].dtype, stored)
+    if (reason := layout.shape_refusal(spec)) is not None:
+        return reason
+    return PlannedModule(
+        projection,
+        names.module(projection),
+        stored,
+        METHODS[settings.method],
+        settings.options,
+        layout,
+        spec,
+        settings.reason,
+        settings.granularity or spec.granularity,
+    )
 
 
 def _automatic(chosen: Iterable[tuple[Projection, ModuleSettings]]) -> Iterator[Projection]:

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from marlinq.models import (
     find_conversions,
     without_false_ties,
 )
+from marlinq.operations.quantize.allocation.allocate import allocate
+from marlinq.operations.quantize.allocation.chosen import Allocation
+from marlinq.operations.quantize.allocation.kept import kept_allocation
 from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of
 from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_output, split_notes
@@ -53,6 +56,8 @@ class Decisions:
         products: dtype that products of linear layers are rounded to; None for ``dtype``.
         work: operations and sizes of the model.
         tuning: settings of tuning; None without.
+        allocation: what was chosen for the recipe's target in this run or the one that it resumes; None where
+            the recipe has no target, or held the choice already.
     """
 
     checkpoint: Checkpoint
@@ -65,6 +70,7 @@ class Decisions:
     products: torch.dtype | None
     work: Work
     tuning: TuningSettings | None
+    allocation: Allocation | None = None
 
     @property
     def tokens(self) -> int:
@@ -123,9 +129,19 @@ def open_source(
 
 
 def plan_run(
-    checkpoint: Checkpoint, recipe: Recipe, device: torch.device, *, trust_remote_code: bool
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    trust_remote_code: bool,
+    progress: ReportProgress,
+    message: ReportMessage,
+    allocation: Allocation | None = None,
 ) -> Decisions:
     """Decides what becomes of ``checkpoint``; warns of rules that match nothing and of what fits badly.
+
+    Where the recipe names a target and no allocation, the model is run on the device to choose one, unless
+    ``allocation`` holds it.
 
     Raises:
         MarlinqError: model and recipe don't go together.
@@ -139,7 +155,20 @@ def plan_run(
     conversions = find_conversions(blueprint, checkpoint.tensors, source=str(checkpoint.path))
     stored, checkpoint = checkpoint, converted(checkpoint, conversions)
     blueprint = without_false_ties(blueprint, checkpoint)
-    plan = plan_output(checkpoint, blueprint, recipe, stored=stored, conversions=conversions)
+    plan_of = partial(plan_output, checkpoint, blueprint, stored=stored, conversions=conversions)
+    if recipe.wants_allocation:
+        allocation = allocation or allocate(
+            checkpoint,
+            blueprint,
+            recipe,
+            device,
+            plan_of=plan_of,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+            message=message,
+        )
+        recipe = replace(recipe, allocation=allocation.modules)
+    plan = plan_of(recipe)
     _warn(checkpoint, blueprint, recipe, plan)
     texts = planned_text(recipe, checkpoint, blueprint, device) if plan.method.calibrated else []
     tokens = sum(text.tokens for text in texts)
@@ -160,6 +189,7 @@ def plan_run(
         products=compute_products(plan, blueprint, device, tokens),
         work=work,
         tuning=tuning,
+        allocation=allocation,
     )
 
 
@@ -192,7 +222,21 @@ def prepare(
     checkpoint = open_source(model, revision=revision, progress=progress)
     if ranks.first:
         check_place(out, resume=resume, source=checkpoint.path)
-    decisions = plan_run(checkpoint, recipe, device, trust_remote_code=trust_remote_code)
+    if recipe.wants_allocation and ranks.size > 1:
+        raise UsageError(
+            f"schemes are chosen in one process, found {ranks.size} ranks; run --plan --json without "
+            "torchrun, and pass its allocation's modules as the recipe's allocation"
+        )
+    decisions = plan_run(
+        checkpoint,
+        recipe,
+        device,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+        message=message,
+        allocation=kept_allocation(out, recipe) if resume and recipe.wants_allocation else None,
+    )
+    recipe = decisions.recipe
     checkpoint, blueprint, plan = decisions.checkpoint, decisions.blueprint, decisions.plan
     if plan.automatic is not None:
         message(f"group size {plan.automatic.describe()}")

@@ -24,13 +24,17 @@ from marlinq.core.scheme import INT4, Activations, Element, Scheme
 from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.core.settings import (
     AUTO,
+    NONE,
     Automatic,
+    Bits,
+    Bytes,
     Choice,
     Flag,
     Fraction,
     Kind,
     Text,
     Texts,
+    Unset,
     WholeNumber,
     check_settings,
     kinds,
@@ -39,18 +43,23 @@ from marlinq.core.settings import (
 from marlinq.core.sparsity import SPARSITIES, Sparsity
 from marlinq.formats import FORMATS, Format, Layout
 from marlinq.methods import METHODS, MethodOptions, RTNOptions
+from marlinq.operations.quantize.candidates import CANDIDATES, Members, read_allocation
 from marlinq.operations.quantize.quality import DEFAULT, QUALITIES
 
 AUTO_GROUP_SIZES = (128, 64, 32)
 GROUP_SIZES = (32, 64, 128, -1, AUTO)
-UNQUANTIZED = "none"
-DENSE = "none"
+UNQUANTIZED = NONE
+DENSE = NONE
 """The sparsity of weights that are not pruned."""
 ROUNDING, STATIC_ROUNDING = "rtn", "rtn-static"
 """The methods of modules whose scheme the recipe's method can't make: without and with static activations."""
 EXPERTS = ("routed", "all")
 EXPERT_FALLBACKS = ("blend", "all", "shared")
-NO_TEMPLATE = "none"
+NO_TEMPLATE = NONE
+MIXED_FORMATS = ("compressed-tensors", "gptq", "gptq-v2")
+"""The formats whose configs hold what an allocation chooses."""
+SERVED_BY = ("vllm", "sglang", "transformers", "marlinq")
+"""What ``--for`` may name."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +237,10 @@ class Recipe:
         quantize_head: scheme of the output head, or "none" to leave it alone; group size, symmetry, sparsity
             and the options of the method are those of the other modules, or of an override that its name
             matches.
+        target_bits: mean bits of a weight of the decoder's linears, stored scales included, within which
+            schemes are chosen per module (:mod:`marlinq.operations.quantize.allocation`); or "none".
+        target_size: bytes of all tensors of the output, within which they are; or "none".
+        served_by: whose loader has to take what is chosen.
         calibration: "self", a file, or the name of a dataset; or several of them, each with ``=WEIGHT``
             behind it or not. Of no use to a method without calibration.
         samples: calibration documents; "auto" is 128, or with ``tokens`` as many as they take.
@@ -250,6 +263,9 @@ class Recipe:
             a budget (:mod:`marlinq.operations.quantize.budget`).
         options: options of the method; a plain ``MethodOptions()`` becomes its defaults. In files, their keys
             stand among the recipe's own.
+        allocation: modules by the name of the candidate that was chosen for them
+            (:data:`marlinq.operations.quantize.candidates.CANDIDATES`), where no override is about them;
+            empty until it is chosen.
         overrides: the first rule whose pattern is found in a module's name decides what differs there.
 
     Raises:
@@ -289,6 +305,18 @@ class Recipe:
         UNQUANTIZED,
         Choice(SCHEMES, UNQUANTIZED),
         "Quantise the output head too, also one that is tied to the embedding: its scheme.",
+    )
+    target_bits: float | str = setting(
+        NONE,
+        Unset(Bits()),
+        "Choose each module's scheme so that the model loses least at so many bits per weight of the "
+        "decoder's linears on average, scales included.",
+    )
+    target_size: int | str = setting(
+        NONE, Unset(Bytes()), "The same at so many bytes of all tensors together, such as 6GB."
+    )
+    served_by: str = setting(
+        SERVED_BY[0], Choice(SERVED_BY), "Whose loader has to take the schemes that are chosen."
     )
     calibration: str | tuple[str, ...] = setting("self", Texts(), "Text to calibrate on.")
     samples: int | str = setting(
@@ -350,6 +378,7 @@ class Recipe:
         "are soon learnt by heart.",
     )
     options: MethodOptions = field(default_factory=MethodOptions)
+    allocation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     overrides: tuple[Override, ...] = ()
 
     def __post_init__(self) -> None:
@@ -362,6 +391,7 @@ class Recipe:
                 f"method {self.method}: expected {wanted.__name__}, found {type(self.options).__name__}"
             )
         self._check_scheme()
+        self._check_target()
         for override in self.overrides:
             self._check_override(override)
         for rule in self.rules.ordered:
@@ -387,6 +417,38 @@ class Recipe:
             raise UsageError(f"symmetric: {named.name} has no zero points; leave it out")
         if named.element.table is not None and self.sparsity != DENSE:
             raise UsageError(f"sparsity: {named.name} weights are not pruned, only integers; leave it out")
+
+    def _check_target(self) -> None:
+        object.__setattr__(self, "allocation", read_allocation(self.allocation))
+        targets = [key for key in _TARGETS if getattr(self, key) != NONE]
+        if not (targets or self.allocation):
+            return
+        key = (targets or ["allocation"])[0]
+        if len(targets) > 1:
+            raise UsageError(f"{targets[1]}: {key} is given too; keep one")
+        if self.sparsity != DENSE:
+            raise UsageError(
+                f"sparsity: what pruning costs is not measured, so it can't go with {key}; keep one"
+            )
+        for other in ("scheme", "group_size"):
+            if getattr(self, other) != getattr(Recipe, other):
+                raise UsageError(
+                    f"{other}: {key} chooses the scheme of each module; leave it out, or set it for some "
+                    "with --override, which wins"
+                )
+        if self.format not in MIXED_FORMATS:
+            raise UsageError(
+                f"{key}: {self.format} does not hold schemes that differ between modules; expected --format "
+                f"{' or '.join(MIXED_FORMATS[:2])}"
+            )
+
+    def _is_other_target(self, changes: Mapping[str, Any]) -> bool:
+        return any(key in changes and changes[key] != getattr(self, key) for key in _ALLOCATED_FOR)
+
+    @property
+    def wants_allocation(self) -> bool:
+        """Whether schemes have still to be chosen."""
+        return not self.allocation and any(getattr(self, key) != NONE for key in _TARGETS)
 
     def _check_override(self, override: Override) -> None:
         own = (*_SHARED, *kinds(METHODS[self.method].options))
@@ -417,7 +479,19 @@ class Recipe:
     @cached_property
     def rules(self) -> ModuleRules[ModuleSettings]:
         """How each module is quantised, by its full dotted name, or why not."""
-        return self._rules(self.scheme, "recipe")
+        chosen = tuple(
+            Rule(Members(frozenset(members)), self.candidate_settings(name))
+            for name, members in self.allocation.items()
+        )
+        rules = self._rules(self.scheme, "recipe")
+        return ModuleRules(rules.default, (*rules.ordered, *chosen))
+
+    def candidate_settings(self, name: str) -> ModuleSettings | Keep:
+        """How a module is quantised that an allocation gives the candidate ``name``."""
+        settings = CANDIDATES[name].settings
+        if settings is None:
+            return Keep("allocation leaves it unquantised")
+        return self._settings(settings, self.scheme, "allocation")
 
     @cached_property
     def head_rules(self) -> ModuleRules[ModuleSettings]:
@@ -499,7 +573,8 @@ class Recipe:
         """A plain mapping for YAML and JSON; ``from_dict`` gives back an equal recipe."""
         own = {key: getattr(self, key) for key in kinds(Recipe)}
         overrides = [override.to_dict() for override in self.overrides]
-        return own | asdict(self.options) | {"overrides": overrides}
+        chosen = {name: list(members) for name, members in self.allocation.items()}
+        return own | asdict(self.options) | {"allocation": chosen, "overrides": overrides}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
@@ -553,6 +628,9 @@ class Recipe:
                 )
         kept = recipe.options if recipe and recipe.method == method else options()
         chosen = {key: value for key, value in changes.items() if key in names}
+        if recipe is not None and recipe.allocation and recipe._is_other_target(changes):
+            # It was chosen for another target.
+            changes = {"allocation": {}, **changes}
         # A list is how YAML and JSON write a tuple.
         rest: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value
@@ -616,6 +694,8 @@ def common_group_size(in_features: Iterable[int]) -> int | None:
     return next((size for size in AUTO_GROUP_SIZES if common % size == 0), None)
 
 
+_TARGETS = ("target_bits", "target_size")
+_ALLOCATED_FOR = (*_TARGETS, "served_by")
 _SHARED = ("scheme", "group_size", "symmetric", "sparsity")
 """The keys that every method has and an override may change."""
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from marlinq.core.display import Block, Facts, Shown
+from marlinq.core.display import Block, Facts, Shown, size_text
 from marlinq.core.rules import Keep
 from marlinq.formats.dialects.patterns import expert_layer
 from marlinq.methods import SolveReport, Statistics
 from marlinq.methods.quantity import ErrorQuantity
+from marlinq.operations.quantize.allocation.chosen import Allocation
 from marlinq.operations.quantize.planning import PlannedModule
 
 
@@ -90,6 +91,8 @@ class QuantizeReport(Shown):
         seconds: seconds of this run.
         peak_host_bytes: highest resident memory of the process.
         peak_device_bytes: highest memory of the GPU, None on the CPU.
+        allocation: what was chosen for a target and on what grounds
+            (:class:`~marlinq.operations.quantize.allocation.chosen.Allocation`); None without.
     """
 
     out: Path
@@ -110,6 +113,7 @@ class QuantizeReport(Shown):
     seconds: float
     peak_host_bytes: int
     peak_device_bytes: int | None
+    allocation: Allocation | None = None
 
     @property
     def fallbacks(self) -> dict[str, str]:
@@ -156,7 +160,7 @@ class QuantizeReport(Shown):
 
     def display(self) -> list[Block]:
         """What was made, of what, how well and with what."""
-        sizes = f"{_size(self.source_bytes)} -> {_size(self.output_bytes)}"
+        sizes = f"{size_text(self.source_bytes)} -> {size_text(self.output_bytes)}"
         text = self.calibration
         used = "none: the method needs no text"
         if text is not None:
@@ -170,6 +174,7 @@ class QuantizeReport(Shown):
             ("quantised", linears),
             *(("", f"{count} as {scheme}") for scheme, count in self.schemes.items()),
             *(("", f"{count} by {reason}") for reason, count in self._reasons()),
+            *([] if self.allocation is None else self.allocation.rows()),
             ("calibration", used),
             *self._seen(),
             *self._errors(),
@@ -192,9 +197,9 @@ class QuantizeReport(Shown):
         if self.resumed_blocks:
             resumed = f"{self.resumed_blocks} of {self.blocks} blocks were there already"
             rows.append(("resumed", resumed))
-        peak = f"peak memory {_size(self.peak_host_bytes)}"
+        peak = f"peak memory {size_text(self.peak_host_bytes)}"
         if self.peak_device_bytes is not None:
-            peak += f", GPU {_size(self.peak_device_bytes)}"
+            peak += f", GPU {size_text(self.peak_device_bytes)}"
         rows.append(("ran", f"{self.seconds:.0f} s on {self.device} in {self.dtype}, {peak}"))
         return [Facts(tuple(rows))]
 
@@ -285,7 +290,3 @@ def _tuning_rows(tuning: Mapping[str, Any]) -> list[tuple[str, str]]:
         ]
     found = f"{tuning['kl_before']:.4f} -> {tuning['kl_after']:.4f} nats, after step {tuning['kept_step']}"
     return [("tuned", text), ("", f"{watched}: {found}")]
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"

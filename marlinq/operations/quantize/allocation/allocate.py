@@ -1,0 +1,301 @@
+"""From a target to an allocation: units, their sensitivities, and the exact choice."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from marlinq.calibration import Document, Duplicates, make_batches
+from marlinq.checkpoint import Checkpoint
+from marlinq.core.display import size_text
+from marlinq.core.errors import UsageError
+from marlinq.core.progress import ReportMessage, ReportProgress
+from marlinq.core.settings import NONE
+from marlinq.models import Blueprint, ModelInstance, TensorNames
+from marlinq.operations.quantize.allocation.chosen import Allocation, Uniform
+from marlinq.operations.quantize.allocation.knapsack import Item, choose
+from marlinq.operations.quantize.allocation.sensitivity import MeasuringText, measure
+from marlinq.operations.quantize.allocation.units import Unit, dense_bytes, units_of
+from marlinq.operations.quantize.budget import Work, measuring_tokens
+from marlinq.operations.quantize.candidates import CANDIDATES
+from marlinq.operations.quantize.numerics import compute_dtype, compute_products
+from marlinq.operations.quantize.planning import OutputPlan, packed_tensors
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.text import (
+    SELF,
+    longest,
+    recipes_of_parts,
+    text_by_the_model,
+    text_from_outside,
+)
+
+_LONGEST_DOCUMENT = 512
+_BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What is not chosen.
+
+    Attributes:
+        weights: weights that mean bits are taken over.
+        fixed: bytes of those that overrides decide.
+        rest: bytes of all other tensors of the output, but for the units.
+    """
+
+    weights: int
+    fixed: int
+    rest: int
+
+    def bits(self, nbytes: int) -> float:
+        """Mean bits where the units take ``nbytes``."""
+        return 8 * (nbytes + self.fixed) / self.weights
+
+
+@dataclass(frozen=True)
+class Sensitivities:
+    """What every option of every unit was measured to cost.
+
+    Attributes:
+        units: what is decided together.
+        costs: nats a token of each option of each unit, in order.
+        frame: what is not chosen.
+        tokens: on which they were measured.
+    """
+
+    units: tuple[Unit, ...]
+    costs: tuple[tuple[float, ...], ...]
+    frame: Frame
+    tokens: int
+
+    def best(self, recipe: Recipe) -> Allocation:
+        """The best choice for the target of ``recipe``, which differs in nothing else from that which was
+        measured for.
+
+        Raises:
+            UsageError: the target can't be reached; the message has the range that can.
+        """
+        choice = choose(
+            [
+                [Item(option.nbytes, cost) for option, cost in zip(unit.options, of_unit, strict=True)]
+                for unit, of_unit in zip(self.units, self.costs, strict=True)
+            ],
+            _budget(recipe, self.units, self.frame),
+        )
+        if choice is None:
+            raise AssertionError("a budget of at least the smallest options holds them")
+        bits = recipe.target_bits
+        target = size_text(int(recipe.target_size)) if bits == NONE else f"{bits:g} bits"
+        return Allocation(
+            modules=with_choice(recipe, self.units, choice.items).allocation,
+            target=target,
+            bits=self.frame.bits(choice.nbytes),
+            nbytes=self.frame.rest + choice.nbytes,
+            kl=choice.cost,
+            uniform=self._uniform(),
+            units=len(self.units),
+            tokens=self.tokens,
+            step=choice.step,
+            exact=choice.exact,
+        )
+
+    def _uniform(self) -> dict[str, Uniform]:
+        found = {}
+        for name in CANDIDATES:
+            chosen = [
+                (option.nbytes, cost)
+                for unit, of_unit in zip(self.units, self.costs, strict=True)
+                for option, cost in zip(unit.options, of_unit, strict=True)
+                if option.candidate == name
+            ]
+            if len(chosen) == len(self.units):
+                nbytes, kl = sum(size for size, _ in chosen), sum(cost for _, cost in chosen)
+                found[name] = Uniform(self.frame.bits(nbytes), self.frame.rest + nbytes, kl)
+        return found
+
+
+def allocate(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    plan_of: Callable[[Recipe], OutputPlan],
+    trust_remote_code: bool,
+    progress: ReportProgress,
+    message: ReportMessage,
+) -> Allocation:
+    """Chooses a candidate for every unit so that the estimated divergence is least within the target.
+
+    Args:
+        checkpoint, blueprint: the source.
+        recipe: one that :attr:`Recipe.wants_allocation`.
+        device: where the model runs.
+        plan_of: what a recipe makes of the source.
+        trust_remote_code: run code that model or tokenizer bring.
+        progress, message: told what is being done.
+
+    Raises:
+        UsageError: the target can't be reached; the message has the range that can.
+        MarlinqError: as for a quantise run.
+    """
+    return measure_sensitivities(
+        checkpoint,
+        blueprint,
+        recipe,
+        device,
+        plan_of=plan_of,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+        message=message,
+    ).best(recipe)
+
+
+def measure_sensitivities(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    plan_of: Callable[[Recipe], OutputPlan],
+    trust_remote_code: bool,
+    progress: ReportProgress,
+    message: ReportMessage,
+) -> Sensitivities:
+    """Measures what :func:`allocate` chooses by; the target is looked at first. Arguments as there."""
+    units = units_of(checkpoint, blueprint, recipe)
+    smallest = [min(range(len(unit.options)), key=lambda i: unit.options[i].nbytes) for unit in units]
+    plan = plan_of(with_choice(recipe, units, smallest))
+    frame = _frame(checkpoint, blueprint, recipe, plan, units, smallest)
+    _budget(recipe, units, frame)
+    documents = _documents(checkpoint, blueprint, recipe, device, trust_remote_code, progress, message)
+    solved, weighed = (documents[::2], documents[1::2]) if len(documents) > 1 else (documents, documents)
+    pad = not blueprint.routed
+    text = MeasuringText(
+        *(make_batches(part, token_budget=_BATCH_TOKENS, pad=pad) for part in (solved, weighed))
+    )
+    message(
+        f"measuring what each of {sum(len(unit.options) for unit in units)} schemes of {len(units)} units "
+        f"costs, by gradients of the loss on {text.tokens} tokens"
+    )
+    tokens = sum(map(len, documents))
+    with tempfile.TemporaryDirectory(prefix="marlinq-") as folder:
+        costs = measure(
+            ModelInstance(
+                blueprint, checkpoint, device=device, dtype=compute_dtype(checkpoint, plan, device, tokens)
+            ),
+            units,
+            recipe,
+            text,
+            products=compute_products(plan, blueprint, device, tokens),
+            folder=Path(folder),
+            progress=progress,
+        )
+    return Sensitivities(units, tuple(map(tuple, costs)), frame, text.tokens)
+
+
+def with_choice(recipe: Recipe, units: Sequence[Unit], chosen: Sequence[int]) -> Recipe:
+    """``recipe`` with the allocation that gives each unit its option of the index ``chosen``."""
+    found: dict[str, list[str]] = {name: [] for name in CANDIDATES}
+    for unit, index in zip(units, chosen, strict=True):
+        found[unit.options[index].candidate] += unit.members
+    return replace(recipe, allocation={name: tuple(members) for name, members in found.items() if members})
+
+
+def _frame(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    recipe: Recipe,
+    plan: OutputPlan,
+    units: Sequence[Unit],
+    chosen: Sequence[int],
+) -> Frame:
+    names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
+    free = {each.name for unit in units for each in unit.projections}
+    weights, fixed = sum(unit.weights for unit in units), 0
+    for projection in blueprint.projections():
+        decided = any(override.matches(projection.name) for override in recipe.overrides)
+        if projection.name in free or not decided:
+            continue
+        planned = plan.modules.get(projection.name)
+        weights += projection.in_features * projection.out_features
+        if planned is None:
+            fixed += dense_bytes(checkpoint, names, projection)
+        else:
+            fixed += sum(tensor.nbytes for tensor in packed_tensors(planned))
+    taken = sum(unit.options[index].nbytes for unit, index in zip(units, chosen, strict=True))
+    return Frame(weights, fixed, sum(tensor.nbytes for tensor in plan.tensors) - taken)
+
+
+def _budget(recipe: Recipe, units: Sequence[Unit], frame: Frame) -> int:
+    """Bytes that the units may take.
+
+    Raises:
+        UsageError: the smallest options take more, or the largest no more than is asked for.
+    """
+    least, most = (sum(pick(each.nbytes for each in unit.options) for unit in units) for pick in (min, max))
+    if recipe.target_bits != NONE:
+        budget = int(float(recipe.target_bits) * frame.weights / 8) - frame.fixed
+        asked, ends = f"--target-bits {recipe.target_bits:g}", [frame.bits(size) for size in (least, most)]
+        # Rounded inwards: both ends can be asked for.
+        spelled = [f"{ends[0] + 0.0005:.3f}", f"{ends[1] - 0.0005:.3f} bits"]
+    else:
+        budget = int(recipe.target_size) - frame.rest
+        asked = f"--target-size {size_text(int(recipe.target_size))}"
+        spelled = [f"{frame.rest + least} bytes", f"{frame.rest + most - 1}"]
+    if budget < least:
+        raise UsageError(
+            f"{asked}: too small for the schemes that {recipe.served_by} takes in {recipe.format}; reachable "
+            f"are {spelled[0]} to {spelled[1]}"
+        )
+    if budget >= most:
+        raise UsageError(
+            f"{asked}: all modules fit unquantised, so nothing is left to choose; reachable are {spelled[0]} "
+            f"to {spelled[1]}"
+        )
+    return budget
+
+
+def _documents(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    recipe: Recipe,
+    device: torch.device,
+    trust_remote_code: bool,
+    progress: ReportProgress,
+    message: ReportMessage,
+) -> list[Document]:
+    """Short documents of the calibration's sources, twice as many tokens as gradients are taken on."""
+    tokens = 2 * measuring_tokens(Work.of(blueprint), device)
+    if isinstance(recipe.tokens, int):
+        tokens = min(tokens, recipe.tokens)
+    recipe = recipe.replace(
+        tokens=tokens, tune_steps=0, max_length=min(longest(blueprint.config, recipe), _LONGEST_DOCUMENT)
+    )
+    found: list[Document] = []
+    duplicates = Duplicates()
+    for part in recipes_of_parts(recipe):
+        if part.source == SELF:
+            found += text_by_the_model(
+                checkpoint,
+                blueprint,
+                part.recipe,
+                device,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+                message=message,
+            )
+        else:
+            found += text_from_outside(
+                part,
+                checkpoint.path,
+                blueprint.config,
+                max_length=recipe.max_length,
+                duplicates=duplicates,
+                trust_remote_code=trust_remote_code,
+            )
+    return found

@@ -1,0 +1,73 @@
+"""What an allocation is, and what is told about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from marlinq.core.display import size_text
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """One candidate for all units, for comparison.
+
+    Attributes:
+        bits: mean bits of a weight, as of the target.
+        nbytes: bytes of the output's tensors.
+        kl: estimated mean KL divergence, nats a token.
+    """
+
+    bits: float
+    nbytes: int
+    kl: float
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What was chosen, and on what grounds.
+
+    Attributes:
+        modules: a recipe's ``allocation``.
+        target: what was asked for, in words.
+        bits: mean bits of a weight of the decoder's linears, those that overrides decide among them.
+        nbytes: bytes of the output's tensors.
+        kl: estimated mean KL divergence of the choice, nats a token.
+        uniform: the same of each candidate that every unit can have, by its name.
+        units: how many were decided.
+        tokens: on which sensitivities were measured.
+        step: bytes that sizes were rounded up to in the choice.
+        exact: whether rounding changed none.
+    """
+
+    modules: Mapping[str, tuple[str, ...]]
+    target: str
+    bits: float
+    nbytes: int
+    kl: float
+    uniform: Mapping[str, Uniform]
+    units: int
+    tokens: int
+    step: int
+    exact: bool
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for the manifest; the modules are in the recipe there."""
+        values = asdict(self)
+        del values["modules"]
+        return values
+
+    def rows(self) -> list[tuple[str, str]]:
+        """For people: what was chosen, what is expected of it, and how that was estimated."""
+        chosen = f"{self.bits:.3f} bits a weight, {size_text(self.nbytes)}, asked for {self.target}"
+        rows = [("allocation", f"{chosen}; estimated mean KL {self.kl:.4f}")]
+        for name, uniform in self.uniform.items():
+            size = f"{uniform.bits:.3f} bits, {size_text(uniform.nbytes)}"
+            rows.append(("", f"all {name}: {size}, {uniform.kl:.4f}"))
+        rounding = "exact to the byte" if self.exact else f"exact up to {self.step} bytes a unit"
+        how = (
+            f"gradients of the loss on {self.tokens} tokens, to second order, from each scheme's own "
+            f"rounding errors, added up over {self.units} units; the choice is {rounding}"
+        )
+        return [*rows, ("estimated by", how)]

@@ -1,0 +1,58 @@
+"""The allocation of an interrupted run, which the run that resumes it takes over."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from marlinq.checkpoint import CheckpointWriter, kept_json
+from marlinq.core.errors import OutputError, UsageError
+from marlinq.operations.quantize.allocation.chosen import Allocation, Uniform
+from marlinq.operations.quantize.candidates import read_allocation
+from marlinq.operations.quantize.recipe import Recipe
+
+_FILE = "allocation.json"
+
+
+def keep_allocation(writer: CheckpointWriter, allocation: Allocation, recipe: Recipe) -> None:
+    """Keeps what was chosen for ``recipe``, which holds it, in the unfinished folder."""
+    writer.keep_json(_FILE, {"recipe": _asked(recipe), "allocation": asdict(allocation)})
+
+
+def kept_allocation(out: Path, recipe: Recipe) -> Allocation | None:
+    """What an unfinished run of ``out`` chose, or None where it kept nothing.
+
+    What was kept is no more than trusted: it becomes part of the recipe, by which the journal knows its run.
+
+    Raises:
+        OutputError: that run had another recipe, or what it kept is damaged.
+    """
+    kept = kept_json(out, _FILE)
+    if kept is None:
+        return None
+    try:
+        asked, values = kept["recipe"], dict(kept["allocation"])
+        values["modules"] = read_allocation(values["modules"])
+        values["uniform"] = {name: Uniform(**each) for name, each in values["uniform"].items()}
+        found = Allocation(**values)
+    except (TypeError, KeyError, ValueError, AttributeError, UsageError):
+        raise OutputError(f"{out}.partial/{_FILE}: is damaged; remove {out}.partial and start over") from None
+    if asked != _asked(recipe):
+        raise OutputError(
+            f"{out}.partial: an unfinished run with other settings chose schemes there; repeat that run's "
+            "command, or remove the folder"
+        )
+    return found
+
+
+def forget_allocation(writer: CheckpointWriter) -> None:
+    """Removes it from the unfinished folder, which is about to be finished."""
+    writer.remove(_FILE)
+
+
+def _asked(recipe: Recipe) -> dict[str, Any]:
+    """The recipe without its allocation."""
+    values = recipe.to_dict()
+    del values["allocation"]
+    return values

@@ -1,0 +1,194 @@
+"""What is decided together: the units of a model under a loader's rules, and what each may become."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from marlinq.checkpoint import Checkpoint, TensorPlan
+from marlinq.core.errors import UnsupportedError
+from marlinq.core.rules import Keep
+from marlinq.formats import FORMATS
+from marlinq.formats.dialects.patterns import expert_layer
+from marlinq.models import Blueprint, Projection, TensorNames
+from marlinq.operations.inspect.eligibility import Whole, loading_refusal, server_named
+from marlinq.operations.inspect.parallel import Layer
+from marlinq.operations.inspect.servers import Server
+from marlinq.operations.quantize.candidates import CANDIDATES, KEPT
+from marlinq.operations.quantize.planning import PlannedModule, packed_tensors, plan_module, wanted_modules
+from marlinq.operations.quantize.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a unit may become.
+
+    Attributes:
+        candidate: name in :data:`CANDIDATES`.
+        nbytes: bytes of all its stored tensors.
+        planned: how each of its projections is quantised; empty for one that stays unquantised.
+    """
+
+    candidate: str
+    nbytes: int
+    planned: tuple[PlannedModule, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Projections that get one scheme.
+
+    Attributes:
+        name: name of the fused layer, of a layer's experts, or of the only projection.
+        projections: all of them, in the order of the tree.
+        options: what it may become, at least one, in the order of :data:`CANDIDATES`.
+        refused: why each other candidate is none, by name.
+    """
+
+    name: str
+    projections: tuple[Projection, ...]
+    options: tuple[Option, ...]
+    refused: Mapping[str, str]
+
+    @property
+    def weights(self) -> int:
+        """Weights of all its projections."""
+        return sum(each.in_features * each.out_features for each in self.projections)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names by which a recipe's allocation lists it."""
+        layers = (expert_layer(each.name) or each.name for each in self.projections)
+        return tuple(dict.fromkeys(layers))
+
+
+def units_of(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) -> tuple[Unit, ...]:
+    """The units whose scheme is chosen: all that no override is about, without the output head.
+
+    Raises:
+        UnsupportedError: there is none, or none can be quantised for the loader; the message says why.
+    """
+    names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
+    server = server_named(recipe.served_by)
+    wanted, _ = wanted_modules(blueprint, names, recipe)
+    free = [
+        projection
+        for projection, _ in wanted
+        if projection.name != blueprint.head
+        and not any(override.matches(projection.name) for override in recipe.overrides)
+    ]
+    units = tuple(
+        _unit(checkpoint, names, recipe, server, blueprint, name, members)
+        for name, members in _together(free, server).items()
+    )
+    if not units:
+        raise UnsupportedError(
+            f"{checkpoint.path}: overrides decide every linear, so nothing is left to choose; leave out "
+            "--target-bits and --target-size"
+        )
+    if all(option.candidate == KEPT for unit in units for option in unit.options):
+        ((reason, _),) = Counter(units[0].refused.values()).most_common(1)
+        raise UnsupportedError(
+            f"{units[0].name}: no scheme is left that {recipe.served_by} takes in {recipe.format}: {reason}; "
+            "choose another --for or --format"
+        )
+    return units
+
+
+def _together(projections: Iterable[Projection], server: Server | None) -> dict[str, list[Projection]]:
+    """The projections that need one scheme, by the unit's name, in the order of the tree."""
+    free = {each.name: each for each in projections}
+    fused = {} if server is None else server.fused
+    whole_of = {member: (whole, members) for whole, members in fused.items() for member in members}
+    found: dict[str, list[Projection]] = {}
+    for name, projection in free.items():
+        parent, _, last = name.rpartition(".")
+        whole, members = whole_of.get(last, ("", ()))
+        unit = name
+        if (layer := expert_layer(name)) is not None:
+            unit = layer
+        elif whole and all(f"{parent}.{member}" in free for member in members):
+            unit = f"{parent}.{whole}"
+        found.setdefault(unit, []).append(projection)
+    return found
+
+
+def _unit(
+    checkpoint: Checkpoint,
+    names: TensorNames,
+    recipe: Recipe,
+    server: Server | None,
+    blueprint: Blueprint,
+    name: str,
+    projections: Sequence[Projection],
+) -> Unit:
+    options, refused = [], {}
+    for candidate in CANDIDATES:
+        option = _option(checkpoint, names, recipe, server, blueprint, candidate, projections)
+        if isinstance(option, str):
+            refused[candidate] = option
+        else:
+            options.append(option)
+    return Unit(name, tuple(projections), tuple(options), refused)
+
+
+def _option(
+    checkpoint: Checkpoint,
+    names: TensorNames,
+    recipe: Recipe,
+    server: Server | None,
+    blueprint: Blueprint,
+    candidate: str,
+    projections: Sequence[Projection],
+) -> Option | str:
+    """What the projections become with a candidate, or why they can't."""
+    settings = recipe.candidate_settings(candidate)
+    if isinstance(settings, Keep):
+        return Option(candidate, sum(dense_bytes(checkpoint, names, each) for each in projections), ())
+    form = FORMATS[recipe.format]
+    if (reason := form.scheme_refusal(settings.typical)) is not None:
+        return reason
+    planned = []
+    for projection in projections:
+        found = plan_module(checkpoint, names, form, projection, settings)
+        if isinstance(found, str):
+            return found
+        planned.append(found)
+    if server is not None:
+        layers = {each.stored: _layer(each, form.name) for each in planned}
+        whole = Whole(
+            layout=form.name,
+            rules=form.dialect == "gptq",
+            unquantized=(),
+            heads=None,
+            kv_heads=None,
+            architecture=blueprint.architecture,
+        )
+        if (reason := loading_refusal(server, layers, whole)) is not None:
+            return reason
+    return Option(
+        candidate, sum(each.nbytes for one in planned for each in packed_tensors(one)), tuple(planned)
+    )
+
+
+def _layer(planned: PlannedModule, layout: str) -> Layer:
+    spec = planned.spec
+    symmetric = not planned.layout.as_stored(spec.scheme).stores_zeros
+    return Layer(
+        layout=layout,
+        in_features=spec.in_features,
+        out_features=spec.out_features,
+        element=spec.scheme.element,
+        granularity=spec.scheme.granularity,
+        declared_symmetric=symmetric,
+        symmetric=symmetric,
+    )
+
+
+def dense_bytes(checkpoint: Checkpoint, names: TensorNames, projection: Projection) -> int:
+    """Bytes of a projection's weight as the source stores it."""
+    parts = names.in_parts(projection.parameter)
+    stored = names.require(f"{projection.name}.weight" if parts else projection.parameter)
+    shape = (projection.out_features, projection.in_features)
+    return TensorPlan(stored, checkpoint.tensors[stored].dtype, shape).nbytes

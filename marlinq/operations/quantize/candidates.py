@@ -1,0 +1,90 @@
+"""The schemes that an allocation chooses from, by the names that a recipe's ``allocation`` has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from marlinq.core.errors import UsageError
+from marlinq.core.safe_text import shown
+
+KEPT = "unquantised"
+"""The candidate that leaves weights as they are."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One scheme that a module may get.
+
+    Attributes:
+        name: name in recipes and reports.
+        settings: keys of an override that asks for it; None leaves the module unquantised.
+    """
+
+    name: str
+    settings: Mapping[str, Any] | None
+
+
+CANDIDATES: dict[str, Candidate] = {
+    each.name: each
+    for each in (
+        Candidate("int4/128", {"scheme": "int4", "group_size": 128}),
+        Candidate("int4/64", {"scheme": "int4", "group_size": 64}),
+        Candidate("int4/32", {"scheme": "int4", "group_size": 32}),
+        # Groups cost INT8 up to half a bit and lower an error that is small beside any 4-bit one.
+        Candidate("int8", {"scheme": "int8", "group_size": -1}),
+        Candidate("fp8", {"scheme": "fp8"}),
+        Candidate(KEPT, None),
+    )
+}
+"""Every candidate by its name, the smallest first."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The modules of one candidate: names of modules, or of what they lie in, such as a layer's experts."""
+
+    names: frozenset[str]
+
+    def matches(self, module: str) -> bool:
+        """Whether ``module`` or anything that it lies in is among the names."""
+        while module:
+            if module in self.names:
+                return True
+            module = module.rpartition(".")[0]
+        return False
+
+
+def read_allocation(value: Any) -> dict[str, tuple[str, ...]]:
+    """An allocation as recipes hold it: names of modules by candidate.
+
+    Raises:
+        UsageError: it is no such mapping, a candidate is unknown, or a module has two.
+    """
+    if not isinstance(value, Mapping):
+        raise UsageError(
+            f"recipe: allocation: expected modules by candidate ({', '.join(CANDIDATES)}), found "
+            f"{shown(value)}"
+        )
+    found: dict[str, tuple[str, ...]] = {}
+    for name, members in value.items():
+        if name not in CANDIDATES:
+            raise UsageError(
+                f"recipe: allocation: expected one of {', '.join(CANDIDATES)}, found {shown(name)}"
+            )
+        if not isinstance(members, (list, tuple)) or not all(isinstance(each, str) for each in members):
+            raise UsageError(
+                f"recipe: allocation: {name}: expected a list of modules, found {shown(members)}"
+            )
+        found[name] = tuple(members)
+    _check_once(found.values())
+    return found
+
+
+def _check_once(lists: Iterable[tuple[str, ...]]) -> None:
+    seen: set[str] = set()
+    for name in (each for members in lists for each in members):
+        if name in seen:
+            raise UsageError(f"recipe: allocation: {shown(name)} is there twice; keep one")
+        seen.add(name)
