@@ -1,8 +1,8 @@
 """marlinq's kernels inside vLLM, as a plugin of its entry-point group ``vllm.general_plugins``.
 
 vLLM calls :func:`register` in its front end, its engine and every worker, before a model is built. From then
-on its choice of a kernel for 4-bit linear layers asks
-:class:`~marlinq.integrations.vllm.linear.Int4LinearKernel` first, and 4-bit mixtures get
+on its choice of a kernel for linear layers of 4- and 8-bit integers asks
+:class:`~marlinq.integrations.vllm.linear.IntegerLinearKernel` first, and 4-bit mixtures get
 the experts of :mod:`marlinq.integrations.vllm.experts`; vLLM's own kernels run where those refuse.
 Nothing here initialises CUDA: workers may be forked later.
 
@@ -41,11 +41,11 @@ def register() -> None:
     try:
         from marlinq.integrations.vllm.experts import register_experts
         from marlinq.integrations.vllm.interface import key_compiled_graphs, put_first
-        from marlinq.integrations.vllm.linear import Int4LinearKernel
+        from marlinq.integrations.vllm.linear import IntegerLinearKernel
 
         key_compiled_graphs(mode)
         if mode in ("all", "linear"):
-            put_first(Int4LinearKernel)
+            put_first(IntegerLinearKernel)
         if mode in ("all", "experts"):
             register_experts()
     except (ImportError, AttributeError, TypeError, MarlinqError) as error:

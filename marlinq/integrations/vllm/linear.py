@@ -1,4 +1,4 @@
-"""A linear layer of vLLM whose 4-bit weight runs on marlinq's W4A16 kernels.
+"""A linear layer of vLLM whose weight of 4- or 8-bit integers runs on marlinq's kernels.
 
 vLLM loads GPTQ, AWQ and compressed-tensors checkpoints through three methods, which hand the same parameters
 to one kernel class: packed codes, scales, zero points and g_idx, of a rank's shard, with q, k, v and gate, up
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.granularity import Granularity
-from marlinq.core.scheme import INT4, Scheme
+from marlinq.core.scheme import INT4, INT8, Element, Scheme
 from marlinq.formats import LAYOUTS, StoredWeight
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.integrations.vllm.interface import (
@@ -46,16 +46,26 @@ _GROUP_STEP = 32
 _prepared: set[tuple[object, ...]] = set()
 
 
+def _element(config: MPLinearLayerConfig) -> Element | None:
+    """Type of the layer's codes; None where it is none of the plugin's."""
+    if config.zero_points:
+        return INT4 if config.weight_type == scalar_types.uint4 else None
+    if config.weight_type == scalar_types.uint4b8:
+        return INT4
+    return INT8 if config.weight_type == scalar_types.uint8b128 else None
+
+
 def refusal(config: MPLinearLayerConfig) -> str | None:
     """Why the kernel can't run a layer that vLLM describes so, or None."""
     channels, total = config.partition_weight_shape[0], config.full_weight_shape[0]
     group = config.group_size
     if config.act_type not in (torch.float16, torch.bfloat16):
         return f"activations in {config.act_type}; the kernels take float16 and bfloat16"
-    wanted = scalar_types.uint4 if config.zero_points else scalar_types.uint4b8
-    if config.weight_type != wanted:
+    if _element(config) is None:
         kind = "with zero points" if config.zero_points else "without zero points"
-        return f"weights of type {config.weight_type} {kind}; the kernels take {wanted}"
+        return (
+            f"weights of type {config.weight_type} {kind}; expected uint4 with, uint4b8 or uint8b128 without"
+        )
     if group != _ONE_SCALE_PER_CHANNEL and (group <= 0 or group % _GROUP_STEP):
         return f"group size {group} is neither one group nor a multiple of {_GROUP_STEP}"
     if group != _ONE_SCALE_PER_CHANNEL and channels % min(group, total):
@@ -67,7 +77,7 @@ def refusal(config: MPLinearLayerConfig) -> str | None:
     return None
 
 
-class Int4LinearKernel(MPLinearKernel):  # type: ignore[misc]
+class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
     """vLLM's interface of a kernel for packed integer weights (``MPLinearKernel``)."""
 
     @classmethod
@@ -87,6 +97,7 @@ class Int4LinearKernel(MPLinearKernel):  # type: ignore[misc]
         from marlinq.runtime.operand import stored_operand
 
         operand = stored_operand(stored, self.config.act_type, stored.words.device)
+        self._product = getattr(torch.ops.marlinq, operand.format.operator)
         self._group_size = operand.granularity.group_size
         self._out_features = operand.out_features
         self._padding = operand.padded_shape[0] - operand.in_features
@@ -101,7 +112,7 @@ class Int4LinearKernel(MPLinearKernel):  # type: ignore[misc]
         order = getattr(layer, self._order_name) if self._order_name else None
         if self._padding and order is None:
             x = F.pad(x, (0, self._padding))
-        out: Tensor = torch.ops.marlinq.w4a16_gemm(
+        out: Tensor = self._product(
             x,
             getattr(layer, self.w_q_name),
             getattr(layer, self.w_s_name),
@@ -137,9 +148,10 @@ class Int4LinearKernel(MPLinearKernel):  # type: ignore[misc]
         if getattr(config, "has_g_idx", False):
             tensors["weight_g_idx"] = getattr(layer, self.w_gidx_name).data
             extras = frozenset({"weight_g_idx"})
-        group = config.group_size
+        group, element = config.group_size, _element(config)
+        assert element is not None, "refusal says so"
         scheme = Scheme(
-            element=INT4,
+            element=element,
             granularity=Granularity.from_group_size(group).for_channels(k),
             zero_point="stored" if config.zero_points else "midpoint",
             scale_dtype=dtype_name(scales.dtype),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from marlinq.core.scheme import INT4, INT8, Element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats.packing import pack_rows
 from marlinq.integrations.vllm import VARIABLE, register
@@ -59,7 +60,7 @@ def test_the_entry_point_is_the_function() -> None:
 def test_the_kernel_comes_first_once(kernels: list[Any]) -> None:
     register()
     register()
-    assert [each.__name__ for each in kernels] == ["Int4LinearKernel", "OtherKernel"]
+    assert [each.__name__ for each in kernels] == ["IntegerLinearKernel", "OtherKernel"]
     # vLLM 0.33 sorts by these words.
     assert not [word for word in ("marlin", "humming") if word in kernels[0].__name__.lower()]
 
@@ -162,7 +163,9 @@ def test_a_missing_name_is_one_warning(
         ({"group_size": -1}, None),
         ({"group_size": 96, "full_weight_shape": (192, 64), "partition_weight_shape": (192, 64)}, None),
         ({"act_type": torch.float32}, "float32"),
-        ({"weight_type": "uint8b128"}, "uint8b128"),
+        ({"weight_type": "uint8b128"}, None),
+        ({"weight_type": "uint8b128", "zero_points": True}, "uint8b128 with zero points"),
+        ({"weight_type": "uint2b2"}, "uint2b2"),
         ({"weight_type": "uint4"}, "without zero points"),
         ({"group_size": 16}, "group size 16"),
         ({"group_size": 0}, "group size 0"),
@@ -186,7 +189,9 @@ def test_without_an_nvidia_gpu_nothing_is_taken(monkeypatch: pytest.MonkeyPatch)
     assert kernels[0].can_implement(config())[0] is False
 
 
-def weight(k: int, n: int, group_size: int, *, zeros: bool, act_order: bool = False) -> QuantizedWeight:
+def weight(
+    k: int, n: int, group_size: int, *, zeros: bool, act_order: bool = False, element: Element = INT4
+) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(k + n + group_size)
     size = k if group_size == -1 else group_size
     groups = k // size
@@ -195,20 +200,21 @@ def weight(k: int, n: int, group_size: int, *, zeros: bool, act_order: bool = Fa
         g_idx = g_idx[torch.randperm(k, generator=generator)]
     points = torch.randint(0, 16, (groups, n), generator=generator, dtype=torch.uint8)
     return quantized(
-        codes=torch.randint(0, 16, (k, n), generator=generator, dtype=torch.uint8),
+        codes=torch.randint(0, element.codes, (k, n), generator=generator, dtype=torch.uint8),
         # Powers of two: every product and every sum of so few is exact in float16's range of exponents.
         scales=torch.full((groups, n), 2.0**-6, dtype=torch.float16)
         * 2.0 ** torch.randint(-2, 3, (groups, n), generator=generator).to(torch.float16),
-        zeros=points if zeros else torch.full_like(points, 8),
+        zeros=points if zeros else torch.full_like(points, element.midpoint),
         g_idx=g_idx,
         size=size,
+        element=element,
     )
 
 
 def as_compressed_tensors(q: QuantizedWeight, *, zeros: bool) -> nn.Module:
     """Parameters as vLLM registers them for compressed-tensors: output channels first."""
     layer = nn.Module()
-    words = pack_rows(q.codes, 4).t().contiguous()
+    words = pack_rows(q.codes, q.element.bits).t().contiguous()
     layer.weight_packed = stub.Parameter(words, input_dim=1, output_dim=0, packed_dim=1)
     layer.weight_scale = stub.Parameter(q.scales.t().contiguous(), input_dim=1, output_dim=0)
     if zeros:
@@ -221,7 +227,9 @@ def as_compressed_tensors(q: QuantizedWeight, *, zeros: bool) -> nn.Module:
 def as_gptq(q: QuantizedWeight, *, zeros: bool) -> nn.Module:
     """Parameters as vLLM registers them for GPTQ, and for AWQ once it has put its codes in order."""
     layer = nn.Module()
-    layer.weight_packed = stub.Parameter(pack_rows(q.codes, 4), input_dim=0, output_dim=1, packed_dim=0)
+    layer.weight_packed = stub.Parameter(
+        pack_rows(q.codes, q.element.bits), input_dim=0, output_dim=1, packed_dim=0
+    )
     layer.weight_scale = stub.Parameter(q.scales, input_dim=0, output_dim=1)
     if zeros:
         points = pack_rows(q.zeros.t().contiguous(), 4).t().contiguous()
@@ -266,6 +274,25 @@ def test_products_are_those_of_the_weight(
     assert out.is_contiguous()
     assert out.shape == (3, 5, n)
     torch.testing.assert_close(out, expected.to(torch.float16), rtol=2.0**-10, atol=0)
+
+
+@pytest.mark.parametrize("order", [as_compressed_tensors, as_gptq])
+@pytest.mark.parametrize(("k", "n", "group_size"), [(128, 64, 32), (160, 72, -1)])
+def test_products_of_8_bits(
+    kernel: Any, order: Callable[..., nn.Module], k: int, n: int, group_size: int
+) -> None:
+    q = weight(k, n, group_size, zeros=False, element=INT8)
+    layer = order(q, zeros=False)
+    made = kernel(
+        config(k, n, group_size=group_size, weight_type="uint8b128"),
+        *("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+    )
+    made.process_weights_after_loading(layer)
+    # As above, with integers of 8 bits.
+    x = torch.randint(-2, 3, (5, k)).to(torch.float16)
+    expected = x.to(torch.float64) @ q.dequantize(torch.float64).t()
+    found = made.apply_weights(layer, x)
+    torch.testing.assert_close(found, expected.to(torch.float16), rtol=2.0**-10, atol=0)
 
 
 def test_the_operand_takes_the_parameters_place(kernel: Any) -> None:
