@@ -20,6 +20,7 @@ from tests.emulation import (
     test_router_inputs,
     test_rows,
     test_sample,
+    test_sparse,
     test_tuned,
 )
 from tests.emulation.gemm import SOURCES
@@ -40,6 +41,7 @@ PLANTED: list[Planted] = [
     *test_router_inputs.GATE_FAULTS.values(),
     *(planted for _, _, planted, _ in test_rows.FAULTS.values()),
     *test_sample.FAULTS.values(),
+    *(planted for planted, _ in test_sparse.FAULTS.values()),
     *test_tuned.FAULTS.values(),
 ]
 """Every fault that a test plants into the shipped sources."""

@@ -92,25 +92,34 @@ def test_products_are_those_of_float64(builder: Builder, name: str) -> None:
 
 
 FAULTS = {
-    "sparse_mask_of_block": ("masks.x", "one row, groups of 64, a short last chunk"),
-    "sparse_selector": ("0", "one row, groups of 64, a short last chunk"),
-    "sparse_columns": ("n0 / 64 + wn", "two warps side by side, columns that end in a tile"),
-    "sparse_mask_rows": ("i", "one row, groups of 64, a short last chunk"),
-    "sparse_groups": ("group", "one row, groups of 64, a short last chunk"),
-    "sparse_waits": ("", "a dependent launch"),
-    "sparse_copies_waited": ("STAGES - 1", "a dependent launch"),
-    "sparse_warp_met": (";", "a dependent launch"),
-    "sparse_neighbours_met": (";", "two warps side by side, columns that end in a tile"),
-    "sparse_ring_drained": ("", "a dependent launch"),
+    "sparse_mask_of_block": (
+        Planted("sparse_mask_of_block", "masks.x"),
+        "one row, groups of 64, a short last chunk",
+    ),
+    "sparse_selector": (Planted("sparse_selector", "0"), "one row, groups of 64, a short last chunk"),
+    "sparse_columns": (
+        Planted("sparse_columns", "n0 / 64 + wn"),
+        "two warps side by side, columns that end in a tile",
+    ),
+    "sparse_mask_rows": (Planted("sparse_mask_rows", "i"), "one row, groups of 64, a short last chunk"),
+    "sparse_groups": (Planted("sparse_groups", "group"), "one row, groups of 64, a short last chunk"),
+    "sparse_waits": (Planted("sparse_waits", ""), "a dependent launch"),
+    "sparse_copies_waited": (Planted("sparse_copies_waited", "STAGES - 1"), "a dependent launch"),
+    "sparse_warp_met": (Planted("sparse_warp_met", ";"), "a dependent launch"),
+    "sparse_neighbours_met": (
+        Planted("sparse_neighbours_met", ";"),
+        "two warps side by side, columns that end in a tile",
+    ),
+    "sparse_ring_drained": (Planted("sparse_ring_drained", ""), "a dependent launch"),
 }
 
 
 @pytest.mark.parametrize("site", FAULTS)
 def test_planted_faults_are_found(builder: Builder, site: str) -> None:
-    text, name = FAULTS[site]
+    planted, name = FAULTS[site]
     for seed in range(4):
         try:
-            error = run(builder, CASES[name], Planted(site, text), seed)
+            error = run(builder, CASES[name], planted, seed)
         except KernelFault:
             return
         if not error <= bound(CASES[name]):
