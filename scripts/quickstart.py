@@ -1,8 +1,8 @@
 """The whole way on a small real model, with commentary: what ``make quickstart`` runs.
 
 It fetches SmolLM2-135M-Instruct, then calls the ``marlinq`` command as a user would: every command line is
-printed before it runs, with what the step usually takes, and once a minute how long the step now running has
-taken. Everything it makes is under ``quickstart/``. A folder that is finished is not made again, so it can be
+printed before it runs, and once a minute how long the step now running has taken. Everything it makes
+is under ``quickstart/``. A folder that is finished is not made again, so it can be
 interrupted and run again. The jobs are small; a model for use wants the default quality.
 """
 
