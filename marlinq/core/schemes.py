@@ -47,6 +47,20 @@ SCHEMES: dict[str, NamedScheme] = {}
 """Every named scheme."""
 
 
+def named_scheme(scheme: Scheme) -> str:
+    """The name that ``scheme`` has for its weights and inputs, scales and zero points aside; empty for none.
+
+    NVFP4's inputs, which loaders may leave in 16 bits, do not count.
+    """
+    for name, named in SCHEMES.items():
+        inputs = named.two_levels or scheme.activations == named.activations
+        wide = named.granularity is None or named.granularity == scheme.granularity
+        levels = named.two_levels == (scheme.tensor_scale != "none")
+        if named.element == scheme.element and wide and inputs and levels:
+            return name
+    return ""
+
+
 def register_scheme(scheme: NamedScheme) -> NamedScheme:
     """Make ``scheme`` known to recipes and the command line; returns it."""
     SCHEMES[scheme.name] = scheme

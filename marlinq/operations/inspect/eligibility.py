@@ -15,7 +15,7 @@ from marlinq.core.version import __version__
 from marlinq.formats import FORMATS
 from marlinq.formats.dialects import is_head
 from marlinq.operations.inspect.parallel import Layer, Split, experts, fused, split, split_head
-from marlinq.operations.inspect.servers import Kernel, Limits, Loading, Server, servers
+from marlinq.operations.inspect.servers import Floats, Kernel, Limits, Loading, Server, servers
 
 OWN = "marlinq"
 _OWN_KERNEL = "packed kernels"
@@ -137,9 +137,17 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
     def refused(reason: str) -> ServerVerdict:
         return ServerVerdict(server.name, server.version, False, (), reason)
 
-    floats = next((layer.element.name for layer in layers.values() if layer.element.table is not None), None)
-    if floats is not None:
-        return refused(f"not judged: how {server.name} loads {floats} weights has not been read yet")
+    floats = {name: layer for name, layer in layers.items() if layer.element.table is not None}
+    runs = ""
+    if floats:
+        runs, against = _floats_verdict(server, floats, whole)
+        if against:
+            return refused(against)
+        if reason := _plain_refusal(server, layers, whole):
+            return refused(reason)
+        layers = {name: layer for name, layer in layers.items() if name not in floats}
+        if not layers:
+            return ServerVerdict(server.name, server.version, True, (), runs)
     loading = server.loading(whole.layout)
     if loading is None:
         return refused(f"does not read the {whole.layout} layout{_after_conversion(server, layers)}")
@@ -165,7 +173,7 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
     if reason := _first_of({name: _rule_refusal(name, unit, whole) for name, (unit, _) in units.items()}):
         return refused(reason)
     packages = server.packages.get(whole.layout)
-    needs = "; ".join(text for text in (f"needs {packages}" if packages else "", server.note) if text)
+    needs = "; ".join(text for text in (runs, f"needs {packages}" if packages else "", server.note) if text)
     if not server.kernels:
         return ServerVerdict(server.name, server.version, True, (), needs)
     return _choose(server, units, whole.layout, needs)
@@ -180,6 +188,28 @@ def _rule_refusal(name: str, unit: Layer, whole: Whole) -> str | None:
         return None
     found = "keep it unquantised" if said is None else "give it other settings"
     return f"the dynamic rules {found}, unlike its members; convert it, which writes rules that match both"
+
+
+def _floats_verdict(server: Server, layers: Mapping[str, Layer], whole: Whole) -> tuple[str, str]:
+    """What multiplies weights in floating point, and why the server does not load them; one is empty."""
+    found: dict[str, Floats] = {}
+    for name, layer in layers.items():
+        rule = next(
+            (each for each in server.floats if whole.layout in each.names and layer.named in each.schemes),
+            None,
+        )
+        if rule is None:
+            what = layer.named or f"{layer.element.name} weights of this kind"
+            return "", f"not judged: how {server.name} loads {what} in {whole.layout} has not been read yet"
+        block = layer.granularity
+        ragged = layer.in_features % (block.channels or 1) or layer.out_features % (block.outputs or 1)
+        if rule.whole_blocks and block.kind == "block" and ragged:
+            return "", f"{name}: {server.name} reads blocks that are cut short wrong"
+        found[name] = rule
+    for parent, members in experts(layers).items():
+        if not all(found[name].experts for name in members):
+            return "", f"{parent}: {server.name} does not load experts of such weights"
+    return "; ".join(dict.fromkeys(rule.runs for rule in found.values())), ""
 
 
 def _plain_refusal(server: Server, layers: Iterable[str], whole: Whole) -> str | None:

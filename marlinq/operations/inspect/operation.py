@@ -19,6 +19,7 @@ from marlinq.checkpoint import (
 )
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.progress import Progress, shows_progress
+from marlinq.core.schemes import named_scheme
 from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import DIALECTS, is_head
 from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
@@ -181,6 +182,7 @@ def _layer(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec, stored: 
         sortable=stored.sortable,
         zero_writer=spec.zero_writer,
         problem=stored.problem,
+        named=named_scheme(declared),
     )
 
 

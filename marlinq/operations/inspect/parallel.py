@@ -33,6 +33,7 @@ class Layer:
         sortable: sorting the g_idx gives that.
         zero_writer: who packed GPTQ v1 zeros, where the config tells.
         problem: reason why its zeros can't be decoded, or None.
+        named: scheme of weights and inputs as ``--scheme`` names it; empty where it has no name.
     """
 
     layout: str
@@ -47,6 +48,7 @@ class Layer:
     sortable: bool = True
     zero_writer: str | None = None
     problem: str | None = None
+    named: str = ""
 
     @property
     def groups(self) -> int:

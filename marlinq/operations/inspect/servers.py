@@ -52,6 +52,25 @@ class Kernel(Limits):
 
 
 @dataclass(frozen=True)
+class Floats:
+    """Which weights in floating point a server loads from some layouts.
+
+    Attributes:
+        names: layouts.
+        schemes: schemes of weights and inputs, by the names of ``--scheme``.
+        runs: what multiplies them there.
+        experts: it loads experts of such weights, too.
+        whole_blocks: K and N must be multiples of the block's sides.
+    """
+
+    names: tuple[str, ...]
+    schemes: tuple[str, ...]
+    runs: str
+    experts: bool = True
+    whole_blocks: bool = False
+
+
+@dataclass(frozen=True)
 class Plain:
     """Linears that a server builds without looking at the quantisation.
 
@@ -103,6 +122,7 @@ class Server:
     ties: bool = False
     plain_heads: tuple[str, ...] = ()
     plain: tuple[Plain, ...] = ()
+    floats: tuple[Floats, ...] = ()
     fused_drafts: bool = False
     note: str = ""
 
@@ -159,12 +179,14 @@ def _server(entry: Mapping[str, Any]) -> Server:
     formats = tuple(Loading(**loading) for loading in values.pop("formats"))
     kernels = tuple(Kernel(**kernel) for kernel in values.pop("kernels", ()))
     plain = tuple(Plain(**each) for each in values.pop("plain", ()))
+    floats = tuple(Floats(**each) for each in values.pop("floats", ()))
     vocabulary = values.pop("vocabulary", None)
     return Server(
         **values,
         formats=formats,
         kernels=kernels,
         plain=plain,
+        floats=floats,
         vocabulary=None if vocabulary is None else Vocabulary(**vocabulary),
     )
 

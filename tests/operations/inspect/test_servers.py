@@ -10,6 +10,7 @@ import pytest
 
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, INT8
+from marlinq.core.schemes import SCHEMES, named_scheme
 from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
 from marlinq.operations.inspect.parallel import Layer, Split, fused, split, split_head, unknown_axes
 from marlinq.operations.inspect.servers import Server, Vocabulary, servers
@@ -445,3 +446,56 @@ def test_a_linear_that_a_server_builds_plain_is_refused_there() -> None:
         assert found["vLLM"].loads == loads
         assert found["SGLang"].loads
         assert loads or "vLLM builds it in 16 bits" in found["vLLM"].reason
+
+
+FLOAT_CASES = {
+    # scheme, layout: who loads it
+    ("fp8-block", "fp8"): {"vLLM", "SGLang", "transformers"},
+    ("fp8", "compressed-tensors"): {"vLLM", "SGLang", "transformers"},
+    ("nvfp4", "modelopt"): {"vLLM", "SGLang"},
+    ("mxfp4", "compressed-tensors"): {"vLLM", "SGLang", "transformers"},
+    ("mxfp8", "compressed-tensors"): {"transformers"},
+    ("fp8-static", "fp8"): set(),
+}
+
+
+def float_layer(name: str, layout: str) -> Layer:
+    named = SCHEMES[name]
+    sized = named.granularity or Granularity.channel()
+    return replace(PLAIN, layout=layout, element=named.element, granularity=sized, named=name)
+
+
+@pytest.mark.parametrize(("name", "layout"), FLOAT_CASES)
+def test_weights_in_floating_point_are_judged_by_their_scheme(name: str, layout: str) -> None:
+    layer = float_layer(name, layout)
+    assert named_scheme(SCHEMES[name].example(scheme(32))) == name
+    found = {
+        verdict.server: verdict for verdict in verdicts({UP: layer}, Whole(layout, False, (), None, None))
+    }
+    loads = {server for server, verdict in found.items() if verdict.loads} - {"marlinq"}
+    assert loads == FLOAT_CASES[name, layout]
+    for server, verdict in found.items():
+        if server not in loads | {"marlinq"}:
+            assert "not judged" in verdict.reason
+        assert verdict.reason
+
+
+def test_experts_and_ragged_blocks_of_floats_are_refused_where_they_go_wrong() -> None:
+    expert = "model.layers.0.mlp.experts.0.up_proj"
+    whole = Whole("compressed-tensors", False, (), None, None)
+    for name, refusing in (("fp8", "vLLM"), ("nvfp4", "transformers")):
+        layer = float_layer(name, "compressed-tensors")
+        found = {verdict.server: verdict for verdict in verdicts({expert: layer}, whole)}
+        assert "does not load experts of such weights" in found[refusing].reason
+        assert found["SGLang"].loads
+    ragged = replace(float_layer("fp8-block", "fp8"), out_features=576)
+    found = {verdict.server: verdict for verdict in verdicts({UP: ragged}, replace(whole, layout="fp8"))}
+    assert "blocks that are cut short" in found["transformers"].reason
+    assert found["vLLM"].loads
+
+
+def test_integers_beside_floats_are_judged_too() -> None:
+    layers = {UP: float_layer("fp8", "compressed-tensors"), "model.layers.0.mlp.fc2": CT}
+    found = {v.server: v for v in verdicts(layers, Whole("compressed-tensors", False, (), None, None))}
+    assert found["vLLM"].first
+    assert "Humming, then Marlin" in found["vLLM"].reason
