@@ -115,12 +115,12 @@ def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) 
     assert all(torch.equal(out, found[0]) for out in found), "how splits meet, or when, shows in the bits"
 
 
-# (heads, kv_heads, D, tokens in the cache, rows, splits, window, softcap), warps, rotated channels, norm
+# (heads, kv_heads, D, cached tokens, rows, splits, window, softcap), warps, rotated channels, norm, gated
 TOGETHER = [
-    ((4, 2, 64, 0, 3, 1, None, None), 4, 64, "RMS"),
-    ((12, 1, 32, 93, 8, 2, None, None), 4, 16, None),
-    ((2, 2, 80, 127, 4, 3, 40, 9.0), 4, 32, "LAYER"),
-    ((3, 1, 16, 62, 5, 2, 2, None), 4, 0, None),
+    ((4, 2, 64, 0, 3, 1, None, None), 4, 64, "RMS", True),
+    ((12, 1, 32, 93, 8, 2, None, None), 4, 16, None, True),
+    ((2, 2, 80, 127, 4, 3, 40, 9.0), 4, 32, "LAYER", False),
+    ((3, 1, 16, 62, 5, 2, 2, None), 4, 0, None, False),
 ]
 
 
@@ -128,19 +128,24 @@ TOGETHER = [
 def test_neighbouring_tokens_of_one_sequence(
     builder: Builder, case: tuple[Any, ...], dtype: torch.dtype
 ) -> None:
-    (heads, kv, size, length, rows, splits, window, softcap), warps, channels, kind = case
+    (heads, kv, size, length, rows, splits, window, softcap), warps, channels, kind, gated = case
     torch.manual_seed(size)
-    capacity, columns = length + rows, (heads + 2 * kv) * size
+    capacity, columns = length + rows, ((1 + gated) * heads + 2 * kv) * size
     x = strided(rows, columns, columns + 64, dtype)
+    plain, factor = x, torch.ones(1)
+    if gated:
+        pairs = x[:, : 2 * heads * size].reshape(rows, heads, 2, size)
+        plain = torch.cat((pairs[:, :, 0].flatten(1), x[:, 2 * heads * size :]), 1)
+        factor = pairs[:, :, 1].double().sigmoid()
     table = apart(rotation_table(capacity, channels)) if channels else None
     norms = [head_norm(kind, size, count, dtype, wide=False) for count in (heads, kv)]
-    work = HeadWork(table=table, query_norm=norms[0], key_norm=norms[1])
+    work = HeadWork(table=table, query_norm=norms[0], key_norm=norms[1], gated=gated)
     filled = [random(1, kv, capacity, size, dtype=dtype) for _ in range(2)]
     for cache in filled:
         cache[:, :, length:] = torch.nan
     lengths = apart(torch.arange(length, length + rows, dtype=torch.int32))
     shape = AttentionShape(rows, heads, kv, size, capacity)
-    q, *new = expected_heads(x, heads, kv, size, lengths.long(), work)
+    q, *new = expected_heads(plain, heads, kv, size, lengths.long(), work)
     whole = [cache.clone() for cache in filled]
     for cache, heads_of in zip(whole, new, strict=True):
         cache[0, :, length:] = heads_of.to(dtype).transpose(0, 1)
@@ -177,7 +182,7 @@ def test_neighbouring_tokens_of_one_sequence(
             Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
         ]
         start(builder, prepared, memory, seed=size)
-        assert relative_error(out, expected) < BOUND[dtype]
+        assert relative_error(out, factor * expected) < BOUND[dtype]
         for found, wanted in zip((keys, values), whole, strict=True):
             assert relative_error(found, wanted.double()) < BOUND[dtype]
 

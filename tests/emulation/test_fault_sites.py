@@ -11,6 +11,7 @@ from emulation.faults import Planted, UnknownSite, sites
 from tests.emulation import (
     faults,
     test_attention,
+    test_delta,
     test_eight_bits,
     test_expert_faults,
     test_other_elements,
@@ -42,6 +43,7 @@ PLANTED: list[Planted] = [
     *(planted for _, _, planted, _ in test_rows.FAULTS.values()),
     *test_sample.FAULTS.values(),
     *(planted for planted, _ in test_sparse.FAULTS.values()),
+    *test_delta.FAULTS,
     *test_tuned.FAULTS.values(),
 ]
 """Every fault that a test plants into the shipped sources."""

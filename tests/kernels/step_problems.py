@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marlinq.kernels.step import HeadNorm, HeadWork, RowNorm
+from marlinq.kernels.step import DeltaWeights, HeadNorm, HeadWork, RowNorm
 from marlinq.models.anatomy import Slices
 
 # Relative error over a whole result. Rounding it once gives 2^-11 / sqrt(3) = 2.8e-4 in float16 and
@@ -109,6 +109,43 @@ def expected_attention(
             scores = softcap * torch.tanh(scores / softcap)
         results.append((scores.softmax(-1)[:, None] @ v)[:, 0])
     return torch.stack(results)
+
+
+def expected_delta(
+    x: Tensor, rates: Tensor, ring: Tensor, state: Tensor, lengths: Tensor, weights: DeltaWeights
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result [B, value heads * value channels] and the state in float64, and the ring, behind a token."""
+    keys, values = weights.key_heads * weights.key_dim, weights.value_heads * weights.value_dim
+    heads = weights.value_heads
+    *joined, gate = Slices(("",), (keys, keys, values, values), weights.turns).split(
+        x[:, : 2 * (keys + values)]
+    )
+    beta, step = (part.double() for part in Slices(("",), (heads, heads), weights.turns).split(rates))
+    newest = torch.cat(joined, -1)
+    ring = ring.clone()
+    convolved = torch.zeros_like(newest, dtype=torch.float64)
+    for b, length in enumerate(lengths.tolist()):
+        ring[b, length % weights.taps] = newest[b]
+        for tap in range(min(weights.taps, length + 1)):
+            seen = ring[b, (length - tap) % weights.taps].double()
+            convolved[b] += weights.weight[:, weights.taps - 1 - tap].double() * seen
+    convolved = torch.nn.functional.silu(convolved.to(x.dtype)).double()
+    q, k, v = (part.unflatten(-1, (count, -1)) for part, count in zip(
+        convolved.split((keys, keys, values), -1), (weights.key_heads, weights.key_heads, heads), strict=True
+    ))  # fmt: skip
+    q, k = (
+        (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(
+            heads // weights.key_heads, 1
+        )
+        for part in (q, k)
+    )
+    decay = (-weights.decay.double().exp() * torch.nn.functional.softplus(step + weights.step_bias)).exp()
+    state = state.double() * decay[..., None, None]
+    missing = v - torch.einsum("bhkv,bhk->bhv", state, k)
+    state = state + torch.einsum("bhk,bhv->bhkv", k, beta.sigmoid().to(x.dtype).double()[..., None] * missing)
+    mixed = torch.einsum("bhkv,bhk->bhv", state, q * weights.key_dim**-0.5)
+    normed = mixed * (mixed.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm.double()
+    return (normed.flatten(1) * torch.nn.functional.silu(gate.double())), state, ring
 
 
 def rotation_table(capacity: int, channels: int) -> Tensor:

@@ -16,6 +16,7 @@ from marlinq.kernels.step import (
     ROUTER_WIDEST,
     Addition,
     AttentionShape,
+    DeltaWeights,
     Division,
     Gather,
     HeadNorm,
@@ -27,6 +28,7 @@ from marlinq.kernels.step import (
     activate,
     append,
     attend,
+    delta,
     residual,
     router,
 )
@@ -118,6 +120,41 @@ def attentions(*, clusters: bool = False) -> list[Prepared]:
     return prepared
 
 
+def runs() -> list[Prepared]:
+    """Neighbouring tokens of one sequence, with gates."""
+    prepared = []
+    for size, dtype in ((128, HALF), (256, BFLOAT16)):
+        cache, x = empty(1, 8, 32, size, dtype=dtype), empty(8, 32 * size, dtype=dtype)
+        norm = HeadNorm("RMS_WIDE", empty(size, dtype=dtype), None, 1e-6, 1.0)
+        work = HeadWork(table=torch.empty(32, size // 2, 2), query_norm=norm, key_norm=norm, gated=True)
+        division, shape = Division(2, 8), AttentionShape(8, 8, 8, size, 32)
+        workspace = Workspace.of([(shape, division)], torch.device("cpu"))
+        lengths, out = torch.zeros(8, dtype=torch.int32), empty(8, 8, size, dtype=dtype)
+        given = (x, cache, cache, out, lengths, work, workspace)
+        prepared.append(attend(*given, scale=1.0, division=division, together=True))
+    return prepared
+
+
+def deltas() -> list[Prepared]:
+    prepared = []
+    for size, dtype in ((128, HALF), (64, BFLOAT16)):
+        weights = DeltaWeights(
+            weight=torch.empty(4 * size, 4),
+            decay=torch.empty(2),
+            step_bias=torch.empty(2),
+            norm=empty(size, dtype=dtype),
+            eps=1e-6,
+            key_heads=1,
+            value_heads=2,
+            key_dim=size,
+            turns=1,
+        )
+        x, rates, out = (empty(1, columns, dtype=dtype) for columns in (6 * size, 8, 2 * size))
+        ring, state = empty(1, 4, 4 * size, dtype=dtype), torch.empty(1, 2, size, size)
+        prepared.append(delta(x, rates, out, ring, state, torch.zeros(1, dtype=torch.int32), weights))
+    return prepared
+
+
 def activations() -> list[Prepared]:
     return [
         activate(empty(1, 256), empty(1, 128), name, arrangement)
@@ -169,7 +206,7 @@ def cluster_routers() -> list[Prepared]:
     return routers(clusters=True)
 
 
-KERNELS = (residuals, appends, attentions, activations, routers)
+KERNELS = (residuals, appends, attentions, runs, deltas, activations, routers)
 CLUSTERED = (cluster_attentions, cluster_routers)
 
 

@@ -10,6 +10,7 @@ from marlinq.kernels.launch.prepared import Prepared, bind, precompile_prepared
 from marlinq.kernels.step.activate import Arrangement, activate
 from marlinq.kernels.step.append import append
 from marlinq.kernels.step.attend import AttentionShape, Division, Workspace, attend, divide
+from marlinq.kernels.step.delta import DeltaWeights, delta, delta_refusal
 from marlinq.kernels.step.heads import HeadNorm, HeadWork
 from marlinq.kernels.step.residual import Gather, RoutedRows, RowNorm, residual
 from marlinq.kernels.step.router import ROUTER_WIDEST, Addition, router
@@ -19,6 +20,7 @@ __all__ = [
     "Addition",
     "Arrangement",
     "AttentionShape",
+    "DeltaWeights",
     "Division",
     "Gather",
     "HeadNorm",
@@ -31,6 +33,8 @@ __all__ = [
     "append",
     "attend",
     "bind",
+    "delta",
+    "delta_refusal",
     "divide",
     "precompile_prepared",
     "residual",

@@ -148,7 +148,8 @@ def attend(
     run, if these are launched dependently.
 
     Args:
-        x: [B, (H + 2 * KV) * D], queries, keys and values side by side.
+        x: [B, (H + 2 * KV) * D], queries, keys and values side by side; with H * D more columns of gates, by
+            whose sigmoid the result is multiplied, where ``work`` says so.
         keys, values: [B, KV, L, D], contiguous: the cache; [1, KV, L, D] with ``together``.
         out: [B, H, D], each row contiguous.
         lengths: int32 [B], tokens in the cache; with ``together`` rising by one from row to row.
@@ -201,6 +202,7 @@ def attend(
         ("MIN_BLOCKS", division.blocks_each(size)),
         ("CLUSTER", division.splits if division.meets else 1),
         ("TOGETHER", rows),
+        ("GATED", work.gated),
         ("SOFTCAP", softcap is not None),
         *head_parameters(work),
         ("SHARED_BYTES", shared),

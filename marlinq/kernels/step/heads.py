@@ -41,6 +41,7 @@ class HeadWork:
         interleaved: pairs are neighbours.
         query_norm, key_norm: in front of the rotation; both or none of them wide.
         turns: of :class:`marlinq.models.anatomy.Slices`; 1 for norms over all heads.
+        gated: each head of queries is followed by as many columns of gates; not with norms over all heads.
     """
 
     table: Tensor | None = None
@@ -48,6 +49,7 @@ class HeadWork:
     query_norm: HeadNorm | None = None
     key_norm: HeadNorm | None = None
     turns: int = 1
+    gated: bool = False
 
 
 class NewHeads(ctypes.Structure):
@@ -61,7 +63,14 @@ class NewHeads(ctypes.Structure):
         ("x_stride", ctypes.c_longlong),
         *(
             (name, ctypes.c_int)
-            for name in ("heads", "kv_heads", "turns", "query_weight_stride", "key_weight_stride")
+            for name in (
+                "heads",
+                "kv_heads",
+                "turns",
+                "each",
+                "query_weight_stride",
+                "key_weight_stride",
+            )
         ),
         *((name, ctypes.c_float) for name in ("query_eps", "query_offset", "key_eps", "key_offset")),
     )
@@ -95,14 +104,19 @@ def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
     check_rows(x=x)
     _, kv_heads, capacity, size = keys.shape
     query_norm, key_norm, table, turns = work.query_norm, work.key_norm, work.table, work.turns
-    if x.shape[1] < (heads + 2 * kv_heads) * size:
-        raise ValueError(f"x: expected {heads} + 2 * {kv_heads} heads of {size}, found {list(x.shape)}")
+    each = 2 if work.gated else 1
+    if x.shape[1] < (each * heads + 2 * kv_heads) * size:
+        raise ValueError(
+            f"x: expected {each * heads} + 2 * {kv_heads} heads of {size}, found {list(x.shape)}"
+        )
     if table is not None and (table.dtype != torch.float32 or table.shape[0] < capacity):
         raise ValueError(f"table: expected float32 for {capacity} positions, found {list(table.shape)}")
     norms = [norm for norm in (query_norm, key_norm) if norm is not None]
     wide = any(norm.wide for norm in norms)
     if heads % turns or kv_heads % turns or (wide and turns > 1):
         raise ValueError(f"turns: {turns} of {heads} and {kv_heads} heads")
+    if wide and work.gated:
+        raise ValueError("norms over all heads: expected no gates between them")
     if wide and not all(norm.wide and norm.kind != "LAYER" for norm in norms):
         raise ValueError("norms over all heads: expected both to be so, and none to subtract a mean")
     return NewHeads(
@@ -116,6 +130,7 @@ def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
         heads=heads,
         kv_heads=kv_heads,
         turns=turns,
+        each=each,
         query_weight_stride=_weight_stride(query_norm, size),
         key_weight_stride=_weight_stride(key_norm, size),
         query_eps=query_norm.eps if query_norm else 0.0,

@@ -46,6 +46,11 @@ _LLAMA_70B = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
     "num_attention_heads": 64, "num_key_value_heads": 8,
 }  # fmt: skip
+_DELTA_NET = {
+    "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
     "llama-3-8b": {
@@ -87,6 +92,17 @@ SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
+    },
+    "qwen3.5-27b": {
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408,
+        "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
+        **_DELTA_NET, "linear_num_value_heads": 48,
+    },
+    "qwen3.5-35b-a3b": {
+        "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 256,
+        "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, **_DELTA_NET, "linear_num_value_heads": 32,
     },
     "smollm2-135m": {
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
@@ -225,7 +241,12 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
 
 
 def _quantised(blueprint: Blueprint, model: PreTrainedModel, wanted: Synthetic) -> list[Projection]:
-    found = [one for one in blueprint.projections() if one.expert is None and wanted.scheme != "16"]
+    # A delta net's betas and steps, a column a head each, stay in 16 bits as they do by default.
+    found = [
+        one
+        for one in blueprint.projections()
+        if one.expert is None and one.out_features % 64 == 0 and wanted.scheme != "16"
+    ]
     if wanted.head == "int4":
         module = model.get_output_embeddings()
         found += [one for one in blueprint.others if model.get_submodule(one.module) is module]

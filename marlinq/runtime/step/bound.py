@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR
-from marlinq.kernels.step import Arrangement, HeadNorm, HeadWork, RowNorm
+from marlinq.kernels.step import Arrangement, DeltaWeights, HeadNorm, HeadWork, RowNorm, delta_refusal
 from marlinq.kernels.step.residual import WIDEST
 from marlinq.kernels.step.router import MOST_CHOSEN, MOST_EXPERTS, MOST_GROUPS
 from marlinq.models.anatomy import (
@@ -54,16 +54,13 @@ def chain_refusal(model: nn.Module, anatomy: Anatomy) -> Unrecognised | None:
 def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unrecognised | None:
     attention, mlp = layer.attention, layer.mlp
     if isinstance(attention, DeltaNet):
-        return Unrecognised(attention.convolution, "a gated delta net, for which the chain has no kernel")
-    size = attention.head_dim
-    if attention.gated:
-        return Unrecognised(layer.name, "attention with gates, for which the chain has no kernel")
-    if size % VECTOR or size > 256:
-        return Unrecognised(layer.name, f"heads of {size} channels; the kernels take multiples of 8 to 256")
-    if attention.heads % attention.kv_heads:
-        return Unrecognised(
-            layer.name, f"{attention.heads} heads of queries, {attention.kv_heads} of keys and values"
-        )
+        reason = delta_refusal(attention.taps, attention.key_dim, attention.value_dim)
+        if reason is not None:
+            return Unrecognised(attention.convolution, reason)
+    else:
+        refused = _attention_refusal(layer.name, attention)
+        if refused is not None:
+            return refused
     if layer.parallel and (layer.post_attention_norm or layer.post_mlp_norm):
         return Unrecognised(layer.name, "a parallel block with norms behind its parts")
     refused = _mixture_refusal(model, mlp, dtype) if isinstance(mlp, Mixture) else _mlp_refusal(mlp)
@@ -71,12 +68,7 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
         return refused
     if isinstance(mlp, Mixture) and mlp.shared is not None and (layer.parallel or layer.post_mlp_norm):
         return Unrecognised(mlp.shared.down, "a shared expert in a parallel block, or before a norm")
-    head_norms = [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
-    wide = [norm.width != size for norm in head_norms]
-    if any(wide) and (
-        not all(wide) or attention.qkv.turns != 1 or any(norm.kind == "layer" for norm in head_norms)
-    ):
-        return Unrecognised(head_norms[0].module, "this combination of norms over all heads")
+    head_norms = (attention.norm,) if isinstance(attention, DeltaNet) else _head_norms(attention)
     norms = (
         *(layer.attention_norm, layer.mlp_norm, layer.post_attention_norm, layer.post_mlp_norm),
         *head_norms,
@@ -84,6 +76,31 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
     for norm in norms:
         if norm is not None and (reason := _norm_refusal(model, norm, dtype)) is not None:
             return Unrecognised(norm.module, reason)
+    return None
+
+
+def _head_norms(attention: Attention) -> tuple[Norm, ...]:
+    return tuple(norm for norm in (attention.query_norm, attention.key_norm) if norm is not None)
+
+
+def _attention_refusal(name: str, attention: Attention) -> Unrecognised | None:
+    size, norms = attention.head_dim, _head_norms(attention)
+    if size % VECTOR or size > 256:
+        return Unrecognised(name, f"heads of {size} channels; the kernels take multiples of 8 to 256")
+    if attention.heads % attention.kv_heads:
+        return Unrecognised(
+            name, f"{attention.heads} heads of queries, {attention.kv_heads} of keys and values"
+        )
+    wide = [norm.width != size for norm in norms]
+    if any(wide) and (
+        not all(wide)
+        or attention.qkv.turns != 1
+        or attention.gated
+        or any(norm.kind == "layer" for norm in norms)
+    ):
+        return Unrecognised(norms[0].module, "this combination of norms over all heads")
+    if attention.gated and attention.qkv.turns != 1:
+        return Unrecognised(name, "gates among queries, keys and values that take turns")
     return None
 
 
@@ -172,8 +189,38 @@ class BoundMixture:
 
 
 @dataclass(frozen=True, eq=False)
+class BoundDelta:
+    """A gated delta net with its weights and what it keeps.
+
+    Attributes:
+        net: what to compute.
+        rates: product of betas and steps.
+        weights: beside the products.
+        ring: [B, taps, channels], inputs of the convolution, position p at p modulo taps.
+        state: float32 [B, value heads, key channels, value channels].
+    """
+
+    net: DeltaNet
+    rates: Product
+    weights: DeltaWeights
+    ring: Tensor
+    state: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class BoundLayer:
-    """A layer with what it is multiplied and normalised by."""
+    """A layer with what it is multiplied and normalised by.
+
+    Attributes:
+        anatomy: the layer's parts.
+        qkv: product of queries, keys and values; of all inputs of a delta net.
+        output: product behind attention, or the delta net.
+        mlp: the MLP or the routed experts.
+        attention_norm, mlp_norm, post_attention_norm, post_mlp_norm: as in the anatomy.
+        heads: what is done with new heads; nothing in a delta net.
+        keys, values: the cache [B, KV, L, D]; empty in a delta net.
+        delta: the delta net in the place of attention, or None.
+    """
 
     anatomy: Layer
     qkv: Product
@@ -186,15 +233,18 @@ class BoundLayer:
     heads: HeadWork
     keys: Tensor
     values: Tensor
+    delta: BoundDelta | None = None
 
     @property
     def attention(self) -> Attention:
+        """Of a layer without a delta net."""
         assert isinstance(self.anatomy.attention, Attention)
         return self.anatomy.attention
 
     @property
     def products(self) -> tuple[Product, ...]:
-        return self.qkv, self.output, *self.mlp.products
+        rates = () if self.delta is None else (self.delta.rates,)
+        return self.qkv, *rates, self.output, *self.mlp.products
 
 
 def row_norm(model: nn.Module, norm: Norm | None, dtype: torch.dtype) -> RowNorm | None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from typing import Any
 
 import torch
 from torch import nn
 
 from marlinq.kernels import device_numbers
 from marlinq.kernels.driver.cuda_driver import on_device
-from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, divide
-from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Mixture, Rotary
+from marlinq.kernels.step import AttentionShape, DeltaWeights, Division, HeadWork, Workspace, divide
+from marlinq.models.anatomy import MLP, Anatomy, Attention, DeltaNet, Layer, Mixture, Rotary
 from marlinq.runtime.grouped_experts import GroupedExperts
 from marlinq.runtime.step.bound import (
+    BoundDelta,
     BoundLayer,
     BoundMixture,
     BoundMLP,
@@ -24,7 +26,7 @@ from marlinq.runtime.step.bound import (
     row_norm,
 )
 from marlinq.runtime.step.forward import Forward
-from marlinq.runtime.step.products import find_product, single_product
+from marlinq.runtime.step.products import Product, find_product, single_product
 
 
 class BoundForward(Forward):
@@ -106,7 +108,8 @@ class BoundForward(Forward):
         self, model: nn.Module, layer: Layer, tables: dict[Rotary, torch.Tensor], apart: dict[str, None]
     ) -> BoundLayer:
         attention = layer.attention
-        assert isinstance(attention, Attention)
+        if isinstance(attention, DeltaNet):
+            return self._delta_layer(model, layer, attention, apart)
         qkv, reason = find_product(model, attention.qkv, interleave=False)
         if reason is not None:
             apart[reason] = None
@@ -115,24 +118,70 @@ class BoundForward(Forward):
             tables[rotary] = rotation_table(model, rotary, self.capacity)
         shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
         keys = torch.zeros(shape, dtype=self.dtype, device=self.lengths.device)
-        return BoundLayer(
-            anatomy=layer,
-            qkv=qkv,
-            output=single_product(model, attention.output),
-            mlp=_bound(model, layer.mlp, apart),
-            attention_norm=row_norm(model, layer.attention_norm, self.dtype),
-            mlp_norm=row_norm(model, layer.mlp_norm, self.dtype),
-            post_attention_norm=row_norm(model, layer.post_attention_norm, self.dtype),
-            post_mlp_norm=row_norm(model, layer.post_mlp_norm, self.dtype),
+        return self._bound_layer(
+            model,
+            layer,
+            apart,
+            qkv,
             heads=HeadWork(
                 table=None if rotary is None else tables[rotary],
                 interleaved=rotary is not None and rotary.interleaved,
                 query_norm=head_norm(model, attention.query_norm, attention.head_dim, self.dtype),
                 key_norm=head_norm(model, attention.key_norm, attention.head_dim, self.dtype),
                 turns=attention.qkv.turns,
+                gated=attention.gated,
             ),
             keys=keys,
             values=torch.zeros_like(keys),
+        )
+
+    def _delta_layer(
+        self, model: nn.Module, layer: Layer, net: DeltaNet, apart: dict[str, None]
+    ) -> BoundLayer:
+        products = []
+        for slices in (net.inputs, net.rates):
+            product, reason = find_product(model, slices, interleave=False)
+            if reason is not None:
+                apart[reason] = None
+            products.append(product)
+        norm = row_norm(model, net.norm, self.dtype)
+        assert norm is not None
+        assert norm.weight is not None
+        taps = model.get_submodule(net.convolution).get_parameter("weight").detach()
+        weights = DeltaWeights(
+            weight=taps[:, 0].float().contiguous(),
+            decay=model.get_parameter(net.decay).detach().float().contiguous(),
+            step_bias=model.get_parameter(net.step_bias).detach().float().contiguous(),
+            norm=norm.weight,
+            eps=net.norm.eps,
+            key_heads=net.key_heads,
+            value_heads=net.value_heads,
+            key_dim=net.key_dim,
+            turns=net.inputs.turns,
+        )
+        device = self.lengths.device
+        shape = (self.batch, net.value_heads, net.key_dim, net.value_dim)
+        ring = torch.zeros((self.batch, net.taps, net.convolved), dtype=self.dtype, device=device)
+        delta = BoundDelta(net, products[1], weights, ring, torch.zeros(shape, device=device))
+        empty = torch.empty(0, dtype=self.dtype, device=device)
+        return self._bound_layer(
+            model, layer, apart, products[0], heads=HeadWork(), keys=empty, values=empty, delta=delta
+        )
+
+    def _bound_layer(
+        self, model: nn.Module, layer: Layer, apart: dict[str, None], qkv: Product, **mixing: Any
+    ) -> BoundLayer:
+        """The layer with its norms and products; ``mixing`` are the other fields."""
+        return BoundLayer(
+            anatomy=layer,
+            qkv=qkv,
+            output=single_product(model, layer.attention.output),
+            mlp=_bound(model, layer.mlp, apart),
+            attention_norm=row_norm(model, layer.attention_norm, self.dtype),
+            mlp_norm=row_norm(model, layer.mlp_norm, self.dtype),
+            post_attention_norm=row_norm(model, layer.post_attention_norm, self.dtype),
+            post_mlp_norm=row_norm(model, layer.post_mlp_norm, self.dtype),
+            **mixing,
         )
 
     def _shape(self, attention: Attention) -> AttentionShape:
@@ -141,9 +190,15 @@ class BoundForward(Forward):
         )
 
     def _divide_attention(self) -> None:
-        self.divisions = [self._divide(layer.attention) for layer in self.layers]
-        shapes = [self._shape(layer.attention) for layer in self.layers]
-        self.workspace = Workspace.of(zip(shapes, self.divisions, strict=True), self.lengths.device)
+        self.divisions = [
+            Division(1) if layer.delta is not None else self._divide(layer.attention) for layer in self.layers
+        ]
+        divided = [
+            (self._shape(layer.attention), division)
+            for layer, division in zip(self.layers, self.divisions, strict=True)
+            if layer.delta is None
+        ]
+        self.workspace = Workspace.of(divided, self.lengths.device)
 
     def neighbours(self, rows: int) -> BoundForward:
         """The same layers and cache of a batch of one, with ``rows`` neighbouring tokens as its rows. Its

@@ -76,7 +76,8 @@ class ChainForward(BoundForward):
         self.reason = f"{len(self.recorded.starts)} dependent launches a step"
         self._progress = progress
         self._verification: RecordedStep | None = None
-        if batch == 1 and not any(_wide(layer) for layer in self.layers):
+        # Of a delta net there is no way back to an earlier token.
+        if batch == 1 and not any(layer.delta is not None or _wide(layer) for layer in self.layers):
             routed = any(isinstance(layer.mlp, BoundMixture) for layer in self.layers)
             self.most_verified, self.verification_cost = _ROUTED_VERIFIED if routed else _VERIFIED
         if self.multiplied_apart:

@@ -141,5 +141,8 @@ def _pairs(layers: Sequence[BoundLayer]) -> Iterable[tuple[Product, RowNorm, Pro
             yield layer.output, layer.mlp_norm, layer.mlp.inputs
         if following is None or following.anatomy.parallel:
             continue
+        if following.delta is not None:
+            # Two products read that norm.
+            continue
         if layer.post_mlp_norm is None and following.attention_norm is not None:
             yield layer.mlp.down, following.attention_norm, following.qkv

@@ -142,6 +142,8 @@ def _halves(table: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _model(layer: BoundLayer) -> Model:
+    if layer.delta is not None or layer.attention.gated:
+        raise _UnknownPartError("gated delta nets, or gated heads")
     anatomy, attention = layer.anatomy, layer.attention
     if not isinstance(layer.mlp, BoundMLP):
         raise _UnknownPartError("experts")

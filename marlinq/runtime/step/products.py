@@ -161,7 +161,11 @@ def find_product(model: nn.Module, slices: Slices, *, interleave: bool) -> tuple
         reason = joined
     if len(modules) == 1:
         return _product(modules, [sum(slices.widths)], tiles=False), None
-    return _product(modules, list(slices.widths), tiles=False), reason
+    widths = list(slices.widths)
+    if len(modules) != len(widths):
+        # A module holds several parts.
+        widths = [single_product(model, name).widths[0] for name in slices.modules]
+    return _product(modules, widths, tiles=False), reason
 
 
 def single_product(model: nn.Module, name: str) -> Product:

@@ -52,15 +52,34 @@ def read_prompts(
         places = [(counts[0] - 1) % piece]
     # Brought to the device before there is work to wait for.
     chosen = torch.tensor(places, device=ids.device)
+    ends = torch.tensor(counts, device=ids.device)
     for index, layer in enumerate(forward.layers):
+        if layer.delta is not None:
+            made = []
+            for walk, rows in zip(walks, pieces, strict=True):
+                start = rows.start if len(pieces) > 1 else 0
+                made.append(walk.read_delta(layer.delta, walk.before_attention(index), start, ends))
+            for walk, given in zip(walks, made, strict=True):
+                walk.after_attention(index, given)
+            del made
+            continue
         attention = layer.attention
+        gates = []
         q = walks[0].empty("queries", total, attention.heads * attention.head_dim)
         for walk, rows in zip(walks, pieces, strict=True):
-            walk.append(index, walk.before_attention(index), q[rows])
+            joined = walk.before_attention(index)
+            walk.append(index, joined, q[rows])
+            if attention.gated:
+                pairs = joined[:, : attention.qkv.widths[0]].reshape(
+                    -1, attention.heads, 2, attention.head_dim
+                )
+                gates.append(pairs[:, :, 1].sigmoid().flatten(1))
         queries = q.view(batch, width, attention.heads, attention.head_dim).transpose(1, 2)
         keys, values = (cache[part, :, :width] for cache in (layer.keys, layer.values))
         mixed = causal_attention(queries, keys, values, attention).transpose(1, 2).reshape(total, -1)
         del q, queries
+        if gates:
+            mixed = mixed * torch.cat(gates)
         for walk, rows in zip(walks, pieces, strict=True):
             walk.after_attention(index, mixed[rows])
         del mixed

@@ -11,8 +11,9 @@ from marlinq.kernels import step as kernels
 from marlinq.kernels.experts import routed_experts
 from marlinq.kernels.step import ROUTER_WIDEST, Addition, Gather, Prepared, RoutedRows, RowNorm
 from marlinq.models.anatomy import Anatomy, Groups
-from marlinq.runtime.step.bound import BoundLayer, BoundMixture, BoundMLP
+from marlinq.runtime.step.bound import BoundDelta, BoundLayer, BoundMixture, BoundMLP
 from marlinq.runtime.step.bound_forward import BoundForward
+from marlinq.runtime.step.delta_prompts import read_delta
 from marlinq.runtime.step.products import Product
 
 # Rows up to which the router makes its input itself: every block of a row does it again.
@@ -95,6 +96,8 @@ class Walk:
         self._pending: Pending | None = None
         # What attention and MLP of a parallel block both read.
         self._both: Tensor | None = None
+        # Betas and steps of a delta net.
+        self._rates: Tensor | None = None
 
     # What a recorded step does otherwise (marlinq.runtime.step.recorded_step).
 
@@ -167,6 +170,8 @@ class Walk:
         anatomy = layer.anatomy
         if anatomy.parallel and anatomy.mlp_norm == anatomy.attention_norm:
             self._both = normed
+        if layer.delta is not None:
+            self._rates = self.multiply("rates", layer.delta.rates, normed)
         return self.multiply("qkv", layer.qkv, normed)
 
     def after_attention(self, index: int, attended: Tensor) -> None:
@@ -245,6 +250,8 @@ class Walk:
     def _attend(self, index: int, joined: Tensor) -> Tensor:
         """The new tokens appended, and their attention: [M, columns of the product] to [M, H * D]."""
         forward, layer = self.forward, self.forward.layers[index]
+        if layer.delta is not None:
+            return self._delta(layer.delta, joined)
         attention = layer.attention
         out = self.empty("attended", joined.shape[0], attention.heads * attention.head_dim)
         self.launch(
@@ -264,6 +271,24 @@ class Walk:
             )
         )
         return out
+
+    def _delta(self, delta: BoundDelta, joined: Tensor) -> Tensor:
+        """What a delta net makes of its inputs: [M, value heads * value channels]."""
+        assert self._rates is not None
+        rates, self._rates = self._rates, None
+        out = self.empty("attended", joined.shape[0], delta.net.value_heads * delta.net.value_dim)
+        ring, state = delta.ring[self.part], delta.state[self.part]
+        self.launch(kernels.delta(joined, rates, out, ring, state, self.lengths, delta.weights))
+        return out
+
+    def read_delta(self, delta: BoundDelta, joined: Tensor, start: int, ends: Tensor) -> Tensor:
+        """As :meth:`_delta`, of prompts' tokens from position ``start`` on, of which a row has those before
+        ``ends`` [b]."""
+        assert self._rates is not None
+        rates, self._rates = self._rates, None
+        rows, each = rates.shape[0] // self.tokens_each, self.tokens_each
+        given = joined.reshape(rows, each, -1), rates.reshape(rows, each, -1)
+        return read_delta(delta, *given, self.part, start, ends).flatten(0, 1)
 
     def append(self, index: int, joined: Tensor, q: Tensor) -> None:
         """The new tokens' keys and values put into the cache, and their queries into ``q`` [M, H * D]."""

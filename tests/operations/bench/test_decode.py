@@ -105,7 +105,8 @@ def test_every_synthetic_shape_is_a_model(name: str) -> None:
     assert len(blueprint.blocks) == 1
     for projection in blueprint.projections():
         assert projection.in_features % 64 == 0
-        assert projection.out_features % 64 == 0
+        # Betas and steps of a delta net have a column a head, and are not quantised.
+        assert projection.out_features % 64 == 0 or projection.name.endswith(("in_proj_a", "in_proj_b"))
 
 
 def test_kernels_of_a_profile_are_added_up() -> None:

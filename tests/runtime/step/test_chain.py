@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.join import JoinedLinear, JoinedSlice
 from marlinq.runtime.step.reference import ReferenceForward
 from tests.runtime.step import torch_kernels
+from tests.testing.decoders import KNOWN, random_decoder
 from tests.testing.runnable_folders import random_tuple
 from tests.testing.tiny_models import tiny_model
 
@@ -28,10 +30,17 @@ from tests.testing.tiny_models import tiny_model
 # 2^-11 / sqrt(3) = 2.8e-4 of a value, and the sum of sixty independent ones 2.2e-3.
 TOLERANCE = 4e-3
 
+DELTA_NETS = ("qwen3.5", "qwen3-next")
 MODELS = [
     *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3"),
     *("gpt_neox", "opt", "stablelm", "gpt2", "starcoder2", "olmo2", "cohere"),
+    *DELTA_NETS,
 ]
+
+
+def tolerance(name: str) -> float:
+    """A delta net brings queries and keys to length one, which magnifies what short ones are off by."""
+    return 2 * TOLERANCE if name in DELTA_NETS else TOLERANCE
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +65,10 @@ def tiny(name: str) -> PreTrainedModel:
     if name == "opt":
         # Else a projection stands before the first block, which is not recognised.
         return tiny_model(name, word_embed_proj_dim=64)
+    if name in DELTA_NETS:
+        # Heads that the kernel of delta nets takes.
+        sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
+        return random_decoder(replace(KNOWN[name], config={**KNOWN[name].config, **sizes}))
     if name == "padded":
         # 96 columns are a tile and a half, and every linear has a bias.
         return tiny_model("llama", intermediate_size=96, mlp_bias=True, attention_bias=True)
@@ -99,7 +112,7 @@ def test_logits_are_the_references(name: str) -> None:
     own = ChainForward(half, anatomy, batch=3, capacity=24)
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     found = differences(own, reference, wide.config.vocab_size)
-    assert max(found) < TOLERANCE, found
+    assert max(found) < tolerance(name), found
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "padded"])
@@ -187,7 +200,7 @@ def test_weights_of_eight_bits_are_joined_and_multiplied() -> None:
     assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "opt", "cohere"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "opt", "cohere", "qwen3-next"])
 def test_prompts_in_pieces_give_the_same(name: str) -> None:
     half, wide = halved(tiny(name))
     anatomy = recognised(wide)
@@ -195,7 +208,7 @@ def test_prompts_in_pieces_give_the_same(name: str) -> None:
     # Two sequences at a time, and pieces of one sequence, of which the last is shorter.
     for most in (22, 4):
         own = ChainForward(half, anatomy, batch=3, capacity=24, most_rows=most)
-        assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+        assert max(differences(own, reference, wide.config.vocab_size)) < tolerance(name)
 
 
 def test_pieces_are_equal_and_bounded() -> None:

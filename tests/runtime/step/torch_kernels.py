@@ -17,6 +17,7 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.step import (
     Addition,
     Arrangement,
+    DeltaWeights,
     Division,
     Gather,
     HeadWork,
@@ -27,12 +28,23 @@ from marlinq.kernels.step import (
 from tests.kernels.step_problems import (
     expected_activation,
     expected_attention,
+    expected_delta,
     expected_groups,
     expected_norm,
     expected_rotation,
 )
 
-__all__ = ["Arrangement", "activate", "append", "attend", "bind", "precompile_prepared", "residual", "router"]
+__all__ = [
+    "Arrangement",
+    "activate",
+    "append",
+    "attend",
+    "bind",
+    "delta",
+    "precompile_prepared",
+    "residual",
+    "router",
+]
 
 
 @dataclass
@@ -139,9 +151,11 @@ def append(
     def run(_: Prepared) -> None:
         m, heads, size = q.shape
         kv = keys.shape[1]
-        runs = x.double()[:, : (heads + 2 * kv) * size].reshape(m, turns, -1, size)
-        parts = runs.split((heads // turns, kv // turns, kv // turns), 2)
+        each = 2 if work.gated else 1
+        runs = x.double()[:, : (each * heads + 2 * kv) * size].reshape(m, turns, -1, size)
+        parts = runs.split((each * heads // turns, kv // turns, kv // turns), 2)
         parts = [part.reshape(m, -1, size) for part in parts]
+        parts[0] = parts[0][:, ::each]
         positions = _positions(lengths, m, tokens_each)
         for index, norm in enumerate((work.query_norm, work.key_norm)):
             part = parts[index]
@@ -181,7 +195,31 @@ def attend(
         before, each = (lengths[:1], out.shape[0]) if together else (lengths, 1)
         append(x, q, keys, values, before, work, tokens_each=each).action(launch)
         seen = (cache.expand(out.shape[0], -1, -1, -1) for cache in (keys, values))
-        out.copy_(expected_attention(q, *seen, lengths, scale=scale, window=window, softcap=softcap))
+        mixed = expected_attention(q, *seen, lengths, scale=scale, window=window, softcap=softcap)
+        if work.gated:
+            columns = 2 * out.shape[1] * out.shape[2]
+            mixed = (
+                mixed * x[:, :columns].double().reshape(out.shape[0], -1, 2, out.shape[2])[:, :, 1].sigmoid()
+            )
+        out.copy_(mixed)
+
+    return Prepared(run)
+
+
+def delta(
+    x: Tensor,
+    rates: Tensor,
+    out: Tensor,
+    ring: Tensor,
+    state: Tensor,
+    lengths: Tensor,
+    weights: DeltaWeights,
+) -> Prepared:
+    def run(_: Prepared) -> None:
+        mixed, last, kept = expected_delta(x, rates, ring, state, lengths, weights)
+        out.copy_(mixed)
+        state.copy_(last)
+        ring.copy_(kept)
 
     return Prepared(run)
 

@@ -27,7 +27,9 @@
 // first row. A block then makes the keys and values of all rows up to its own that fall into its split, and puts its own into the
 // cache.
 //
-// Configuration: Element, D, WARPS, MIN_BLOCKS, CLUSTER (1, or the splits), TOGETHER, SOFTCAP, and those of step/heads.cuh, but
+// With GATED the result is multiplied by the sigmoid of gates that lie behind each head of queries.
+//
+// Configuration: Element, D, WARPS, MIN_BLOCKS, CLUSTER (1, or the splits), TOGETHER, GATED, SOFTCAP, and those of step/heads.cuh, but
 // WIDE only where TOGETHER is 1; SHARED_BYTES, the host's count of dynamic shared memory.
 #pragma once
 #include "fault_site.cuh"
@@ -293,6 +295,15 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             }
     }
     FAULT_SITE(warps_there, __syncthreads();)
+    const auto store_result = [&](int head, int channel, float x0, float x1, float x2, float x3) {
+        if constexpr (C::GATED) {
+            const u32* gates = new_row + (given.place(first_head + head) + 1) * (D / 2) + channel / 2;
+            const u32 low = load_l2_word(gates), high = load_l2_word(gates + 1);
+            x0 /= 1.f + expf(-widen_half<E, 0>(low)), x1 /= 1.f + expf(-widen_half<E, 1>(low));
+            x2 /= 1.f + expf(-widen_half<E, 0>(high)), x3 /= 1.f + expf(-widen_half<E, 1>(high));
+        }
+        store_global(target + head * D + channel, make_uint2(E::narrow(x0, x1), E::narrow(x2, x3)));
+    };
     float* slots = partials + (i64)work * splits * SLOT;
     for (int index = threadIdx.x; index < heads * (D / 4); index += 32 * WARPS) {
         const int head = index / (D / 4), channel = index % (D / 4) * 4;
@@ -307,8 +318,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             x[0] += share * found.x, x[1] += share * found.y, x[2] += share * found.z, x[3] += share * found.w;
         }
         if (part.active == 1) {
-            store_global(target + head * D + channel,
-                         make_uint2(E::narrow(x[0] / whole, x[1] / whole), E::narrow(x[2] / whole, x[3] / whole)));
+            store_result(head, channel, x[0] / whole, x[1] / whole, x[2] / whole, x[3] / whole);
         } else if constexpr (MEETS) {
             // No other thread of the block reads these.
             *sums(0, head, channel) = make_float4(x[0], x[1], x[2], x[3]);
@@ -342,8 +352,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                 x[2] = x[2] * shrink + share * found.z;
                 x[3] = x[3] * shrink + share * found.w;
             }
-            store_global(target + head * D + channel,
-                         make_uint2(E::narrow(x[0] / whole, x[1] / whole), E::narrow(x[2] / whole, x[3] / whole)));
+            store_result(head, channel, x[0] / whole, x[1] / whole, x[2] / whole, x[3] / whole);
         }
     };
     if constexpr (MEETS) {

@@ -1,7 +1,7 @@
 // Queries, keys and values of a new token on their way from the product: normalised and rotated, a warp a head.
 //
-// A row of the product is [turns, (heads + 2 * kv_heads) / turns, D]; a turn holds its share of queries, then of keys, then of
-// values. The rotation multiplies the complex numbers (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with
+// A row of the product is [turns, (each * heads + 2 * kv_heads) / turns, D]; a turn holds its share of queries, then of keys, then
+// of values. Each of the queries is followed by D gates where `each` is 2, instead of 1. The rotation multiplies the complex numbers (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with
 // table[position][i] = (cosine, sine).
 //
 // QUERY_NORM and KEY_NORM normalise each head, or with WIDE all heads of a row together: every block then sums the squares of
@@ -18,7 +18,7 @@ struct NewHeads {
     const float2* table;
     const u16 *query_weight, *query_bias, *key_weight, *key_bias;
     i64 x_stride;
-    int heads, kv_heads, turns, query_weight_stride, key_weight_stride;
+    int heads, kv_heads, turns, each, query_weight_stride, key_weight_stride;
     float query_eps, query_offset, key_eps, key_offset;
 
     // The row of the product of token m.
@@ -27,9 +27,9 @@ struct NewHeads {
     __device__ __forceinline__ int place(int number) const {
         const bool is_query = number < heads, is_value = number >= heads + kv_heads;
         const int kv_head = is_value ? number - heads - kv_heads : number - heads;
-        const int queries_each = heads / turns, keys_each = kv_heads / turns, each = queries_each + 2 * keys_each;
-        return is_query ? number / queries_each * each + number % queries_each
-                        : kv_head / keys_each * each + queries_each + is_value * keys_each + kv_head % keys_each;
+        const int queries_each = heads / turns, keys_each = kv_heads / turns, turn = each * queries_each + 2 * keys_each;
+        return is_query ? number / queries_each * turn + number % queries_each * each
+                        : kv_head / keys_each * turn + each * queries_each + is_value * keys_each + kv_head % keys_each;
     }
 };
 

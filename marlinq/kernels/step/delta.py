@@ -1,0 +1,153 @@
+"""A new token of a gated delta net behind its projections: ``cuda/step/delta.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marlinq.kernels.contract.instantiation import Instantiation, Parameters
+from marlinq.kernels.launch.prepared import ELEMENTS, Prepared, check_rows
+
+_PARTS = 4
+# A thread has a quarter of a column of the state in registers.
+_MOST_TAPS, _WIDEST = 8, 128
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaWeights:
+    """What a gated delta net is made of, beside its projections.
+
+    Attributes:
+        weight: float32 [channels, taps], of the convolution over queries, keys and values.
+        decay: float32 [value heads]; its exponential multiplies the steps.
+        step_bias: float32 [value heads].
+        norm: [value channels] in the dtype of activations.
+        eps: added to the mean square.
+        key_heads, value_heads: heads of queries and keys, and of values.
+        key_dim: channels of a key.
+        turns: of :class:`marlinq.models.parts.Slices`, of both projections.
+    """
+
+    weight: Tensor
+    decay: Tensor
+    step_bias: Tensor
+    norm: Tensor
+    eps: float
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    turns: int
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self.norm.shape[0]
+
+    @property
+    def taps(self) -> int:
+        """Tokens that the convolution sees."""
+        return self.weight.shape[1]
+
+
+class _Net(ctypes.Structure):
+    """Mirrored in the kernel."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "rates", "ring", "state", "weight", "decay", "step_bias", "norm", "lengths")
+        ),
+        *((name, ctypes.c_longlong) for name in ("x_stride", "rates_stride", "out_stride")),
+        *((name, ctypes.c_int) for name in ("key_heads", "value_heads", "turns")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (("net", _Net), ("out", ctypes.c_void_p))
+
+
+def delta_refusal(taps: int, key_dim: int, value_dim: int) -> str | None:
+    """Why the kernel can't compute a net of such heads; None where it can."""
+    if value_dim % 32 or max(value_dim, key_dim) > _WIDEST or taps > _MOST_TAPS:
+        return (
+            f"keys of {key_dim} and values of {value_dim} channels, {taps} taps; the kernel takes values of "
+            f"a multiple of 32 to {_WIDEST}, keys to {_WIDEST}, taps to {_MOST_TAPS}"
+        )
+    return None
+
+
+def delta(
+    x: Tensor,
+    rates: Tensor,
+    out: Tensor,
+    ring: Tensor,
+    state: Tensor,
+    lengths: Tensor,
+    weights: DeltaWeights,
+) -> Prepared:
+    """The next token of every sequence: its inputs into the ring, the state replaced, the gated result.
+
+    The state may be read while the stream's previous kernels still run, if these are launched dependently.
+
+    Args:
+        x: [B, 2 * key heads * key channels + 2 * value heads * value channels]: turns of queries, keys,
+            values and gates.
+        rates: [B, 2 * value heads]: turns of betas and steps.
+        out: [B, value heads * value channels].
+        ring: [B, taps, channels], contiguous: the convolution's inputs, position p at p modulo taps.
+        state: float32 [B, value heads, key channels, value channels], contiguous.
+        lengths: int32 [B], tokens before this one.
+        weights: what the net is made of.
+
+    Raises:
+        ValueError: a tensor that the kernel can't load, or a shape that it can't compute.
+    """
+    check_rows(x=x, out=out)
+    size, key_dim, heads = weights.value_dim, weights.key_dim, weights.value_heads
+    refused = delta_refusal(weights.taps, key_dim, size)
+    if refused is not None:
+        raise ValueError(refused)
+    if rates.dtype != x.dtype or ring.dtype != x.dtype or weights.norm.dtype != x.dtype:
+        raise ValueError(f"rates, ring, norm: expected {x.dtype} as x")
+    channels = 2 * weights.key_heads * key_dim + heads * size
+    batch = out.shape[0]
+    if tuple(ring.shape) != (batch, weights.taps, channels) or not ring.is_contiguous():
+        raise ValueError(f"ring: expected {[batch, weights.taps, channels]}, found {list(ring.shape)}")
+    if tuple(state.shape) != (batch, heads, key_dim, size) or state.dtype != torch.float32:
+        raise ValueError(
+            f"state: expected float32 {[batch, heads, key_dim, size]}, found {list(state.shape)}"
+        )
+    if x.shape[1] < channels + heads * size or rates.shape[1] < 2 * heads:
+        raise ValueError(f"x, rates: {list(x.shape)} and {list(rates.shape)} for {heads} heads of {size}")
+    parameters: Parameters = (
+        ("Element", ELEMENTS[x.dtype]),
+        ("DK", key_dim),
+        ("DV", size),
+        ("TAPS", weights.taps),
+        ("PARTS", _PARTS),
+        ("ROWS", -(-key_dim // _PARTS)),
+    )
+    net = _Net(
+        x=x.data_ptr(),
+        rates=rates.data_ptr(),
+        ring=ring.data_ptr(),
+        state=state.data_ptr(),
+        weight=weights.weight.data_ptr(),
+        decay=weights.decay.data_ptr(),
+        step_bias=weights.step_bias.data_ptr(),
+        norm=weights.norm.data_ptr(),
+        lengths=lengths.data_ptr(),
+        x_stride=x.stride(0),
+        rates_stride=rates.stride(0),
+        out_stride=out.stride(0),
+        key_heads=weights.key_heads,
+        value_heads=heads,
+        turns=weights.turns,
+        eps=weights.eps,
+    )
+    instantiation = Instantiation("step/delta.cuh", "step_delta", parameters)
+    return Prepared(instantiation, batch * heads, _PARTS * size, _Arguments(net, out.data_ptr()))

@@ -1,0 +1,93 @@
+"""A token of a gated delta net on the emulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from emulation.build import Builder
+from emulation.faults import Planted
+from emulation.launching import KernelFault, Memory, apart
+from marlinq.kernels.step import DeltaWeights, delta
+from tests.emulation.step import DTYPES, constants, given, poisoned, results, start, strided
+from tests.kernels.step_problems import BOUND, expected_delta, random, relative_error
+from tests.testing.pairs import in_turn
+
+# key heads, value heads, key channels, value channels, taps, turns, lengths
+NETS = [
+    (1, 3, 16, 32, 4, 1, (0, 5)),
+    (2, 4, 30, 64, 4, 2, (7,)),
+    (2, 2, 8, 96, 2, 1, (1, 0, 3)),
+]
+
+
+def net(case: tuple[Any, ...], dtype: torch.dtype) -> tuple[DeltaWeights, dict[str, torch.Tensor]]:
+    key_heads, heads, key_dim, size, taps, turns, lengths = case
+    batch, channels = len(lengths), 2 * key_heads * key_dim + heads * size
+    weights = DeltaWeights(
+        weight=apart(torch.randn(channels, taps)),
+        decay=apart(torch.randn(heads)),
+        step_bias=apart(torch.randn(heads)),
+        norm=apart(random(size, dtype=dtype)),
+        eps=0.01,
+        key_heads=key_heads,
+        value_heads=heads,
+        key_dim=key_dim,
+        turns=turns,
+    )
+    columns = channels + heads * size
+    tensors = {
+        "x": strided(batch, columns, -(-columns // 8) * 8 + 8, dtype),
+        "rates": strided(batch, 2 * heads, 2 * heads + 8, dtype),
+        "ring": apart(random(batch, taps, channels, dtype=dtype)),
+        "state": apart(torch.randn(batch, heads, key_dim, size)),
+        "lengths": apart(torch.tensor(lengths, dtype=torch.int32)),
+        "out": poisoned(batch, heads * size, dtype=dtype),
+    }
+    return weights, tensors
+
+
+def memory(weights: DeltaWeights, tensors: dict[str, torch.Tensor]) -> list[Memory]:
+    return [
+        *given(x=tensors["x"], rates=tensors["rates"]),
+        *constants(
+            lengths=tensors["lengths"],
+            weight=weights.weight,
+            decay=weights.decay,
+            step_bias=weights.step_bias,
+            norm=weights.norm,
+        ),
+        Memory("ring", tensors["ring"], writable=True, holds_values=True),
+        Memory("state", tensors["state"], writable=True, holds_values=True),
+        *results(out=tensors["out"]),
+    ]
+
+
+@pytest.mark.parametrize(("case", "dtype"), in_turn(NETS, DTYPES), ids=str)
+def test_delta(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(case[2])
+    weights, tensors = net(case, dtype)
+    ring, state = tensors["ring"].clone(), tensors["state"].clone()
+    order = ("x", "rates", "out", "ring", "state", "lengths")
+    prepared = delta(*(tensors[name] for name in order), weights)
+    start(builder, prepared, memory(weights, tensors), seed=case[2])
+    out, last, kept = expected_delta(tensors["x"], tensors["rates"], ring, state, tensors["lengths"], weights)
+    assert relative_error(tensors["out"], out) < BOUND[dtype]
+    # Queries, keys and values are rounded behind the convolution, on both sides.
+    assert relative_error(tensors["state"], last) < BOUND[dtype]
+    assert torch.equal(tensors["ring"], kept)
+
+
+FAULTS = [Planted("delta_waits"), Planted("convolved_there"), Planted("answers_there")]
+
+
+@pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.site)
+def test_a_planted_fault_is_reported(builder: Builder, planted: Planted) -> None:
+    torch.manual_seed(0)
+    weights, tensors = net(NETS[0], torch.float16)
+    order = ("x", "rates", "out", "ring", "state", "lengths")
+    prepared = delta(*(tensors[name] for name in order), weights)
+    with pytest.raises(KernelFault, match=r"griddepcontrol\.wait|without waiting for it|still be reading"):
+        start(builder, prepared, memory(weights, tensors), planted=planted)
