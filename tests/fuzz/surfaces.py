@@ -49,6 +49,7 @@ from marlinq.checkpoint.journal import JOURNAL
 from marlinq.core import confined, hub_answers, kept
 from marlinq.core import hub as core_hub
 from marlinq.core.errors import MarlinqError
+from marlinq.formats.dialects import DIALECTS
 from marlinq.integrations.transformers.quantizer import MarlinqQuantizer
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.driver import cache as kernel_cache
@@ -568,6 +569,10 @@ class _Case:
                 ours = self.computed(loaded.model, tokens)
             except MarlinqError as error:
                 refused = error
+            if not _ours(value, path.name):
+                # transformers makes up what weights are missing, as large as the config says.
+                self.campaign.tally.outcomes["load without marlinq"] += 1
+                return
             marlinq.register()
             try:
                 model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
@@ -731,6 +736,13 @@ class _Case:
             result = self.command(*asked, *resume)
             if result is not None and result.code:
                 self.found("wrong", f"a killed job does not continue: {result.err[-500:]}")
+
+
+def _ours(value: Any, name: str) -> bool:
+    """Whether transformers hands a folder with this ``config.json`` to marlinq; that of another file is."""
+    said = value.get("quantization_config") if isinstance(value, dict) and name == "config.json" else None
+    methods = {method for dialect in DIALECTS.values() for method in dialect.quant_methods}
+    return name != "config.json" or (isinstance(said, dict) and str(said.get("quant_method")) in methods)
 
 
 def _replace(rng: Random, path: Path) -> str:
