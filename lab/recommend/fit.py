@@ -28,7 +28,6 @@ _ROUNDS = 20_000
 def main() -> None:
     """Prints both."""
     measured = json.loads(RESULTS.read_text(encoding="utf-8"))
-    context = measured["context"] + measured["new_tokens"] / 2
     kinds = {kind.name: kind for kind in compared()}
     gpu = find_gpu("h200")
     names = [each.name for each in fields(COSTS)]
@@ -41,6 +40,7 @@ def main() -> None:
         )
         shapes[row["shape"]] = shape
         kind = kinds[NAMES.get(row["scheme"], row["scheme"])]
+        context = row["context"] + row["new_tokens"] / 2
         for batch, milliseconds in zip(row["batches"], row["step_ms"], strict=True):
             seconds = milliseconds / 1e3
             base = decode(shape, kind, gpu, batch, context, nothing).step
