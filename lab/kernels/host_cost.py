@@ -48,7 +48,7 @@ from marlinq.kernels.driver.compiler import nvrtc_version
 from marlinq.kernels.driver.cuda_driver import empty_strided
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import prepare
-from marlinq.kernels.ops import w4a16
+from marlinq.kernels.ops.operators import OPERATORS, w4a16_gemm
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.shapes import MODELS
 from marlinq.runtime import QuantLinear, marlin_operand
@@ -98,7 +98,7 @@ def calls(device: torch.device) -> dict[str, dict[str, float]]:
     library = torch.library.Library("marlinq_host_cost", "DEF")
     library.define(f"nothing{schema}")
     library.impl("nothing", lambda *operands: out, x.device.type.upper())
-    nothing, below = torch.ops.marlinq_host_cost.nothing, w4a16.OPERATOR.cuda
+    nothing, below = torch.ops.marlinq_host_cost.nothing, OPERATORS[INT4.name].cuda
     linear = quant_linear(k, n, device)
     prepared = prepare(Operands(x, linear.operand, None, out))
     launch = prepared.launches.take()
@@ -124,7 +124,7 @@ def calls(device: torch.device) -> dict[str, dict[str, float]]:
     }
     with torch.no_grad():
         found["w4a16_gemm, no gradients"] = microseconds(
-            lambda: w4a16.w4a16_gemm(x, words, scales, None, None, 32, n)
+            lambda: w4a16_gemm(x, words, scales, None, None, 32, n)
         )
     with dependent_launches():
         found["operator, dependent launch"] = microseconds(operator)

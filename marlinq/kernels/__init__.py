@@ -16,9 +16,8 @@ from marlinq.kernels.driver.cache import DamagedCache, KernelSpills
 from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.precompile import LayerShape, precompile, precompile_model
-from marlinq.kernels.ops.operators import GEMMS
+from marlinq.kernels.ops.operators import GEMMS, w4a16_gemm
 from marlinq.kernels.ops.reference import reference_gemm
-from marlinq.kernels.ops.w4a16 import w4a16_gemm
 from marlinq.kernels.variants import KERNELS
 
 

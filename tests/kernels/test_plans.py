@@ -19,7 +19,8 @@ from marlinq.kernels.contract.demands import Demands, demands
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch import plans
-from marlinq.kernels.ops import gemm, w4a16
+from marlinq.kernels.ops import gemm
+from marlinq.kernels.ops.operators import OPERATORS, w4a16_gemm
 from tests.kernels.problems import random_operands
 
 K, N = 128, 192
@@ -254,7 +255,7 @@ def test_the_operator_finds_its_plans(
     x = torch.zeros(3, 2 * K).half()
     contiguous = x[:, :K].contiguous()
     for value in (contiguous, contiguous, x[:, :K], contiguous):
-        found = w4a16.OPERATOR.cuda(value, *given[:4], 64, columns)
+        found = OPERATORS[INT4.name].cuda(value, *given[:4], 64, columns)
         assert found.shape == (3, columns)
         assert found.stride() == (N, 1)
     # The first call is checked, and so is the strided one, which keeps the plan.
@@ -262,7 +263,7 @@ def test_the_operator_finds_its_plans(
     assert [len(call.started) for call in prepared] == [2]
     other = torch.zeros(3, K).bfloat16()
     with pytest.raises(ValueError, match="scales: expected torch.bfloat16"):
-        w4a16.OPERATOR.cuda(other, *given[:4], 64, columns)
+        OPERATORS[INT4.name].cuda(other, *given[:4], 64, columns)
 
 
 def test_the_dispatcher_is_passed_only_where_nothing_works_through_it(
@@ -272,17 +273,17 @@ def test_the_dispatcher_is_passed_only_where_nothing_works_through_it(
     x = torch.ones(3, K).half()
     with torch.no_grad():
         # Without a plan it is the operator that runs, here its reference; so it is for another weight.
-        expected = w4a16.w4a16_gemm(x, *given[:4], 64, N)
-        w4a16.OPERATOR.cuda(x, *given[:4], 64, N)
+        expected = w4a16_gemm(x, *given[:4], 64, N)
+        OPERATORS[INT4.name].cuda(x, *given[:4], 64, N)
         for _ in range(2):
-            w4a16.w4a16_gemm(x, *given[:4], 64, N)
-        assert torch.equal(w4a16.w4a16_gemm(x, given[0], given[1].clone(), None, None, 64, N), expected)
+            w4a16_gemm(x, *given[:4], 64, N)
+        assert torch.equal(w4a16_gemm(x, given[0], given[1].clone(), None, None, 64, N), expected)
     (call,) = prepared
     assert len(call.started) == 2
 
     def inside(watched: AbstractContextManager[object]) -> Tensor:
         with watched:
-            return w4a16.w4a16_gemm(x, *given[:4], 64, N)
+            return w4a16_gemm(x, *given[:4], 64, N)
 
     assert torch.equal(inside(torch.enable_grad()), expected)
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -290,7 +291,7 @@ def test_the_dispatcher_is_passed_only_where_nothing_works_through_it(
     assert any(event.key == "marlinq::w4a16_gemm" for event in profiler.key_averages())
     with torch.no_grad():
         assert torch.equal(inside(torch.device("cpu")), expected)
-        w4a16.w4a16_gemm(x.as_subclass(_Subclass), *given[:4], 64, N)
+        w4a16_gemm(x.as_subclass(_Subclass), *given[:4], 64, N)
         counted = _Counted()
         assert torch.equal(inside(counted), expected)
         assert counted.names == ["marlinq::w4a16_gemm"]
@@ -298,11 +299,9 @@ def test_the_dispatcher_is_passed_only_where_nothing_works_through_it(
         assert mapped.shape == (2,)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of tracing
-            traced = torch.jit.trace(lambda x: w4a16.w4a16_gemm(x, *given[:4], 64, N), x, check_trace=False)
+            traced = torch.jit.trace(lambda x: w4a16_gemm(x, *given[:4], 64, N), x, check_trace=False)
         assert "marlinq::w4a16_gemm" in str(traced.graph)
-        compiled = torch.compile(
-            lambda x: w4a16.w4a16_gemm(x, *given[:4], 64, N), fullgraph=True, backend="eager"
-        )
+        compiled = torch.compile(lambda x: w4a16_gemm(x, *given[:4], 64, N), fullgraph=True, backend="eager")
         assert torch.equal(compiled(x), expected)
     assert len(call.started) == 2
     with torch.inference_mode():

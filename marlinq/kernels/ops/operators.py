@@ -10,7 +10,6 @@ from torch import Tensor
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8
 from marlinq.kernels.ops.direct import nobody_watches
 from marlinq.kernels.ops.gemm import GemmOperator
-from marlinq.kernels.ops.w4a16 import w4a16_gemm
 
 # A compiler that traces this reads True, and takes the operator.
 _traced = torch.compiler.is_dynamo_compiling
@@ -30,6 +29,30 @@ def _gemm(operator: GemmOperator) -> Callable[..., Tensor]:
         out_features: int,
         order: Tensor | None = None,
     ) -> Tensor:
+        """``x @ W + bias`` with a packed weight.
+
+        Args:
+            x: [..., K] float16 or bfloat16, on the CPU also float32; with ``order`` any number of columns.
+            words: int32 [K / row_channels, N * row_words] of the format (:attr:`WeightFormat.pack`); K and N
+                multiples of 64.
+            scales: [G, N] in ``x.dtype``, in stored order and times :meth:`WeightFormat.scale_factor`.
+            zeros: None for symmetric weights, else zero points [G, N] in ``x.dtype``, stored order: integers
+                from 0 to 127, which a GPU does not check.
+            bias: None or [out_features] in ``x.dtype``, channel order.
+            group_size: 32, 64, 128 or -1 (one group), of FP4 also 16.
+            out_features: columns to return, at most N; the rest is padding.
+            order: None or int32 [K], contiguous: channel j of the weight multiplies column ``order[j]`` of
+                ``x`` (activation order); nothing where it is negative. Other entries have to be columns of
+                ``x``, which a GPU does not check.
+
+        Returns:
+            [..., out_features] in ``x.dtype``, accumulated in float32.
+
+        Raises:
+            ValueError: an operand's shape or dtype does not fit.
+            UnsupportedError: a shape or dtype the kernel can't run.
+            EnvironmentProblem: CuPy, NVRTC or the driver is missing.
+        """
         # A subclass may hold its values elsewhere.
         if not _traced() and type(x) is Tensor and nobody_watches():
             planned = find_planned(x, words, scales, zeros, bias, group_size, out_features, order)
@@ -40,9 +63,11 @@ def _gemm(operator: GemmOperator) -> Callable[..., Tensor]:
     return gemm
 
 
-GEMMS: dict[str, Callable[..., Tensor]] = {
-    INT4.name: w4a16_gemm,
-    **{each.name: _gemm(GemmOperator(each)) for each in (INT8, E4M3, E2M1)},
-}
-"""``GEMMS[format.name](x, words, scales, zeros, bias, group_size, out_features, order)``; arguments as
-:func:`marlinq.kernels.w4a16_gemm`, with the format's words and its stored scales."""
+OPERATORS: dict[str, GemmOperator] = {each.name: GemmOperator(each) for each in (INT4, INT8, E4M3, E2M1)}
+"""``torch.ops.marlinq.<operator>`` of every format."""
+
+GEMMS: dict[str, Callable[..., Tensor]] = {name: _gemm(operator) for name, operator in OPERATORS.items()}
+"""``GEMMS[format.name](x, words, scales, zeros, bias, group_size, out_features, order)``."""
+
+w4a16_gemm = GEMMS[INT4.name]
+"""That of 4-bit integers."""
