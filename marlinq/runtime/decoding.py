@@ -364,7 +364,7 @@ class Decoder:
             except RuntimeError as error:
                 return f"a verification could not be captured ({' '.join(str(error).split())[:160]})"
         difference = float((logits[1].float() - expected[0]).norm() / expected[0].norm())
-        if not difference <= _REPLAY_TOLERANCE:
+        if not difference <= self.forward.verification_tolerance:
             return f"a verification gave other logits than steps (relative error {difference:.2g})"
         self._verification = _Verification(graph, tokens)
         return ""

@@ -25,6 +25,8 @@ class Forward(ABC):
             itself calls nothing. Never set while a step is captured.
         most_verified: tokens that :meth:`verify` takes at once; 0 where it can't be called.
         verification_cost: about how many steps take as long as one :meth:`verify`.
+        verification_tolerance: relative distance of a verification's logits from those of steps that
+            rounding explains.
         observe_routing: where set, it is called with the index of each routed layer and the experts' numbers
             and weights, both [B, T, top], before they are multiplied.
     """
@@ -36,6 +38,7 @@ class Forward(ABC):
     capturable: bool
     most_verified: int = 0
     verification_cost: float = 1.0
+    verification_tolerance: float = 0.03
     observe: Callable[[int, Tensor], None] | None = None
     observe_routing: Callable[[int, Tensor, Tensor], None] | None = None
 

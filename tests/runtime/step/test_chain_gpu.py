@@ -88,7 +88,7 @@ def test_captured_verifications_are_steps(name: str, dtype: torch.dtype) -> None
     half, wide = halved(model, dtype)
     half, wide = half.cuda(), wide.cuda()
     own = ChainForward(half, anatomy, batch=1, capacity=512)
-    reference = ReferenceForward(wide, anatomy, batch=1, capacity=512)
+    reference = ReferenceForward(dequantized(wide), anatomy, batch=1, capacity=512)
     decoder = Decoder(own)
     assert decoder.prepare_drafts() == ""
     assert decoder.most_drafted == 7
