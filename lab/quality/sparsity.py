@@ -29,7 +29,8 @@ from marlinq.methods.hessian import HessianAccumulator
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.quantize.recipe import Override, Recipe
 
-_INT3 = Element("int3", 3)
+INT3 = Element("int3", 3)
+"""Eight values a weight, the middle one zero; solvers know it, no layout holds it."""
 
 
 class ThreeBits(GPTQ):
@@ -46,9 +47,9 @@ class ThreeBits(GPTQ):
         *,
         names: Sequence[str],
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
-        narrow = replace(scheme, element=_INT3)
+        narrow = replace(scheme, element=INT3)
         found = super().solve(weights, statistics, narrow, options, names=names)
-        shift = INT4.midpoint - _INT3.midpoint
+        shift = INT4.midpoint - INT3.midpoint
         return [(_widened(weight, shift), report) for weight, report in found]
 
 
