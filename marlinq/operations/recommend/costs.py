@@ -18,7 +18,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from marlinq.core.errors import UnsupportedError
 from marlinq.kernels.choose.decision import decide
 from marlinq.kernels.contract.demands import dependent_launches
 from marlinq.kernels.contract.device import Device
@@ -218,7 +217,7 @@ def _plain_products(layer: Layer, weights: Weights, gpu: Gpu, device: Device, ro
     with dependent_launches() if rows <= DEPENDENT_ROWS and device.has_clusters else nullcontext():
         seconds = sum(_kernel_seconds(weights, device, rows, one) for one in layer.products)
     if layer.routed is not None:
-        seconds += _expert_seconds(weights, device, layer.routed, rows)
+        seconds += _expert_seconds(weights, gpu, device, layer.routed, rows)
     return seconds
 
 
@@ -231,7 +230,7 @@ def _kernel_seconds(weights: Weights, device: Device, rows: int, product: Produc
     return decide(weights.problem(rows, product.n, product.k), device).seconds
 
 
-def _expert_seconds(weights: Weights, device: Device, routed: Routed, rows: int) -> float:
+def _expert_seconds(weights: Weights, gpu: Gpu, device: Device, routed: Routed, rows: int) -> float:
     problem = weights.problem(rows, routed.hidden, routed.hidden)
     shape = ExpertsShape(
         rows,
@@ -248,9 +247,11 @@ def _expert_seconds(weights: Weights, device: Device, routed: Routed, rows: int)
     found = [seconds for seconds, _ in sorted_variants(shape, device)]
     found += [] if alone is None else [alone[1]]
     if not found:
-        raise UnsupportedError(
-            f"{weights.name}: no kernel multiplies {routed.experts} experts on {device.name}"
-        )
+        # No kernel of ours: what the memory and the tensor cores allow at least.
+        each = weights.bytes_of(routed.parts * routed.inner, routed.hidden)
+        read = routed.touched(rows) * (each + weights.bytes_of(routed.hidden, routed.inner))
+        worked = 2.0 * rows * routed.top * routed.weights
+        return max(read / device.bandwidth, worked / (gpu.half * _DENSE_SHARE))
     return min(found)
 
 

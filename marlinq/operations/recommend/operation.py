@@ -198,7 +198,7 @@ def _advice(
 ) -> list[str]:
     """What to take for this load, and for large batches."""
     if choice is None and any(one.fits for one in candidates):
-        return [f"of what fits, nothing is loaded by {', '.join(servers)}"]
+        return [f"of what fits, nothing is loaded by {', '.join(servers) or 'a kernel'}"]
     if choice is None:
         least = min(one.memory_bytes for one in candidates)
         room = f"{least / 1e9:.1f} GB are needed at least, {gpu.name} has {gpu.memory / 1e9:.0f}"

@@ -99,6 +99,12 @@ def test_a_shape_has_every_weight_of_the_model(name: str) -> None:
     assert in_layers == total - found.others
 
 
+def test_experts_without_a_kernel_of_ours_take_what_peaks_allow() -> None:
+    gpu, kind = find_gpu("l40s"), KINDS["int4 g128"]
+    found = costs.decode(shape("qwen3-30b-a3b"), kind, gpu, 512, 128)
+    assert gpu.bandwidth * found.step > found.step_bytes
+
+
 def test_layers_of_known_shapes() -> None:
     ((layer, count),) = shape("llama-3-8b").layers
     assert count == 32
