@@ -12,6 +12,7 @@ import torch
 
 from marlinq.checkpoint import Checkpoint, CheckpointWriter, TensorPlan
 from marlinq.core.errors import OutputError
+from marlinq.core.progress import no_message, no_progress
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.notes import check_notes, check_planned, module_reports
@@ -78,7 +79,14 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any]
     source = save_tiny("llama", folder / "model")
     recipe = RECIPE.replace(method="rtn")
     quantize(source, folder / "out", recipe=recipe, device="cpu")
-    decisions = plan_run(Checkpoint.open(source), recipe, torch.device("cpu"), trust_remote_code=False)
+    decisions = plan_run(
+        Checkpoint.open(source),
+        recipe,
+        torch.device("cpu"),
+        trust_remote_code=False,
+        progress=no_progress,
+        message=no_message,
+    )
     return json.loads((folder / "out" / "marlinq.json").read_text())["run"], decisions.plan
 
 
