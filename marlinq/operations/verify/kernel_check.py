@@ -55,7 +55,9 @@ def compare_kernels(view: QuantizedCheckpoint, device: torch.device, progress: R
             q = stored.weight(device)
         except MarlinqError:
             continue  # the round trip reports it
-        for operator, (dtype, bound) in product(operators, BOUNDS.items()):
+        # Those for other elements have nothing to say, unless all are.
+        fitting = [each for each in operators if each.knows(stored)] or operators
+        for operator, (dtype, bound) in product(fitting, BOUNDS.items()):
             setting = Setting(device, dtype)
             refusal = operator.refusal(stored, setting)
             if refusal is not None:
