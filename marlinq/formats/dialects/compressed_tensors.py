@@ -117,19 +117,29 @@ class CompressedTensorsDialect(Dialect):
             "quantization_status": "compressed",
             "ignore": [
                 *(f"re:{pattern}" for pattern in drafts),
-                *(_ignored(name, wrapped=wrapped) for name in others),
+                *_ignored(others, wrapped=wrapped),
             ],
             "config_groups": groups,
             "kv_cache_scheme": None,
         }
 
 
-def _ignored(name: str, *, wrapped: bool) -> str:
-    """A pattern where one name is not enough: of experts, which loaders look up one by one, also where they
-    are stored as one tensor, and of a ``wrapped`` language model, which loaders call differently."""
-    if name.endswith(EXPERTS) or (wrapped and (is_head(name) or without_prefix(name) != name)):
-        return "re:" + names_pattern([name], (), wrapped=wrapped)
-    return name
+def _ignored(names: Sequence[str], *, wrapped: bool) -> list[str]:
+    """A pattern where a name is not enough: of experts, which loaders look up one by one, also where they are
+    stored as one tensor, and of a ``wrapped`` language model, which loaders call differently."""
+
+    def respelled(name: str) -> bool:
+        return wrapped and (is_head(name) or without_prefix(name) != name)
+
+    inside = [name for name in names if respelled(name)]
+    return [
+        *(["re:" + names_pattern(inside, (), wrapped=True)] if inside else []),
+        *(
+            "re:" + names_pattern([name], ()) if name.endswith(EXPERTS) else name
+            for name in names
+            if not respelled(name)
+        ),
+    ]
 
 
 def _scheme(keys: Keys, outer_format: object) -> Scheme:
