@@ -11,7 +11,8 @@ import torch
 
 import marlinq
 from lab.models.families import families, random_model
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, untied_config
+from marlinq.core.errors import MarlinqError
 from tests.testing.mixtures import calibration_text
 from tests.testing.runnable_folders import save_tokenizer
 
@@ -21,7 +22,6 @@ FAMILIES = (
     "qwen3_5",
     "mistral3",
     "gemma3",
-    "gemma4",
     "internvl",
     "glm4v",
     "llava",
@@ -66,13 +66,14 @@ def test_the_language_model_is_quantised_and_the_rest_stays(model_type: str, tmp
             assert torch.equal(view.checkpoint.tensor(name), before.tensor(name)), name
         config = json.loads((folder / "config.json").read_text())
         config.pop("quantization_config")
-        assert config == before.config
+        # A head of its own is said to be one.
+        assert untied_config(config) == untied_config(before.config)
     report = marlinq.verify(converted, against=source, device="cpu", progress=False)
     assert report.ok, report.checks
     loaded = marlinq.load(converted, device="cpu", dtype="float32", exact=True, progress=False)
     if model_type == "blip-2":
         # It can't run without an image; what generation says is one line.
-        with pytest.raises(marlinq.MarlinqError):
+        with pytest.raises(MarlinqError):
             marlinq.generate(loaded, [5, 6, 7], max_new_tokens=3)
     else:
         assert len(marlinq.generate(loaded, [5, 6, 7], max_new_tokens=3).tokens) == 3
