@@ -32,6 +32,7 @@ from marlinq.models import (
 from marlinq.operations.quantize.allocation.allocate import allocate
 from marlinq.operations.quantize.allocation.chosen import Allocation
 from marlinq.operations.quantize.allocation.kept import kept_allocation
+from marlinq.operations.quantize.allocation.units import fuses
 from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of
 from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_output, split_notes
@@ -279,7 +280,8 @@ def _warn(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: Ou
         for override in recipe.unused_overrides(linears)
     ]
     notes += split_notes(blueprint, plan)
-    notes += fused_notes(blueprint, plan)
+    if not (recipe.allocation and not fuses(recipe.served_by)):
+        notes += fused_notes(blueprint, plan)
     if not (plan.method.calibrated and plan.method.sequential) and _is_rotated(checkpoint):
         notes.append(
             f"{checkpoint.path}: was rotated, and {plan.method.name}, which sees channels one by one, loses "

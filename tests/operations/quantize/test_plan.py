@@ -43,7 +43,8 @@ def test_hidden_states_that_stay_on_a_gpu(monkeypatch: pytest.MonkeyPatch, free:
 def test_the_plan_is_what_the_run_does(tmp_path: Path, layout: str) -> None:
     source = save_tiny("llama", tmp_path / "model")
     recipe = RECIPE.replace(
-        format=layout, overrides=(Override.parse("layers.1.=skip"), Override.parse("up_proj=group_size=64"))
+        format=layout,
+        overrides=(Override.parse("layers.1.=skip"), Override.parse("(gate|up)_proj=group_size=64")),
     )
     plan = plan_quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
     report = quantize(source, tmp_path / "out", recipe=recipe, device="cpu")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from marlinq.checkpoint import Checkpoint, TensorPlan
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.rules import Keep
+from marlinq.core.schemes import named_scheme
 from marlinq.formats import FORMATS
 from marlinq.formats.dialects.patterns import expert_layer
 from marlinq.models import Blueprint, Projection, TensorNames
@@ -61,6 +62,12 @@ class Unit:
         """Names by which a recipe's allocation lists it."""
         layers = (expert_layer(each.name) or each.name for each in self.projections)
         return tuple(dict.fromkeys(layers))
+
+
+def fuses(served_by: str) -> bool:
+    """Whether the loader that ``--for`` names makes one layer of several."""
+    server = server_named(served_by)
+    return server is not None and bool(server.fused)
 
 
 def units_of(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) -> tuple[Unit, ...]:
@@ -183,6 +190,7 @@ def _layer(planned: PlannedModule, layout: str) -> Layer:
         granularity=spec.scheme.granularity,
         declared_symmetric=symmetric,
         symmetric=symmetric,
+        named=named_scheme(spec.scheme),
     )
 
 

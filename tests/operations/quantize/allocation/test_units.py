@@ -60,16 +60,14 @@ def test_vllm_has_one_scheme_for_what_it_fuses(llama: tuple[Checkpoint, Blueprin
         "mlp.down_proj": ["mlp.down_proj"],
     }
     # K is 64, of down_proj 128.
-    assert _options(units[0]) == ["int4/64", "int4/32", "int8", "unquantised"]
-    assert _options(units[3]) == ["int4/128", "int4/64", "int4/32", "int8", "unquantised"]
-    # What servers do with FP8 has not been read, so it is for marlinq alone.
-    assert units[0].refused["fp8"].startswith("not judged")
-    assert "fp8" in _options(units_of(*llama, TARGET.replace(served_by="marlinq"))[0])
+    assert _options(units[0]) == ["int4/64", "int4/32", "int8", "fp8", "unquantised"]
+    assert _options(units[3]) == ["int4/128", "int4/64", "int4/32", "int8", "fp8", "unquantised"]
+    assert "fp8" not in _options(units_of(*llama, TARGET.replace(format="gptq"))[0])
 
 
 def test_what_no_kernel_of_the_loader_takes_stays(llama: tuple[Checkpoint, Blueprint]) -> None:
     units = units_of(*llama, TARGET.replace(served_by="sglang"))
-    assert _options(units[0]) == ["unquantised"]
+    assert _options(units[0]) == ["fp8", "unquantised"]
     assert units[0].refused["int4/32"].startswith("no kernel takes model.layers.0.self_attn.qkv_proj: Marlin")
     assert "int4/64" in _options(units[3])
 
