@@ -9,8 +9,10 @@ from itertools import product
 import pytest
 import torch
 
+from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.formats import spec_of
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
+from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.verify.statistics.evidence import find_faults
 from marlinq.operations.verify.statistics.finding import RunSize
 from tests.testing.layouts import INTEGERS
@@ -39,6 +41,27 @@ def test_in_every_layout(group_size, symmetric, act_order):
     for name, layout in INTEGERS.items():
         if layout.refusal(q) is None:
             assert not findings(weight, q, layout), name
+
+
+@pytest.mark.parametrize("group_size", [32, 128, -1])
+def test_pruned_weights_do_not_ask_for_larger_scales(group_size):
+    wanted = scheme(group_size, sparsity=TWO_OF_FOUR)
+    weight = 0.02 * torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
+    hessian = torch.eye(256) + 0.01
+    for q in (round_to_nearest(weight, wanted), solve_gptq(weight, hessian, wanted)[0]):
+        for name in ("compressed-tensors", "gptq", "marlin"):
+            if INTEGERS[name].refusal(q) is None:
+                assert not findings(weight, q, INTEGERS[name]), name
+
+
+def test_scales_of_other_sparse_weights_are_found():
+    weight, other = (
+        0.02 * torch.randn(512, 256, generator=torch.Generator().manual_seed(seed)) * size
+        for seed, size in ((0, 1.0), (1, 1.3))
+    )
+    q, foreign = (round_to_nearest(each, scheme(128, sparsity=TWO_OF_FOUR)) for each in (weight, other))
+    found = findings(weight, replace(q, scales=foreign.scales), INTEGERS["compressed-tensors"])
+    assert any(finding.what == "scales are those of other weights" for finding in found)
 
 
 # The shapes, groups and dtypes of two models whose correct checkpoints were once refused.

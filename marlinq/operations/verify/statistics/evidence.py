@@ -179,9 +179,11 @@ def _whole_module(
     groups = q.g_idx.long()
     part, codes = w[:, columns], q.codes[:, columns].float()
     base = log_density(noise.r[:, columns], noise.channel)
+    kept = _kept(q, columns)
     for what, scales, zeros in explanations:
         s, z = scales[:, columns].float()[groups], zeros[:, columns].float()[groups]
         gain = log_density(distance(part, codes, s, z, q.element.codes - 1), noise.channel).sub_(base)
+        gain = gain if kept is None else gain.mul_(kept)
         by_group = torch.zeros((q.groups, len(columns)), device=w.device).index_add_(0, groups, gain)
         evidence = float(by_group.nan_to_num_(-MOST_SAY).clamp_(max=MOST_SAY).sum())
         yield from agreed(what, evidence, run.weights)
@@ -200,14 +202,21 @@ def _other_scales(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> 
     base = log_density(noise.r[:, columns], noise.channel)
     zeros = q.zeros[:, columns].float()[groups]
     gains = [torch.zeros((q.groups, len(columns)), device=w.device)]
+    kept = _kept(q, columns)
     for factor in _FACTORS:
         scales = factor * q.scales[:, columns].float()[groups]
         r = distance(part, codes, scales, zeros, q.element.codes - 1)
         gain = log_density(r, noise.channel).sub_(base)
+        gain = gain if kept is None else gain.mul_(kept)
         gains.append(torch.zeros_like(gains[0]).index_add_(0, groups, gain))
     mixed = torch.stack(gains).logsumexp(dim=0).sub_(math.log(len(gains)))
     evidence = float(mixed.nan_to_num_(-MOST_SAY).clamp_(max=MOST_SAY).sum())
     yield from agreed("scales are those of other weights", evidence, run.weights)
+
+
+def _kept(q: QuantizedWeight, columns: Tensor) -> Tensor | None:
+    """Which codes say anything of scales: a pruned weight is nearer to its zero on every coarser grid."""
+    return None if q.sparsity is None else q.used()[:, columns]
 
 
 def _other_explanations(
