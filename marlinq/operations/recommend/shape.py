@@ -21,6 +21,9 @@ from marlinq.models.blueprint import Block
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Projections with one input, which the decode step and servers multiply as one."""
 _TOP = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -150,9 +153,10 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     """The shape that a config describes.
 
     Raises:
-        CheckpointError: transformers can't build a model from it.
+        CheckpointError: transformers can't build a model from it, or a number in it is absurd.
         UnsupportedError: it is no decoder.
     """
+    _check_counts(name, config)
     blueprint = build_blueprint(dict(config), source=name)
     text = blueprint.config.get_text_config()
     kept = set(blueprint.usually_kept)
@@ -174,6 +178,25 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         tied=head is not None and f"{head}.weight" in blueprint.tied,
         projections=tuple(found),
     )
+
+
+def _check_counts(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse counts that no model has, before a model of so many layers is built or divided among them."""
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        for key in _LAYERS:
+            value = part.get(key)
+            if isinstance(value, int) and value > _MOST_LAYERS:
+                most = f"{_MOST_LAYERS} at most"
+                raise CheckpointError(
+                    f"{name}/{CONFIG}: {key}: expected {most}, found {value}; restore the file"
+                )
+        for key in _TOP:
+            value = part.get(key)
+            if isinstance(value, int) and value < 1 and any(part.get(one) for one in _EXPERTS):
+                raise CheckpointError(
+                    f"{name}/{CONFIG}: {key}: expected 1 or more, found {value}; restore the file"
+                )
 
 
 def _layer(

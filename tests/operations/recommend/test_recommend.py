@@ -238,3 +238,17 @@ def test_wrong_requests_are_named(tmp_path: Path) -> None:
         recommend("llama-3-8b", synthetic=True, measured=True, progress=False)
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         recommend(str(tmp_path), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "wrong"),
+    [
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 0}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": -5}),
+        ("llama", {"num_hidden_layers": 10**9}),
+    ],
+)
+def test_absurd_counts_are_named(model_type: str, wrong: dict[str, int]) -> None:
+    key, value = list(wrong.items())[-1]
+    with pytest.raises(CheckpointError, match=rf"config.json: {key}: expected .*, found {value}"):
+        shape_of("model", {"model_type": model_type, **wrong})
