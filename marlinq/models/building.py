@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedModel
 
 from marlinq.core import boundaries
@@ -92,10 +93,28 @@ def parameters_on_meta() -> Iterator[None]:
     # What a hook returns takes the parameter's place; its type says nothing of that.
     handle = hooks.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         handle.remove()
 
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Large parameters never take memory, not even until their registration: no buffer is as large."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None and "size" not in kwargs:
+            sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
+            if math.prod(sizes) > _LARGE_PARAMETER:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+_LARGE_PARAMETER = 1 << 26
+"""Values of a parameter that is made on the meta device at once; smaller ones cost little."""
 
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 

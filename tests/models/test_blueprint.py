@@ -172,3 +172,10 @@ def test_only_the_tags_of_such_numbers_are_replaced() -> None:
     built = build_blueprint(config | given, source="llama").build().config
     assert built.one == -math.inf
     assert (built.other, built.two) == (given["other"], given["two"])
+
+
+def test_large_parameters_take_no_memory_while_a_model_is_built() -> None:
+    # An embedding of 16 TB in float32, more than any machine gives.
+    config = {"model_type": "llama", "vocab_size": 1 << 30, "hidden_size": 4096, "num_hidden_layers": 1}
+    blueprint = build_blueprint({**config, "intermediate_size": 64}, source="model")
+    assert blueprint.parameters["model.embed_tokens.weight"] == (1 << 30, 4096)
