@@ -23,7 +23,8 @@ _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"
 _TOP = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_MOST_LAYERS = 4096
+_MOST = 4096
+"""Layers, or experts of one, that a model has at most."""
 
 
 @dataclass(frozen=True)
@@ -184,14 +185,13 @@ def _check_counts(name: str, config: Mapping[str, Any]) -> None:
     """Refuse counts that no model has, before a model of so many layers is built or divided among them."""
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, Mapping) else {}):
-        for key in _LAYERS:
+        for key in (*_LAYERS, *_EXPERTS):
             value = part.get(key)
-            if isinstance(value, int) and value > _MOST_LAYERS:
-                most = f"{_MOST_LAYERS} at most"
+            if isinstance(value, int) and value > _MOST:
                 raise CheckpointError(
-                    f"{name}/{CONFIG}: {key}: expected {most}, found {value}; restore the file"
+                    f"{name}/{CONFIG}: {key}: expected {_MOST} at most, found {value}; restore the file"
                 )
-        for key in _TOP:
+        for key in _TOP[:-1]:  # the last may be the sampler's, where 0 is for all tokens
             value = part.get(key)
             if isinstance(value, int) and value < 1 and any(part.get(one) for one in _EXPERTS):
                 raise CheckpointError(
@@ -240,6 +240,7 @@ def _products(dense: Iterable[Projection]) -> tuple[Product, ...]:
 
 def _routed(block: Block, projections: Iterable[Projection], text: Any) -> Routed | None:
     top = next((int(value) for name in _TOP if isinstance(value := getattr(text, name, None), int)), 1)
+    top = max(top, 1)
     if block.experts:
         first = block.experts[0]
         return Routed(first.count, min(top, first.count), first.hidden, first.intermediate, first.parts)

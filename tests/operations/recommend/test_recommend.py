@@ -245,6 +245,7 @@ def test_wrong_requests_are_named(tmp_path: Path) -> None:
     [
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 0}),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": -5}),
+        ("mixtral", {"num_local_experts": 10**6}),
         ("llama", {"num_hidden_layers": 10**9}),
     ],
 )
