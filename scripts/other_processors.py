@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 _LEVELS = (("default", "SSE41", ""), ("avx2", "AVX2", "avx2"), ("avx512", "AVX512_CORE", "avx512bw"))
 # Tests that compare what two ways of rounding give, or what training gained.
 _TESTS = (
-    "tests/operations/quantize/test_tuning.py::test_predictions_come_closer_to_the_originals",
-    "tests/operations/quantize/test_tuning.py::test_a_quantised_head_stays_as_it_was",
-    "tests/operations/quantize/test_tuning.py::test_every_format_holds_a_tuned_model",
+    "tests/operations/quantize/tuning/test_tuned_values.py::test_predictions_come_closer_to_the_originals",
+    "tests/operations/quantize/tuning/test_tuned_values.py::test_a_quantised_head_stays_as_it_was",
+    "tests/operations/quantize/tuning/test_tuned_values.py::test_every_format_holds_a_tuned_model",
     "tests/models/test_recognise.py",
     "tests/methods/test_gptq.py",
 )

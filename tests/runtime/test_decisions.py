@@ -120,7 +120,9 @@ def test_what_the_kernel_does_not_take_runs_dense(
 
 
 def test_an_unknown_operator_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="expected auto, dense, w4a16, w8a16, fp4a16, int4pack, found 'w4'"):
+    with pytest.raises(
+        UsageError, match="expected auto, dense, w4a16, w8a16, fp4a16, int4pack, sparse-w4a16, found 'w4'"
+    ):
         decided(operator="w4")
     with pytest.raises(UsageError, match="found 'w4'"):
         load("nowhere", operator="w4")

@@ -36,6 +36,9 @@ from tests.testing.original_folders import READ, ROWS, folder_bytes, save_tiny
 from tests.testing.quantized_folders import assert_holds
 from tests.testing.tiny_models import CONFIGS
 
+# Rules of single modules are what is tested, not whether a server takes them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*make one layer of them")
+
 HEAD = READ.replace(quantize_head="int4")
 
 

@@ -39,6 +39,9 @@ from tests.testing.recipes import write_recipe
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.schemes import scheme
 
+# Rules of single modules are what is tested, not whether a server takes them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*make one layer of them")
+
 TEXT = "It is a truth universally acknowledged, that a byte is a token.\n" * 10
 MIXED = (Override.parse("down_proj=scheme=int8"), Override.parse(r"layers\.1\.=scheme=int8,symmetric=false"))
 

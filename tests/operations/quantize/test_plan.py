@@ -28,6 +28,9 @@ from marlinq.operations.quantize.tuning.rows import NOISE
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, ROWS, save_tiny
 
+# Rules of single modules are what is tested, not whether a server takes them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*make one layer of them")
+
 CPU = torch.device("cpu")
 
 

@@ -32,6 +32,9 @@ from tests.testing.original_folders import READ, RECIPE, ROWS, folder_bytes, sav
 from tests.testing.schemes import scheme
 from tests.testing.tiny_models import CONFIGS, tiny_model
 
+# Rules of single modules are what is tested, not whether a server takes them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*make one layer of them")
+
 
 def run(source: Path, out: Path, **changes: Any) -> QuantizeReport:
     return quantize(source, out, recipe=RECIPE.replace(**changes), device="cpu")
