@@ -5,12 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
+from marlinq.core.dtypes import dtype_name
+from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.formats import StoredWeight
+
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,25 @@ class Estimate:
 
     seconds: float | None
     reason: str
+
+
+def kernel_refusal(setting: Setting) -> str | None:
+    """Why CUDA kernels do not run in ``setting``, or None.
+
+    Raises:
+        EnvironmentProblem: CuPy is not installed.
+    """
+    if setting.device.type != "cuda":
+        return f"the kernel runs on CUDA devices, not on {setting.device.type}"
+    if setting.dtype not in _KERNEL_DTYPES:
+        names = " and ".join(map(dtype_name, _KERNEL_DTYPES))
+        return f"the kernel takes {names}, not {dtype_name(setting.dtype)}"
+    if find_spec("cupy") is None:
+        raise EnvironmentProblem(
+            "CuPy is not installed, which launches the kernel; install marlinq[cuda12] or "
+            "marlinq[cuda13], matching the driver, or use --device cpu"
+        )
+    return None
 
 
 class Operator(ABC):

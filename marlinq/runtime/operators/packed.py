@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
-from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.formats import StoredWeight
@@ -20,9 +18,7 @@ from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.launch.eight_bits import instantiations
 from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.operand import format_of, operand_refusal, operand_shape, stored_operand
-from marlinq.runtime.operators.base import Estimate, Operator, Setting
-
-_DTYPES = (torch.float16, torch.bfloat16)
+from marlinq.runtime.operators.base import Estimate, Operator, Setting, kernel_refusal
 
 
 def _eight_bits(problem: Problem, stored: StoredWeight, setting: Setting) -> str:
@@ -56,16 +52,9 @@ class Packed(Operator):
         reason = operand_refusal(stored)
         if reason is not None or setting.device.type == "cpu":
             return reason
-        if setting.device.type != "cuda":
-            return f"the kernel runs on CUDA devices, not on {setting.device.type}"
-        if setting.dtype not in _DTYPES:
-            names = " and ".join(map(dtype_name, _DTYPES))
-            return f"the kernel takes {names}, not {dtype_name(setting.dtype)}"
-        if find_spec("cupy") is None:
-            raise EnvironmentProblem(
-                "CuPy is not installed, which launches the kernel; install marlinq[cuda12] or "
-                "marlinq[cuda13], matching the driver, or use --device cpu"
-            )
+        reason = kernel_refusal(setting)
+        if reason is not None:
+            return reason
         try:
             self.estimate(stored, setting, 1)
         except EnvironmentProblem as error:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-import torch
 from torch import Tensor, nn
 
-from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.formats import StoredWeight
 from marlinq.kernels import device_numbers
 from marlinq.kernels.sparse import SparseOperand, sparse_gemm, sparse_operand, sparse_refusal
-from marlinq.runtime.operators.base import Estimate, Operator, Setting
-
-_DTYPES = (torch.float16, torch.bfloat16)
+from marlinq.runtime.operators.base import Estimate, Operator, Setting, kernel_refusal
 
 
 class SparseLinear(nn.Module):
@@ -65,16 +59,9 @@ class Sparse(Operator):
         reason = sparse_refusal(stored.grid)
         if reason is not None or setting.device.type == "cpu":
             return reason
-        if setting.device.type != "cuda":
-            return f"the kernel runs on CUDA devices, not on {setting.device.type}"
-        if setting.dtype not in _DTYPES:
-            names = " and ".join(map(dtype_name, _DTYPES))
-            return f"the kernel takes {names}, not {dtype_name(setting.dtype)}"
-        if find_spec("cupy") is None:
-            raise EnvironmentProblem(
-                "CuPy is not installed, which launches the kernel; install marlinq[cuda12] or "
-                "marlinq[cuda13], matching the driver, or use --device cpu"
-            )
+        reason = kernel_refusal(setting)
+        if reason is not None:
+            return reason
         try:
             device_numbers(setting.device.index or 0)
         except EnvironmentProblem as error:
