@@ -182,7 +182,7 @@ def _conversion(
     shapes = _Shapes(places)
 
     def convert(values: Sequence[Tensor]) -> dict[str, Tensor]:
-        # A rule collects tensors, so each use has one of its own.
+        # ``add_tensor`` leaves tensors in the rule; a copy keeps those of one call out of the next.
         own: Any = deepcopy(rule)
         for (pattern, stored), value in zip(members, values, strict=True):
             own.add_tensor(parameter, stored, pattern, value)

@@ -27,8 +27,8 @@ class Operand:
         order: int32 [K'], the input channel that each row belongs to, -1 for padding; None for 0, 1, 2, ...
         in_features: K.
         out_features: N.
-        activations: what the checkpoint wants activations quantised to where that is faster
-            (:mod:`marlinq.kernels.choose.eight_bits`); None for 16 bits always.
+        activations: 8-bit scheme of activations that the checkpoint names; used for as many rows as it is
+            faster (:mod:`marlinq.kernels.choose.eight_bits`). None keeps them in 16 bits.
         input_scale: scale of static activations, float32 []; None where they are dynamic, or not quantised.
     """
 

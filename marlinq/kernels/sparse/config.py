@@ -50,7 +50,7 @@ class SparseConfig:
         warps_n, warps_k: warps side by side, each with 64 columns, and parts of K.
         blocks_m: blocks of eight batch rows: 1, 2, 4 or 8.
         cluster: blocks that share a tile's K.
-        stages: of the ring.
+        stages: chunks of K that a warp's ring in shared memory holds.
     """
 
     warps_n: int

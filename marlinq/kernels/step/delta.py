@@ -101,7 +101,7 @@ def delta(
         ring: [B, taps, channels], contiguous: the convolution's inputs, position p at p modulo taps.
         state: float32 [B, value heads, key channels, value channels], contiguous.
         lengths: int32 [B], tokens before this one.
-        weights: what the net is made of.
+        weights: parameters and sizes of the delta net, without its projections.
 
     Raises:
         ValueError: a tensor that the kernel can't load, or a shape that it can't compute.

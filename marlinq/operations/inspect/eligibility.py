@@ -127,7 +127,7 @@ def loading_refusal(server: Server, layers: Mapping[str, Layer], whole: Whole) -
     Args:
         server: one of ``servers.toml``.
         layers: linears, complete as far as the server fuses them.
-        whole: what else it looks at.
+        whole: facts about the whole checkpoint that the server's rules ask for, such as its heads.
     """
     verdict = _judge(server, layers, whole, Split(1, whole.heads, whole.kv_heads))
     return None if verdict.loads else verdict.reason

@@ -58,7 +58,7 @@ class Floats:
     Attributes:
         names: layouts.
         schemes: schemes of weights and inputs, by the names of ``--scheme``.
-        runs: what multiplies them there.
+        runs: name of the server's kernel that multiplies them.
         experts: it loads experts of such weights, too.
         whole_blocks: K and N must be multiples of the block's sides.
     """

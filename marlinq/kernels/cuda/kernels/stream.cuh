@@ -214,7 +214,7 @@ struct StreamGemm {
 #pragma unroll
             for (int base = 0; base < TILE_M * PIECES; base += 32 * WARPS_N) {
                 const int index = base + wn * 32 + lane, m = index / PIECES, piece = index % PIECES;
-                // Rows past the batch stay as they are: a column of the product depends on its own row alone. Channels
+                // Rows past the batch are not loaded: they reach only columns of the product that are not stored. Channels
                 // past K become zeros, which cancel whatever the weights of those rows are.
                 if (m < rows_m)
                     copy_async_16(mine + m * (CHUNK * 2) + ((piece ^ (m % 8)) * 16), my_x + m * x_stride + piece * 8,

@@ -23,8 +23,8 @@
 // merge through `partials`: the block that finishes last of its splits adds them up, in order, and resets their counter. Splits
 // that have no positions end at once. Splits are chosen on the device, so a captured launch serves every length.
 //
-// With TOGETHER > 1 the rows, so many at most, are neighbouring tokens of one sequence, of which the cache holds those before the
-// first row. A block then makes the keys and values of all rows up to its own that fall into its split, and puts its own into the
+// With TOGETHER > 1 the rows are up to TOGETHER neighbouring tokens of one sequence. The cache holds the tokens before the first
+// of them. A block then makes the keys and values of all rows up to its own that fall into its split, and puts its own into the
 // cache.
 //
 // With GATED the result is multiplied by the sigmoid of gates that lie behind each head of queries.

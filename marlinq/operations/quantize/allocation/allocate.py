@@ -61,9 +61,9 @@ class Sensitivities:
     """What every option of every unit was measured to cost.
 
     Attributes:
-        units: what is decided together.
+        units: groups of modules that get one scheme.
         costs: nats a token of each option of each unit, in order.
-        frame: what is not chosen.
+        frame: sizes of the tensors that no choice changes.
         tokens: on which they were measured.
     """
 
@@ -135,7 +135,7 @@ def allocate(
         checkpoint, blueprint: the source.
         recipe: one that :attr:`Recipe.wants_allocation`.
         device: where the model runs.
-        plan_of: what a recipe makes of the source.
+        plan_of: gives the planned output of a recipe.
         trust_remote_code: run code that model or tokenizer bring.
         progress, message: told what is being done.
 

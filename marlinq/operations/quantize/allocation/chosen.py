@@ -30,7 +30,7 @@ class Allocation:
 
     Attributes:
         modules: a recipe's ``allocation``.
-        target: what was asked for, in words.
+        target: the option and its value, such as ``--target-bits 4.5``.
         bits: mean bits of a weight of the decoder's linears, those that overrides decide among them.
         nbytes: bytes of the output's tensors.
         kl: estimated mean KL divergence of the choice, nats a token.

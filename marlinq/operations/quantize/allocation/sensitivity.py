@@ -84,7 +84,7 @@ def measure(
 
     Args:
         instance: the live original, nothing materialised.
-        units: what is decided together.
+        units: groups of modules that get one scheme.
         recipe: method and seed.
         text: the text.
         products: what products of float32 linear layers are rounded to; None for float32.
