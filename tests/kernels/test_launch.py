@@ -21,7 +21,7 @@ from marlinq.kernels.launch import call, gather
 from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.kernels.problems import even_splits, int4_problem, random_operands
-from tests.kernels.toy_variant import Toy, ToyConfig, toy_variant
+from tests.kernels.toy_variant import TOY, ToyConfig, toy_variant
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
 OUT, PARTIALS, FLAGS = 5, 11, 12  # places among the parameters

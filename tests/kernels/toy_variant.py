@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from marlinq.kernels import Device, Problem
+from marlinq.kernels import Problem
 from marlinq.kernels.contract.configuration import VARIANTS, ActivationBox, Variant, register_variant
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
@@ -65,32 +65,21 @@ class ToyConfig:
         return f"toy tile of {self.tile_m} rows"
 
 
-class Toy(Variant[ToyConfig]):
-    """Said to be faster than all others, for batches of up to three rows."""
-
-    name = "toy"
-    configuration = ToyConfig
-
-    def runs_on(self, device: Device) -> bool:
-        return True
-
-    def suits(self, problem: Problem, device: Device, *, dependent: bool) -> bool:
-        return problem.m <= 4
-
-    def candidates(
-        self, problem: Problem, device: Device, batch_invariant: bool = False
-    ) -> Iterator[ToyConfig]:
-        yield ToyConfig(problem.m)
-
-    def estimate(self, problem: Problem, device: Device, configuration: ToyConfig) -> tuple[float, str]:
-        return 1e-9, "nothing"
+TOY = Variant(
+    ToyConfig,
+    runs_on=lambda device: True,
+    suits=lambda problem, device, *, dependent: problem.m <= 4,
+    candidates=lambda problem, device, batch_invariant=False: iter([ToyConfig(problem.m)]),
+    estimate=lambda problem, device, configuration: (1e-9, "nothing"),
+)
+"""Said to be faster than all others, for batches of up to three rows."""
 
 
 @contextmanager
 def toy_variant() -> Iterator[None]:
     """The kernel is registered inside."""
-    register_variant(Toy())
+    register_variant(TOY)
     try:
         yield
     finally:
-        del VARIANTS[Toy.name]
+        del VARIANTS[TOY.name]

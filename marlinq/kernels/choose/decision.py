@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.kernels.choose import dequantized
@@ -67,7 +66,7 @@ def decide(problem: Problem, device: Device) -> KernelDecision:
 
 @lru_cache(maxsize=8192)
 def _decide(
-    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant[Any], ...]
+    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
 ) -> KernelDecision:
     # What is registered is part of the question, and so of what is remembered.
     if problem.k % 64 or problem.n % 64:
@@ -151,7 +150,7 @@ def model_choice(problem: Problem, device: Device, demanded: Demands) -> Estimat
 
 @lru_cache(maxsize=1024)
 def _model_choice(
-    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant[Any], ...]
+    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
 ) -> Estimated:
     found = _all_estimates(problem, device, demanded, variants)
     if demanded.batch_invariant:
@@ -175,7 +174,7 @@ def _model_choice(
 
 
 def _all_estimates(
-    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant[Any], ...]
+    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
 ) -> Iterator[Estimated]:
     """Every candidate that can do what the problem wants behind the product."""
     for variant in _considered(problem, device, demanded, variants):
@@ -192,8 +191,8 @@ def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[str
 
 
 def _considered(
-    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant[Any], ...]
-) -> list[Variant[Any]]:
+    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
+) -> list[Variant]:
     able = [variant for variant in variants if variant.takes(problem.format)]
     if demanded.kernel is not None:
         return [variant for variant in able if variant.name == demanded.kernel]
@@ -217,7 +216,7 @@ def blocks_together(problem: Problem, device: Device, config: Configuration) -> 
 
 @lru_cache(maxsize=256)
 def _invariant_order(
-    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant[Any], ...]
+    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
 ) -> tuple[object, ...]:
     """The order with the best product of times over the typical batches; ``problem.m`` means nothing."""
     totals: dict[tuple[object, ...], float] = {}

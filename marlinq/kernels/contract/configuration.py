@@ -7,9 +7,9 @@ registered (:func:`register_variant`). Decisions, launches and measured choices 
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.handover import Handover
@@ -103,59 +103,68 @@ class Configuration(Protocol):
         """Tile and split, for people."""
 
 
-_Configuration = TypeVar("_Configuration", bound=Configuration)
+def _none(problem: Problem, device: Device) -> Iterator[Configuration]:
+    return iter(())
 
 
-class Variant(ABC, Generic[_Configuration]):
+class Suits(Protocol):
+    """Whether a kernel is considered beside others."""
+
+    def __call__(self, problem: Problem, device: Device, *, dependent: bool) -> bool:
+        """``dependent``: launches overlap with their neighbours."""
+
+
+class Candidates(Protocol):
+    """The configurations of a kernel that are worth estimating, all of which fit the device."""
+
+    def __call__(
+        self, problem: Problem, device: Device, batch_invariant: bool = False
+    ) -> Iterator[Configuration]:
+        """With ``batch_invariant`` those whose roundings and splits of K exist for every M."""
+
+
+@dataclass(frozen=True)
+class Variant:
     """One kernel that multiplies: what it suits, its candidates and what each of them costs.
 
     Attributes:
-        name: name in decisions, measured choices and messages.
         configuration: class of its configurations.
+        runs_on: whether a device has what the kernel needs.
+        suits: whether it is considered beside others.
+        candidates: the configurations worth estimating.
+        estimate: seconds of a launch of one of its configurations, and what the busiest multiprocessor spends
+            most of them on.
+        common_candidates: few configurations that serve many batches, where the problem's is one of those;
+            else none.
         scales: kinds of scales that it reads.
         any_batch: whether it has, on every GPU, tiles that sum in the same order whatever the batch.
     """
 
-    name: ClassVar[str]
-    configuration: type[_Configuration]
-    scales: ClassVar[tuple[ScaleKind, ...]] = ("quant_group",)
-    any_batch: ClassVar[bool] = False
+    configuration: type[Any]
+    runs_on: Callable[[Device], bool]
+    suits: Suits
+    candidates: Candidates
+    estimate: Callable[[Problem, Device, Any], tuple[float, str]]
+    common_candidates: Callable[[Problem, Device], Iterator[Configuration]] = _none
+    scales: tuple[ScaleKind, ...] = ("quant_group",)
+    any_batch: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name in decisions, measured choices and messages."""
+        name: str = self.configuration.variant
+        return name
 
     def takes(self, weight_format: WeightFormat) -> bool:
         """Whether it multiplies with weights of a format: one that has a codec and scales that it reads."""
         return weight_format.codec is not None and weight_format.scale in self.scales
 
-    @abstractmethod
-    def runs_on(self, device: Device) -> bool:
-        """Whether ``device`` has what the kernel needs."""
 
-    @abstractmethod
-    def suits(self, problem: Problem, device: Device, *, dependent: bool) -> bool:
-        """Whether it is considered beside others; ``dependent``: launches overlap with their neighbours."""
-
-    @abstractmethod
-    def candidates(
-        self, problem: Problem, device: Device, batch_invariant: bool = False
-    ) -> Iterator[_Configuration]:
-        """The configurations worth estimating, all of which fit the device.
-
-        With ``batch_invariant`` those whose roundings and splits of K exist for every M.
-        """
-
-    def common_candidates(self, problem: Problem, device: Device) -> Iterator[_Configuration]:
-        """Few configurations that serve many batches, where this is one of those; else none."""
-        return iter(())
-
-    @abstractmethod
-    def estimate(self, problem: Problem, device: Device, configuration: _Configuration) -> tuple[float, str]:
-        """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
-
-
-VARIANTS: dict[str, Variant[Any]] = {}
+VARIANTS: dict[str, Variant] = {}
 """Every kernel that multiplies, by name. Of equal estimates the earlier kernel's is taken."""
 
 
-def register_variant(variant: Variant[Any]) -> Variant[Any]:
+def register_variant(variant: Variant) -> Variant:
     """Let decisions consider a kernel; returns it.
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,35 @@ _SCHEMA = (
 )
 
 
+class GemmArguments(NamedTuple):
+    """The operator's arguments, as :func:`marlinq.kernels.w4a16_gemm` takes them."""
+
+    x: Tensor
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bias: Tensor | None
+    group_size: int
+    out_features: int
+    order: Tensor | None = None
+
+    @property
+    def weight(self) -> plans.Weight:
+        """Tensors of the weight."""
+        return self.words, self.scales, self.zeros, self.bias, self.order
+
+    def operand(self, weight_format: WeightFormat) -> Operand:
+        """The weight, with its words in ``weight_format``."""
+        granularity = Granularity.from_group_size(self.group_size)
+        return Operand.whole(weight_format, granularity, self.words, self.scales, self.zeros, self.order)
+
+    def result(self, weight_format: WeightFormat) -> tuple[Tensor, Tensor]:
+        """Memory for all N columns, which the kernels write, and the view of it that the operator returns."""
+        columns = self.words.shape[1] // weight_format.row_words
+        out = self.x.new_empty((*self.x.shape[:-1], columns))
+        return out, out[..., : self.out_features]
+
+
 class GemmOperator:
     """``torch.ops.marlinq.<operator>`` of a weight format; arguments as :func:`marlinq.kernels.w4a16_gemm`.
 
@@ -37,17 +68,6 @@ class GemmOperator:
         for function, key in ((self.cuda, "CUDA"), (self.cpu, "CPU"), (self.meta, "Meta")):
             _LIBRARY.impl(name, function, key)  # type: ignore[no-untyped-call]
         self.overload = getattr(torch.ops.marlinq, name).default
-
-    def _result(self, x: Tensor, words: Tensor, out_features: int) -> tuple[Tensor, Tensor]:
-        """Memory for all N columns, which the kernels write, and the view of it that the operator returns."""
-        out = x.new_empty((*x.shape[:-1], words.shape[1] // self.format.row_words))
-        return out, out[..., :out_features]
-
-    def _operand(
-        self, words: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, order: Tensor | None
-    ) -> Operand:
-        granularity = Granularity.from_group_size(group_size)
-        return Operand.whole(self.format, granularity, words, scales, zeros, order)
 
     def planned(
         self,
@@ -66,36 +86,29 @@ class GemmOperator:
         )
         return None if plan is None else plan.run(x, words, scales, zeros, bias, order)
 
-    def cuda(
-        self,
-        x: Tensor,
-        words: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        bias: Tensor | None,
-        group_size: int,
-        out_features: int,
-        order: Tensor | None = None,
-    ) -> Tensor:
-        planned = self.planned(x, words, scales, zeros, bias, group_size, out_features, order)
+    def cuda(self, *given: Any) -> Tensor:
+        """The product on a GPU; of :class:`GemmArguments`, like :meth:`cpu` and :meth:`meta`."""
+        planned = self.planned(*given)
         if planned is not None:
             return planned
-        key = id(words), id(scales), id(zeros), id(bias), id(order), group_size, out_features, x.dtype, self
-        weight = words, scales, zeros, bias, order
-        _check(self.format, x, weight, group_size, out_features)
+        arguments = GemmArguments(*given)
+        x, words, scales, zeros, bias, group_size, out_features, order = arguments
+        _check(self.format, arguments)
         if x.dtype not in (torch.float16, torch.bfloat16):
             raise UnsupportedError(
                 f"{self.format.operator}: x has dtype {x.dtype}; the kernel takes float16 and bfloat16"
             )
-        n = words.shape[1] // self.format.row_words
         for name, value in (("words", words), ("scales", scales), ("zeros", zeros), ("order", order)):
             if value is not None and value.data_ptr() % 16:
                 raise ValueError(
                     f"{name}: expected memory aligned to 16 bytes, found address {value.data_ptr()}"
                 )
-        operand = self._operand(words, scales, zeros, group_size, order)
+        operand = arguments.operand(self.format)
+        out, returned = arguments.result(self.format)
+        n = out.shape[-1]
         if bias is None or out_features == n:
-            plans.remember(key, weight, operand.granularity, out_features, self.format)
+            key = *map(id, arguments.weight), group_size, out_features, x.dtype, self
+            plans.remember(key, arguments.weight, operand.granularity, out_features, self.format)
         rows = x.reshape(-1, x.shape[-1])
         row = rows.stride(0)
         if order is not None:
@@ -110,45 +123,24 @@ class GemmOperator:
             )
         if bias is not None and out_features != n:
             bias = torch.nn.functional.pad(bias, (0, n - out_features))
-        out, returned = self._result(x, words, out_features)
         if rows.shape[0]:
             operands = Operands(rows, operand, bias, out.view(-1, n))
             launch_gemm(operands, behind_own=order is not None)
         return returned
 
-    def cpu(
-        self,
-        x: Tensor,
-        words: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        bias: Tensor | None,
-        group_size: int,
-        out_features: int,
-        order: Tensor | None = None,
-    ) -> Tensor:
-        _check(self.format, x, (words, scales, zeros, bias, order), group_size, out_features)
-        _, returned = self._result(x, words, out_features)
-        operand = self._operand(words, scales, zeros, group_size, order)
-        return returned.copy_(reference_gemm(x, operand, bias, out_features))
+    def cpu(self, *given: Any) -> Tensor:
+        arguments = GemmArguments(*given)
+        _check(self.format, arguments)
+        _, returned = arguments.result(self.format)
+        operand = arguments.operand(self.format)
+        return returned.copy_(reference_gemm(arguments.x, operand, arguments.bias, arguments.out_features))
 
-    def meta(
-        self,
-        x: Tensor,
-        words: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        bias: Tensor | None,
-        group_size: int,
-        out_features: int,
-        order: Tensor | None = None,
-    ) -> Tensor:
-        _, returned = self._result(x, words, out_features)
-        return returned
+    def meta(self, *given: Any) -> Tensor:
+        return GemmArguments(*given).result(self.format)[1]
 
 
-def _check(weight_format: WeightFormat, x: Tensor, weight: plans.Weight, group_size: int, n_out: int) -> None:
-    words, scales, zeros, bias, order = weight
+def _check(weight_format: WeightFormat, arguments: GemmArguments) -> None:
+    x, words, scales, zeros, bias, group_size, n_out, order = arguments
     if words.dtype != torch.int32 or words.dim() != 2 or words.shape[1] % (64 * weight_format.row_words):
         raise ValueError(
             f"words: expected int32 [K/{weight_format.row_channels}, {weight_format.row_words}N], "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from marlinq.kernels.contract.configuration import VARIANTS, register_variant
-from marlinq.kernels.variants.bulk import Bulk
-from marlinq.kernels.variants.stream import Stream
-from marlinq.kernels.variants.warpgroup import Warpgroup
+from marlinq.kernels.variants.bulk import BULK
+from marlinq.kernels.variants.stream import STREAM
+from marlinq.kernels.variants.warpgroup import WARPGROUP
 
-for _variant in (Stream(), Bulk(), Warpgroup()):
+for _variant in (STREAM, BULK, WARPGROUP):
     register_variant(_variant)
 
 KERNELS = tuple(VARIANTS)

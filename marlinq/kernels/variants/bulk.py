@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from marlinq.kernels.contract.arguments import MappedArguments
@@ -15,17 +15,17 @@ from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
 from marlinq.kernels.contract.whole_rows import PUSHED_COLUMNS, MappedRowArguments, RowVariant
 from marlinq.kernels.variants.arguments import mapped_arguments
-from marlinq.kernels.variants.costs import PHYSICS, SCHEDULERS, overlapped, streaming_seconds
+from marlinq.kernels.variants.costs import PHYSICS, SCHEDULERS, overlapped, resident_blocks, streaming_seconds
 from marlinq.kernels.variants.stages import chunks_on_their_way, stage_bytes, weight_bytes
 from marlinq.kernels.variants.tiles import (
     CODE_CLOSING,
     CODE_PRODUCTS,
     CODE_SHIFTS_BFLOAT16,
     WarpTiles,
+    cluster_sizes,
     unpacking,
 )
 
-_REGISTERS = 65536
 # Largest batch that it is considered for: it has no larger tile.
 _MOST_BATCH = 16
 # Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py): by BLOCKS_M and zero
@@ -206,33 +206,16 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         registers += short_quant_groups * _REGISTERS_OF_SHORT_QUANT_GROUPS[blocks_m]
         if registers_of_a_thread(warps_n * warps_k + 1, blocks) < registers:
             continue
-        tiles = -(-problem.n // (64 * warps_n)) * -(-problem.m // (8 * blocks_m))
         # The barriers, and what the driver keeps of every block, come on top.
         room = device.shared_bytes // blocks - 2048
-        fitting = [
-            cluster
-            for cluster in device.cluster_sizes
-            if cluster * warps_k <= max(-(-problem.k // (16 * rows)), 4)
-            and (batch_invariant or cluster == 1 or device.runs_at_once(tiles, cluster, blocks))
-        ]
-        for cluster in fitting:
-            # Small clusters leave multiprocessors idle.
-            if not batch_invariant and 1 < cluster < fitting[-1] / 2:
-                continue
-            single = BulkConfig(warps_n, warps_k, blocks_m, rows, cluster, 0, blocks)
-            stage = stage_bytes(problem, single.tile_m, single.tile_n, rows)
+        single = BulkConfig(warps_n, warps_k, blocks_m, rows, 1, 0, blocks)
+        stage = stage_bytes(problem, single.tile_m, single.tile_n, rows)
+        for cluster in cluster_sizes(problem, device, single, blocks, every=batch_invariant):
+            config = replace(single, cluster=cluster)
             # A stage belongs to one part.
-            stages = min(_MAX_STAGES, (room - single.shared_bytes(problem)) // stage) // warps_k * warps_k
+            stages = min(_MAX_STAGES, (room - config.shared_bytes(problem)) // stage) // warps_k * warps_k
             if stages >= _LEAST_STAGES * warps_k:
-                yield BulkConfig(warps_n, warps_k, blocks_m, rows, cluster, stages, blocks)
-
-
-def _resident(problem: Problem, device: Device, config: BulkConfig) -> int:
-    """Blocks that a multiprocessor has room for."""
-    cap = registers_of_a_thread(config.threads // 32, config.min_blocks)
-    registers = min(_REGISTERS_NEEDED[config.blocks_m, problem.zeros], cap) * config.threads
-    room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
-    return max(config.min_blocks, min(room, _REGISTERS // registers))
+                yield replace(config, stages=stages)
 
 
 def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs = COSTS) -> tuple[float, str]:
@@ -256,7 +239,8 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     sums = config.tile_m * config.tile_n * 4 * config.warps_k
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
     seconds, busiest = PHYSICS.launch, ""
-    resident = _resident(problem, device, config)
+    registers = _REGISTERS_NEEDED[config.blocks_m, problem.zeros]
+    resident = resident_blocks(problem, device, config, registers)
     for load in device.loads(config.grid(problem), config.cluster, resident):
         parts = load.blocks * min(config.warps_k, fed)
         # Warps of one scheduler. Those of a part work at once, on whichever scheduler has most of them.
@@ -282,25 +266,11 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     return seconds, busiest
 
 
-class Bulk(Variant[BulkConfig]):
-    """The bulk kernel: small batches, on GPUs with clusters."""
+def _suits(problem: Problem, device: Device, *, dependent: bool) -> bool:
+    # It would run on later GPUs too, where nobody has measured it. In chains it lost in every place with as
+    # many stages as fit (docs/kernels.md, "Dependent launches"); where it wins with fewer, that is recorded.
+    return problem.m <= _MOST_BATCH and device.has_warpgroups and not dependent
 
-    name = "bulk"
-    configuration = BulkConfig
 
-    def runs_on(self, device: Device) -> bool:
-        return device.has_clusters
-
-    def suits(self, problem: Problem, device: Device, *, dependent: bool) -> bool:
-        # It would run on later GPUs too, where nobody has measured it. In chains it lost in every place with
-        # as many stages as fit (docs/kernels.md, "Dependent launches"); where it wins with fewer, that is
-        # recorded.
-        return problem.m <= _MOST_BATCH and device.has_warpgroups and not dependent
-
-    def candidates(
-        self, problem: Problem, device: Device, batch_invariant: bool = False
-    ) -> Iterator[BulkConfig]:
-        return candidates(problem, device, batch_invariant)
-
-    def estimate(self, problem: Problem, device: Device, configuration: BulkConfig) -> tuple[float, str]:
-        return estimate(problem, device, configuration)
+BULK = Variant(BulkConfig, lambda device: device.has_clusters, _suits, candidates, estimate)
+"""The bulk kernel: small batches, on GPUs with clusters."""

@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from marlinq.kernels.contract.device import Device, Load
+from marlinq.kernels.contract.configuration import Configuration
+from marlinq.kernels.contract.device import Device, Load, registers_of_a_thread
+from marlinq.kernels.contract.problem import Problem
 
-SCHEDULERS = 4  # of a multiprocessor
+# Of a multiprocessor.
+SCHEDULERS = 4
+REGISTERS = 65536
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,13 @@ def overlapped(times: Mapping[str, float], sharpness: float) -> tuple[float, str
     for time in times.values():
         total += (time / longest) ** sharpness
     return longest * total ** (1 / sharpness), busiest
+
+
+def resident_blocks(problem: Problem, device: Device, config: Configuration, registers: int) -> int:
+    """Blocks that a multiprocessor has room for; a thread takes ``registers``, or as many as it is given."""
+    registers = min(registers, registers_of_a_thread(config.threads // 32, config.min_blocks))
+    room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
+    return max(config.min_blocks, min(room, REGISTERS // (registers * config.threads)))
 
 
 @lru_cache(maxsize=4096)

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from marlinq.kernels.contract.arguments import PlainArguments
 from marlinq.kernels.contract.configuration import ActivationBox, Variant
-from marlinq.kernels.contract.device import Device, registers_of_a_thread
+from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
 from marlinq.kernels.contract.whole_rows import SQUARED_COLUMNS, PlainRowArguments, RowVariant
 from marlinq.kernels.variants.arguments import plain_arguments
-from marlinq.kernels.variants.costs import PHYSICS, SCHEDULERS, overlapped, streaming_seconds
+from marlinq.kernels.variants.costs import (
+    PHYSICS,
+    REGISTERS,
+    SCHEDULERS,
+    overlapped,
+    resident_blocks,
+    streaming_seconds,
+)
 from marlinq.kernels.variants.tiles import (
     CODE_CLOSING,
     CODE_PRODUCTS,
     CODE_SHIFTS_BFLOAT16,
     DIGIT_CLOSING,
     WarpTiles,
+    cluster_sizes,
     holds_pairs,
     unpacking,
 )
 
-_REGISTERS = 65536
 # Shared memory of a block with which chunks of 8-bit codes have eight rows.
 _LONG_CHUNKS_BYTES = 160_000
 # Largest batch that it is considered for beside others, where a GPU has others for all batches.
@@ -293,41 +300,27 @@ def _splits(
 ) -> Iterator[StreamConfig]:
     """With ``every`` also clusters that don't all run at once; for a batch alone they never win."""
     rows = 4 if blocks_m == 8 or _takes_short_chunks(problem, device) else 8
-    chunks = -(-problem.k // (16 * rows))
     for (warps_n, warps_k), listed in _SHAPES.items():
-        most = min(3, _REGISTERS // (registers * 32 * warps_n * warps_k))
+        most = min(3, REGISTERS // (registers * 32 * warps_n * warps_k))
         for blocks, stages in listed:
             if blocks > most:
                 continue
             config = StreamConfig(warps_n, warps_k, blocks_m, rows, scale_sums, 1, stages, blocks, digits)
             if config.shared_bytes(problem) * blocks > device.shared_bytes:
                 continue
-            tiles, resident = config.grid(problem), _resident(problem, device, config)
-            fitting = [
-                cluster
-                for cluster in device.cluster_sizes
-                if cluster * warps_k <= max(chunks, 4)
-                and (every or cluster == 1 or device.runs_at_once(tiles, cluster, resident))
-            ]
-            for cluster in fitting:
-                # Small clusters leave multiprocessors idle.
-                if every or cluster == 1 or 2 * cluster >= fitting[-1]:
-                    yield StreamConfig(
-                        warps_n, warps_k, blocks_m, rows, scale_sums, cluster, stages, blocks, digits
-                    )
+            resident = _resident(problem, device, config)
+            for cluster in cluster_sizes(problem, device, config, resident, every=every):
+                yield replace(config, cluster=cluster)
 
 
 def _resident(problem: Problem, device: Device, config: StreamConfig) -> int:
     """Blocks that a multiprocessor has room for."""
-    cap = registers_of_a_thread(config.threads // 32, config.min_blocks)
     used = (
         _REGISTERS_DIGITS[problem.quant_group in (0, 128)]
         if config.digits
         else _REGISTERS_USED[config.blocks_m]
     )
-    registers = min(used, cap) * config.threads
-    room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
-    return max(config.min_blocks, min(room, _REGISTERS // registers))
+    return resident_blocks(problem, device, config, used)
 
 
 def estimate(
@@ -376,23 +369,9 @@ def estimate(
     return seconds, busiest
 
 
-class Stream(Variant[StreamConfig]):
-    """The stream kernel: on every GPU, for every batch."""
+def _suits(problem: Problem, device: Device, *, dependent: bool) -> bool:
+    return problem.m <= _MOST_BATCH or not device.has_warpgroups
 
-    name = "stream"
-    configuration = StreamConfig
-    any_batch = True
 
-    def runs_on(self, device: Device) -> bool:
-        return True
-
-    def suits(self, problem: Problem, device: Device, *, dependent: bool) -> bool:
-        return problem.m <= _MOST_BATCH or not device.has_warpgroups
-
-    def candidates(
-        self, problem: Problem, device: Device, batch_invariant: bool = False
-    ) -> Iterator[StreamConfig]:
-        return candidates(problem, device, batch_invariant)
-
-    def estimate(self, problem: Problem, device: Device, configuration: StreamConfig) -> tuple[float, str]:
-        return estimate(problem, device, configuration)
+STREAM = Variant(StreamConfig, lambda device: True, _suits, candidates, estimate, any_batch=True)
+"""The stream kernel: on every GPU, for every batch."""

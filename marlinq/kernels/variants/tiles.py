@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.problem import Problem
 from marlinq.kernels.contract.weight_formats import INT4
 
@@ -70,3 +73,22 @@ class WarpTiles:
     def grid(self, problem: Problem) -> int:
         """Blocks of a launch."""
         return -(-problem.n // self.tile_n) * -(-problem.m // self.tile_m) * self.cluster
+
+
+def cluster_sizes(
+    problem: Problem, device: Device, single: WarpTiles, resident: int, *, every: bool
+) -> Iterator[int]:
+    """Sizes of clusters that are considered for tiles like ``single``, which has a cluster of one block.
+
+    ``resident`` blocks fit a multiprocessor. With ``every`` also clusters that don't all run at once; for a
+    batch alone they never win.
+    """
+    chunks, tiles = -(-problem.k // single.chunk), single.grid(problem)
+    fitting = [
+        cluster
+        for cluster in device.cluster_sizes
+        if cluster * single.warps_k <= max(chunks, 4)
+        and (every or cluster == 1 or device.runs_at_once(tiles, cluster, resident))
+    ]
+    # Small clusters leave multiprocessors idle.
+    return (size for size in fitting if every or size == 1 or 2 * size >= fitting[-1])

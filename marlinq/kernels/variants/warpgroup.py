@@ -21,7 +21,7 @@ from marlinq.kernels.contract.whole_rows import (
     RowVariant,
 )
 from marlinq.kernels.variants.arguments import warpgroup_arguments
-from marlinq.kernels.variants.costs import PHYSICS, overlapped, round_trip, streaming_seconds
+from marlinq.kernels.variants.costs import PHYSICS, overlapped, resident_blocks, round_trip, streaming_seconds
 from marlinq.kernels.variants.stages import chunks_on_their_way, stage_bytes, weight_bytes
 from marlinq.kernels.variants.tiles import holds_pairs
 
@@ -99,7 +99,6 @@ _MAX_STAGES = 12
 _ON_THEIR_WAY = 66 * 1024
 # Larger clusters have to run all at once: never faster otherwise, while two slices can fill the last wave.
 _ALWAYS = 2
-_REGISTERS = 65536
 _MULTIPLICATIONS = 2048  # of 16-bit numbers a cycle, by a multiprocessor's tensor cores
 
 
@@ -497,13 +496,6 @@ def _deepest(
     return replace(config, stages=stages // parts_k * parts_k)
 
 
-def _resident(problem: Problem, device: Device, config: WarpgroupConfig) -> int:
-    """Blocks that a multiprocessor has room for."""
-    registers = min(config.registers(problem), config.launch_registers) * config.threads
-    room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
-    return max(config.min_blocks, min(room, _REGISTERS // registers))
-
-
 def _displaced(
     problem: Problem, device: Device, config: WarpgroupConfig, weights: float, activations: float
 ) -> float:
@@ -529,7 +521,9 @@ def estimate(
     chunk = 16 * config.rows
     chunks = -(-problem.k // chunk)
     split = config.meets(problem)
-    resident = _resident(problem, device, config) if split else config.min_blocks
+    resident = config.min_blocks
+    if split:
+        resident = resident_blocks(problem, device, config, config.registers(problem))
     fed = -(-chunks // config.cluster)
     turns = -(-fed // config.parts_k)  # of the part with the most chunks
     channels = chunks / config.cluster * chunk
@@ -598,26 +592,21 @@ def estimate(
     return seconds, busiest
 
 
-class Warpgroup(Variant[WarpgroupConfig]):
-    """The warpgroup kernel: all but the smallest batches, on GPUs with ``wgmma``."""
+def _suits(problem: Problem, device: Device, *, dependent: bool) -> bool:
+    return problem.m >= _LEAST_BATCH and device.has_warpgroups
 
-    name = "warpgroup"
-    configuration = WarpgroupConfig
 
-    def runs_on(self, device: Device) -> bool:
-        return device.has_warpgroups
+def _common(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
+    if problem.m >= _COMMON_LEAST and problem.m.bit_count() > 1:
+        yield from common(problem, device)
 
-    def suits(self, problem: Problem, device: Device, *, dependent: bool) -> bool:
-        return problem.m >= _LEAST_BATCH and device.has_warpgroups
 
-    def candidates(
-        self, problem: Problem, device: Device, batch_invariant: bool = False
-    ) -> Iterator[WarpgroupConfig]:
-        return candidates(problem, device, batch_invariant)
-
-    def common_candidates(self, problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
-        if problem.m >= _COMMON_LEAST and problem.m.bit_count() > 1:
-            yield from common(problem, device)
-
-    def estimate(self, problem: Problem, device: Device, configuration: WarpgroupConfig) -> tuple[float, str]:
-        return estimate(problem, device, configuration)
+WARPGROUP = Variant(
+    WarpgroupConfig,
+    runs_on=lambda device: device.has_warpgroups,
+    suits=_suits,
+    candidates=candidates,
+    estimate=estimate,
+    common_candidates=_common,
+)
+"""The warpgroup kernel: all but the smallest batches, on GPUs with ``wgmma``."""
