@@ -172,7 +172,7 @@ def test_a_kernel_registered_in_one_file_is_chosen_and_launched(library: _Driver
         assert decision.reason.startswith("toy tile of 4 rows: 4 blocks on 132 multiprocessors")
         assert decide(replace(problem, m=5), H200).kernel != "toy"
         with pytest.raises(ValueError, match="toy"):
-            register_variant(Toy())
+            register_variant(replace(TOY))
         prepared = call.prepare(small_operands(3, 512, 256))
         library.places = [0, 1]
         prepared.start(4096, 8192)
