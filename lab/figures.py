@@ -24,7 +24,9 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (DOCS / "results.md", DOCS.parent / "README.md")
 PLOTS = DOCS / "plots"
 _OURS = "marlinq"
-_BATCHES_BY_LAYER = (1, 16, 64, 256, 1024, 4096)
+_SHOWN_BATCHES = (1, 16, 64, 256, 1024, 4096)
+"""Batches of the tables of products; result files have more."""
+_SHOWN_EXPERT_BATCHES = (1, 16, 64, 1024, 16384)
 READ_BYTES_PER_SECOND = 4.58e12
 """What a kernel that only reads device memory reaches on an H200."""
 
@@ -161,53 +163,49 @@ def _svg(width: int, height: int, parts: Sequence[str]) -> str:
     )
 
 
-def kernels_table() -> str:
-    """Microseconds of our kernels by layer at every other batch, and their ratio to the faster peer's."""
-    found = result("kernels-h200")
-    shown = [place for place, batch in enumerate(found["batches"]) if batch in _BATCHES_BY_LAYER]
-    rows = [["us; ratio", *(str(found["batches"][place]) for place in shown)]]
-    for layer, times in found["microseconds"].items():
-        cells = []
-        for place in shown:
-            ours = times[_OURS][place]
-            peer = min(values[place] for name, values in times.items() if name != _OURS)
-            cells.append(f"{ours:.{0 if ours >= 1000 else 1}f}; {ours / peer:.2f}")
-        rows.append([layer, *cells])
-    return _table(rows)
+def _shown(found: dict[str, Any]) -> list[int]:
+    """Places of the batches that tables show."""
+    return [place for place, batch in enumerate(found["batches"]) if batch in _SHOWN_BATCHES]
+
+
+def _over_best_peer(times: dict[str, list[float]], place: int) -> float:
+    """Our time over the faster peer's at one batch."""
+    return times[_OURS][place] / min(values[place] for name, values in times.items() if name != _OURS)
 
 
 def sustained_table() -> str:
     """Time over floor by contender and batch, replays back to back."""
     found = result("kernels-sustained-h200")
-    rows = [["time over floor", *map(str, found["batches"])]]
-    rows += [[name, *(f"{value:.2f}" for value in values)] for name, values in found["ratios"].items()]
+    rows = [["time over floor", *(str(found["batches"][place]) for place in _shown(found))]]
+    rows += [
+        [name, *(f"{values[place]:.2f}" for place in _shown(found))]
+        for name, values in found["ratios"].items()
+    ]
     return _table(rows)
 
 
 def floors_table() -> str:
-    """Time over floor by contender and batch, and ours over the best peer's cell by cell."""
+    """Time over floor by contender and batch, and ours over the best peer's in the best and worst layer."""
     found = result("kernels-h200")
-    rows = [["time over floor", *map(str, found["batches"])]]
-    rows += [[name, *(f"{value:.2f}" for value in values)] for name, values in over_floor(found).items()]
-    ratios = [
-        [
-            times[_OURS][place] / min(values[place] for name, values in times.items() if name != _OURS)
-            for times in found["microseconds"].values()
-        ]
-        for place in range(len(found["batches"]))
+    places = _shown(found)
+    rows = [["time over floor", *(str(found["batches"][place]) for place in places)]]
+    rows += [
+        [name, *(f"{values[place]:.2f}" for place in places)] for name, values in over_floor(found).items()
     ]
-    rows.append(["ours over the best peer, best layer", *(f"{min(column):.2f}" for column in ratios)])
-    rows.append(["ours over the best peer, worst layer", *(f"{max(column):.2f}" for column in ratios)])
+    layers = found["microseconds"].values()
+    for word, extreme in (("best", min), ("worst", max)):
+        cells = (f"{extreme(_over_best_peer(times, place) for times in layers):.2f}" for place in places)
+        rows.append([f"ours over the best peer, {word} layer", *cells])
     return _table(rows)
 
 
 def elements_table() -> str:
-    """Times of one model's layers by kind of weight and batch, beside cuBLAS and the hardware's limit."""
+    """Times of one model's layers by kind of weight and batch, beside cuBLAS."""
     measured = result("elements-h200")
-    rows = [["us; over cuBLAS FP16; over the floor", *map(str, measured["batches"])]]
+    rows = [["us; over cuBLAS FP16", *map(str, measured["batches"])]]
     for row in measured["rows"]:
-        cells = zip(row["marlinq"], row["cublas"], row["floor"], strict=True)
-        rows.append([row["weights"], *(f"{a:.1f}; {a / b:.2f}; {a / c:.2f}" for a, b, c in cells)])
+        cells = zip(row["marlinq"], row["cublas"], strict=True)
+        rows.append([row["weights"], *(f"{ours:.1f}; {ours / cublas:.2f}" for ours, cublas in cells)])
     return _table(rows)
 
 
@@ -230,58 +228,57 @@ def elements_steps_table() -> str:
 
 
 def experts_table() -> str:
-    """Times of whole routed layers by model and batch, beside Humming and the hardware's limit."""
+    """Times of whole routed layers by model and batch, beside Humming's and the hardware's limit."""
     found = result("experts-h200")
-    rows = [["layer", "", *map(str, found["batches"])]]
+    places = [place for place, batch in enumerate(found["batches"]) if batch in _SHOWN_EXPERT_BATCHES]
+    rows = [["us; over Humming; over the floor", *(str(found["batches"][place]) for place in places)]]
     for layer, cell in found["layers"].items():
-        ours = cell["marlinq"]
-        rows.append([layer, "us", *(f"{time:.1f}" for time in ours)])
-        for words, others in (("over Humming", cell["humming"]), ("over the floor", cell["floor"])):
-            rows.append(["", words, *(f"{a / b:.2f}" for a, b in zip(ours, others, strict=True))])
+        ours, humming, floor = (
+            [cell[name][place] for place in places] for name in ("marlinq", "humming", "floor")
+        )
+        cells = zip(ours, humming, floor, strict=True)
+        rows.append(
+            [layer, *(f"{a:.{0 if a >= 1000 else 1}f}; {a / b:.2f}; {a / c:.2f}" for a, b, c in cells)]
+        )
     return _table(rows)
 
 
 def quality_table() -> str:
     """Perplexity, KL divergence and top-1 agreement by package and method."""
     found = result("quality-smollm2")
-    rows = [["package", "method", "perplexity", "mean KL (nats)", "top-1 agreement"]]
-    rows.append(["original", "FP32", f"{found['original_perplexity']:.3f}", "", ""])
+    rows = [["package: method", "perplexity", "mean KL (nats)", "top-1 agreement (%)"]]
+    rows.append(["original, float32", f"{found['original_perplexity']:.3f}", "", ""])
     rows += [
         [
-            row["package"],
-            row["method"],
+            _named(row),
             f"{row['perplexity']:.3f}" if "perplexity" in row else "",
             f"{row['kl']:.4f}",
-            f"{row['top1']:.1f} %",
+            f"{row['top1']:.1f}",
         ]
         for row in found["rows"]
     ]
     return _table(rows)
 
 
+def _named(row: dict[str, Any]) -> str:
+    """Package and method."""
+    return f"{row['package']}: {row['method']}"
+
+
 def quality_settings_table() -> str:
-    """KL divergence on one text by kind of groups and package, and our ratio to AutoRound's on four texts."""
-    found = result("quality-smollm2")
-    packages = list(dict.fromkeys(row["package"] for row in found["settings"]))
-    measured = {
-        (row["group_size"], row["symmetric"], row["package"]): f"{row['kl']:.4f}" for row in found["settings"]
-    }
-    rows = [["groups", *packages, *(f"ratio, {name}" for name in found["ratios"]["names"])]]
-    for setting in found["ratios"]["rows"]:
-        size, symmetric = setting["group_size"], setting["symmetric"]
+    """Our KL divergence over AutoRound's by kind of groups, on four texts."""
+    ratios = result("quality-smollm2")["ratios"]
+    rows = [["groups", *ratios["names"]]]
+    for setting in ratios["rows"]:
+        size = setting["group_size"]
         name = "whole channel" if size == -1 else str(size)
-        rows.append(
-            [
-                name if symmetric else f"{name}, zero points",
-                *(measured[size, symmetric, package] for package in packages),
-                *(f"{ratio:.2f}" for ratio in setting["ratios"]),
-            ]
-        )
+        zeros = "" if setting["symmetric"] else ", zero points"
+        rows.append([name + zeros, *(f"{ratio:.2f}" for ratio in setting["ratios"])])
     return _table(rows)
 
 
 def quality_texts_table() -> str:
-    """KL divergence and top-1 agreement on four kinds of text."""
+    """KL divergence on four kinds of text."""
     return _texts_table(result("quality-smollm2")["texts"])
 
 
@@ -295,43 +292,40 @@ def quality_qwen_table() -> str:
     found = result("quality-models")["models"][1]
     ours, peer = (row["measured"] for row in found["rows"])
     ratios = [f"{a[0] / b[0]:.2f}" for a, b in zip(ours, peer, strict=True)]
-    return "\n".join([_texts_table(found), f"| | ratio of the KL | {' | '.join(ratios)} |"])
+    return "\n".join([_texts_table(found), f"| ratio | {' | '.join(ratios)} |"])
 
 
 def _texts_table(found: dict[str, Any]) -> str:
-    rows = [["package", "method", *found["names"]]]
-    rows += [
-        [row["package"], row["method"], *(f"{kl:.4f} / {top1:.1f} %" for kl, top1 in row["measured"])]
-        for row in found["rows"]
-    ]
+    rows = [["package: method", *found["names"]]]
+    rows += [[_named(row), *(f"{kl:.4f}" for kl, _ in row["measured"])] for row in found["rows"]]
     return _table(rows)
 
 
 def head_table() -> str:
-    """Perplexity, KL divergence and top-1 agreement by bits of blocks and output head."""
-    bits = {"none": "16-bit", "int8": "8-bit", "int4": "4-bit"}
-    rows = [["blocks", "output head", "perplexity", "mean KL (nats)", "top-1 agreement"]]
-    for row in result("head-smollm2")["rows"]:
-        figures = ["", ""]
-        if "kl" in row:
-            figures = [f"{row['kl']:.4f}", f"{100 * row['top1_agreement']:.2f} %"]
-        rows.append([row["blocks"], bits[row["head"]], f"{row['perplexity']:.3f}", *figures])
+    """KL divergence by bits of blocks (rows) and output head (columns)."""
+    found = result("head-smollm2")["rows"]
+    heads = {"none": "16-bit head", "int8": "8-bit head", "int4": "4-bit head"}
+    divergences = {(row["blocks"], row["head"]): row.get("kl", 0.0) for row in found}
+    rows = [["KL", *heads.values()]]
+    rows += [
+        [f"{blocks} blocks", *(f"{divergences[blocks, head]:.4f}" for head in heads)]
+        for blocks in dict.fromkeys(row["blocks"] for row in found)
+    ]
     return _table(rows)
 
 
 def decode_table() -> str:
-    """Decode steps by batch and context."""
-    rows = [["batch", "context", "first token", "step", "tokens/s", "GB/s"]]
-    rows += [
-        [
-            str(cell["batch"]),
-            str(cell["context"]),
-            f"{1e3 * cell['first_token_seconds']:.1f} ms",
-            f"{1e3 * cell['step_seconds']:.3f} ms",
-            f"{cell['tokens_per_second']:,.0f}",
-            f"{cell['bandwidth'] / 1e9:,.0f}",
-        ]
+    """Decode steps by batch (rows) and context (columns)."""
+    cells = {
+        (cell["batch"], cell["context"]): f"{1e3 * cell['first_token_seconds']:.1f}; "
+        f"{1e3 * cell['step_seconds']:.3f}; {cell['bandwidth'] / 1e9:,.0f}"
         for cell in result("decode-h200")["cells"]
+    }
+    contexts = sorted({context for _, context in cells})
+    rows = [["first token (ms); step (ms); GB/s", *(f"context {context}" for context in contexts)]]
+    rows += [
+        [f"batch {batch}", *(cells.get((batch, context), "-") for context in contexts)]
+        for batch in dict.fromkeys(batch for batch, _ in cells)
     ]
     return _table(rows)
 
@@ -340,8 +334,8 @@ def plugin_table() -> str:
     """Decode steps of vLLM with its own kernels and with ours."""
     found = result("decode-plugin-h200")
     own, plugin = found["rows"].values()
-    rows = [["", *(f"batch {batch}" for batch in found["batches"])]]
-    rows += [[name, *(f"{value:.2f} ms" for value in values)] for name, values in found["rows"].items()]
+    rows = [["ms a step", *(f"batch {batch}" for batch in found["batches"])]]
+    rows += [[name, *(f"{value:.2f}" for value in values)] for name, values in found["rows"].items()]
     rows.append(["ratio", *(f"{ours / theirs:.2f}" for theirs, ours in zip(own, plugin, strict=True))])
     return _table(rows)
 
@@ -349,37 +343,23 @@ def plugin_table() -> str:
 def plugin_requests_table() -> str:
     """Time to first tokens, throughput and start-up of vLLM with its own kernels and with marlinq's."""
     found = result("decode-plugin-h200")
-    rows = [["", "first token, 1 prompt", "8 prompts", "256 requests", "start"]]
+    rows = [["", "first token, 1 prompt (ms)", "8 prompts (ms)", "256 requests (tokens/s)", "start (s)"]]
     for name, times in found["first_token_ms"].items():
         rate, start = found["tokens_per_second"][name], found["start_seconds"][name]
-        rows.append(
-            [name, *(f"{ms:.1f} ms" for ms in times.values()), f"{rate:,} tokens/s", f"{start:.1f} s"]
-        )
-    return _table(rows)
-
-
-def plugin_mixture_table() -> str:
-    """A mixture's decode step in vLLM, by a clock and by its kernels' times."""
-    found = result("decode-plugin-h200")["mixture"]
-    rows = [["", *(f"batch {batch}" for batch in found["batches"])]]
-    for name, times in found["rows"].items():
-        pairs = zip(times["gpu"], times["wall"], strict=True)
-        rows.append([name, *("-" if wall is None else f"{gpu:.2f} of {wall:.2f} ms" for gpu, wall in pairs)])
+        rows.append([name, *(f"{ms:.1f}" for ms in times.values()), f"{rate:,}", f"{start:.1f}"])
     return _table(rows)
 
 
 def shapes_table() -> str:
     """A step of one sequence by model shape, beside a plain read of the step's bytes."""
-    rows = [["shape", "bytes a step", "step", "plain read of the bytes", "over it"]]
+    rows = [["shape", "step (ms)", "over a plain read of its bytes"]]
     for found in result("decode-shapes-h200")["shapes"]:
         (cell,) = found["cells"]
         read = cell["step_bytes"] / READ_BYTES_PER_SECOND
         rows.append(
             [
                 found["checkpoint"].split()[1].rstrip(","),
-                f"{cell['step_bytes'] / 1e9:.2f} GB",
-                f"{1e3 * cell['step_seconds']:.3f} ms",
-                f"{1e3 * read:.3f} ms",
+                f"{1e3 * cell['step_seconds']:.3f}",
                 f"{cell['step_seconds'] / read:.2f}",
             ]
         )
@@ -388,11 +368,10 @@ def shapes_table() -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "kernels": kernels_table,
     "floors": floors_table,
     "elements": elements_table,
     "elements-experts": elements_experts_table,
@@ -408,7 +387,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode_table,
     "plugin": plugin_table,
     "plugin-requests": plugin_requests_table,
-    "plugin-mixture": plugin_mixture_table,
     "shapes": shapes_table,
 }
 DRAWINGS: dict[str, Callable[[], str]] = {

@@ -223,7 +223,7 @@ def page(rows: Sequence[Row], version: str) -> str:
         for own, step in ((True, "marlinq's decode step"), (False, "transformers' forward")):
             names = ", ".join(f"`{row.model_type}`" for row in works if (row.step == "own") == own)
             lines += [f"Work, with {step}: {names}.", ""]
-        lines += ["| type | outcome |", "| --- | --- |"]
+        lines += ["| type | outcome |", "|---|---|"]
         for row in chosen:
             if row.outcome != WORKS or row.reason:
                 why = row.reason.replace("|", "/")[:_CELL]

@@ -27,7 +27,7 @@ def example(name: str) -> Scheme:
 
 def _head(corner: str, names: Iterable[str]) -> list[str]:
     cells = [corner, *(f"`{name}`" for name in names)]
-    return [f"| {' | '.join(cells)} |", "| --- " * len(cells) + "|"]
+    return [f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"]
 
 
 def holders() -> str:
