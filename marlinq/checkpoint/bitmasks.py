@@ -55,15 +55,7 @@ def with_dense_weights(checkpoint: Checkpoint) -> Checkpoint:
         raise CheckpointError(
             f"{checkpoint.path}: sparsity_config says {BITMASK_FORMAT}, but no tensor ends in .{_KEPT}"
         )
-    return DerivedCheckpoint(
-        path=checkpoint.path,
-        config=without_quantization_config(checkpoint.config),
-        tensors=tensors,
-        side_files=checkpoint.side_files,
-        files=checkpoint.files,
-        base=checkpoint,
-        computed=computed,
-    )
+    return DerivedCheckpoint.of(checkpoint, tensors, computed, without_quantization_config(checkpoint.config))
 
 
 def _is_of_bitmasks(config: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint.header import TensorInfo
 from marlinq.checkpoint.quantization_config import without_quantization_config
@@ -34,6 +34,25 @@ class DerivedCheckpoint(Checkpoint):
     computed: Mapping[str, Callable[[], Tensor]]
     # The computed tensor whose parts were asked for last: they come one after the other.
     _in_parts: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        base: Checkpoint,
+        tensors: dict[str, TensorInfo],
+        computed: Mapping[str, Callable[[], Tensor]],
+        config: dict[str, Any],
+    ) -> DerivedCheckpoint:
+        """``base`` with other ``tensors``, of which some are ``computed``, and another ``config``."""
+        return cls(
+            path=base.path,
+            config=config,
+            tensors=tensors,
+            side_files=base.side_files,
+            files=base.files,
+            base=base,
+            computed=computed,
+        )
 
     def computes(self, name: str) -> bool:
         return name in self.computed
@@ -100,15 +119,7 @@ def _dense(view: QuantizedCheckpoint) -> DerivedCheckpoint:
             nbytes = prod(shape) * ITEM_BYTES[dtype]
             tensors[weight] = replace(info, name=weight, dtype=dtype, shape=shape, nbytes=nbytes)
             computed[weight] = weight_of(module)
-    return DerivedCheckpoint(
-        path=checkpoint.path,
-        config=without_quantization_config(checkpoint.config),
-        tensors=tensors,
-        side_files=checkpoint.side_files,
-        files=checkpoint.files,
-        base=checkpoint,
-        computed=computed,
-    )
+    return DerivedCheckpoint.of(checkpoint, tensors, computed, without_quantization_config(checkpoint.config))
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str | None:

@@ -43,57 +43,46 @@ def _set_verbosity(level: int, ctx: click.Context, param: click.Parameter, value
         raise UsageError("--quiet and --verbose contradict each other; keep one")
 
 
-def explain_option(command: _Command) -> _Command:
-    """``--explain``: the reasons of every decision about kernels, behind the report."""
-    return click.option(
-        "--explain", is_flag=True, help="Also say which kernels multiply the weights, and why those."
-    )(command)
+explain_option = click.option(
+    "--explain", is_flag=True, help="Also say which kernels multiply the weights, and why those."
+)
+"""``--explain``: the reasons of every decision about kernels, behind the report."""
 
+device_option = click.option(
+    "--device",
+    metavar="DEVICE",
+    callback=_device,
+    default="auto",
+    show_default=True,
+    help="auto, cpu, cuda or cuda:N; auto takes the first GPU, if any.",
+)
+"""``--device``: where the computation runs."""
 
-def device_option(command: _Command) -> _Command:
-    """``--device``: where the computation runs."""
-    return click.option(
-        "--device",
-        metavar="DEVICE",
-        callback=_device,
-        default="auto",
-        show_default=True,
-        help="auto, cpu, cuda or cuda:N; auto takes the first GPU, if any.",
-    )(command)
+shard_size_option = click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    type=Size(),
+    default="5GB",
+    show_default=True,
+    help="Largest file of weights to write, such as 5GB or 512MiB.",
+)
+"""``--max-shard-size``: the largest file of weights to write."""
 
+trust_remote_code_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Run Python code that comes with the model. Off by default."
+)
+"""``--trust-remote-code``: off unless asked."""
 
-def shard_size_option(command: _Command) -> _Command:
-    """``--max-shard-size``: the largest file of weights to write."""
-    return click.option(
-        "--max-shard-size",
-        metavar="SIZE",
-        type=Size(),
-        default="5GB",
-        show_default=True,
-        help="Largest file of weights to write, such as 5GB or 512MiB.",
-    )(command)
+revision_option = click.option(
+    "--revision", metavar="REV", help="Branch, tag or commit of a Hub id; its main branch unless given."
+)
+"""``--revision``: of a model on the Hub."""
 
-
-def trust_remote_code_option(command: _Command) -> _Command:
-    """``--trust-remote-code``: off unless asked."""
-    return click.option(
-        "--trust-remote-code", is_flag=True, help="Run Python code that comes with the model. Off by default."
-    )(command)
-
-
-def revision_option(command: _Command) -> _Command:
-    """``--revision``: of a model on the Hub."""
-    return click.option(
-        "--revision", metavar="REV", help="Branch, tag or commit of a Hub id; its main branch unless given."
-    )(command)
-
-
-def dtype_option(command: _Command) -> _Command:
-    """``--dtype``: of activations and unquantised weights."""
-    return click.option(
-        "--dtype",
-        type=OneOf(("auto", "float16", "bfloat16", "float32"), {"fp16": "float16", "bf16": "bfloat16"}),
-        default="auto",
-        show_default=True,
-        help="Type of activations and unquantised weights; auto takes what the checkpoint names.",
-    )(command)
+dtype_option = click.option(
+    "--dtype",
+    type=OneOf(("auto", "float16", "bfloat16", "float32"), {"fp16": "float16", "bf16": "bfloat16"}),
+    default="auto",
+    show_default=True,
+    help="Type of activations and unquantised weights; auto takes what the checkpoint names.",
+)
+"""``--dtype``: of activations and unquantised weights."""

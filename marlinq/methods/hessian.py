@@ -92,18 +92,11 @@ class HessianAccumulator:
         Raises:
             ValueError: ``other`` is of another K.
         """
-        if other._mean.shape != self._mean.shape:
-            raise ValueError(
-                f"{self._name}: expected statistics of {self._mean.shape[0]} channels, "
-                f"found {other._mean.shape[0]}"
-            )
+        self._check_channels(other)
         total = self.tokens + other.tokens
         if total == 0:
             return
-        for each in (self, other):
-            each._shrink(0.0)
-        mine, theirs = self.tokens / total, other.tokens / total
-        self._mean.mul_(mine).add_(other._mean.to(self._mean.device), alpha=theirs)
+        self._mix(other, self.tokens / total, other.tokens / total)
         self.tokens = total
 
     def blend(self, other: HessianAccumulator, share: float) -> None:
@@ -112,17 +105,22 @@ class HessianAccumulator:
         Raises:
             ValueError: ``other`` is of another K.
         """
+        self._check_channels(other)
+        if other.tokens:
+            share = share if self.tokens else 1.0
+            self._mix(other, 1 - share, share)
+
+    def _check_channels(self, other: HessianAccumulator) -> None:
         if other._mean.shape != self._mean.shape:
             raise ValueError(
                 f"{self._name}: expected statistics of {self._mean.shape[0]} channels, "
                 f"found {other._mean.shape[0]}"
             )
-        if other.tokens == 0:
-            return
+
+    def _mix(self, other: HessianAccumulator, mine: float, theirs: float) -> None:
         for each in (self, other):
             each._shrink(0.0)
-        share = share if self.tokens else 1.0
-        self._mean.mul_(1 - share).add_(other._mean.to(self._mean.device), alpha=share)
+        self._mean.mul_(mine).add_(other._mean.to(self._mean.device), alpha=theirs)
 
     def as_share(self, tokens: int) -> list[Tensor]:
         """Weighs what was seen as a share of ``tokens`` in all: the sum of all shares is the whole's.

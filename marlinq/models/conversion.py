@@ -110,15 +110,7 @@ def converted(checkpoint: Checkpoint, conversions: Iterable[Conversion]) -> Chec
                 nbytes = prod(shape) * ITEM_BYTES[dtype]
                 tensors[parameter] = replace(info, name=parameter, dtype=dtype, shape=shape, nbytes=nbytes)
                 computed[parameter] = value_of(by_first[name], parameter)
-    return DerivedCheckpoint(
-        path=checkpoint.path,
-        config=checkpoint.config,
-        tensors=tensors,
-        side_files=checkpoint.side_files,
-        files=checkpoint.files,
-        base=checkpoint,
-        computed=computed,
-    )
+    return DerivedCheckpoint.of(checkpoint, tensors, computed, checkpoint.config)
 
 
 class ConvertedTensors:

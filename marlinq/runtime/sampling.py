@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UsageError
-from marlinq.kernels.launch.sampling import SampleTensors, precompile_sampling, sample_tokens
+from marlinq.kernels.launch.sampling import SamplerState, SampleTensors, precompile_sampling, sample_tokens
 
 UNITS = 2.0**19
 """Distances of logits are counted in units of 1 / UNITS."""
@@ -112,27 +112,6 @@ GREEDY = Sampling()
 """The most likely token every time."""
 
 
-class SamplerState(NamedTuple):
-    """What a sampler reads and writes; none of it moves.
-
-    Attributes:
-        values: float32 [B, 4]: reciprocal of the temperature, top-p, the largest distance that min-p leaves
-            (in nats), repetition penalty.
-        numbers: int64 [B, 3]: seed (as a signed number), stream, top-k (0 for all).
-        drawn: int32 [B], tokens that each row has drawn.
-        seen: uint8 [B, vocabulary], 1 for tokens that the row has; [B, 0] without a penalty.
-        tokens: int64 [B], the last ones.
-        ring: int64 [RING, B]; token n of a row is at n % RING, :data:`FAULT` for logits that can't be used.
-    """
-
-    values: Tensor
-    numbers: Tensor
-    drawn: Tensor
-    seen: Tensor
-    tokens: Tensor
-    ring: Tensor
-
-
 def precompile_sampler(shape: SamplerShape, dtype: torch.dtype, vocabulary: int, device_index: int) -> int:
     """Compile what a :class:`Sampler` needs on a GPU for logits [B, vocabulary], if the cache lacks it.
 
@@ -201,7 +180,7 @@ class Sampler:
         """
         state = self.state
         if logits.is_cuda:
-            tensors = SampleTensors(logits if logits.stride(1) == 1 else logits.contiguous(), *state)
+            tensors = SampleTensors(logits if logits.stride(1) == 1 else logits.contiguous(), state)
             sample_tokens(tensors, **self.shape._asdict())
             return
         tokens, fault = choose_among_top(logits, self.shape, state) or choose(logits, self.shape, state)

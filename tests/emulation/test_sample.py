@@ -11,7 +11,7 @@ from torch import Tensor
 from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
-from marlinq.kernels.launch.sampling import THREADS, SampleTensors, sample_config
+from marlinq.kernels.launch.sampling import THREADS, SamplerState, SampleTensors, sample_config
 from marlinq.runtime.sampling import FAULT, GREEDY, RING, Sampler, Sampling
 from tests.emulation.gemm import SOURCES
 from tests.testing.pairs import in_turn
@@ -49,19 +49,19 @@ def emulate(
     planted: Planted | None = None,
 ) -> None:
     """What :func:`marlinq.kernels.launch.sampling.sample_tokens` does, on watched copies of the state."""
-    state = sampler.state
-    tensors = SampleTensors(apart(logits), *(apart(tensor) if tensor.numel() else tensor for tensor in state))
+    state = SamplerState(*(apart(tensor) if tensor.numel() else tensor for tensor in sampler.state))
+    tensors = SampleTensors(apart(logits), state)
     config = sample_config(tensors, clusters=clusters, **sampler.shape._asdict())
     memory = [
         Memory("logits", tensors.logits, after_previous=True),
-        Memory("values", tensors.values),
-        Memory("numbers", tensors.numbers),
-        Memory("drawn", tensors.drawn, writable=True, after_previous=True, holds_values=True),
-        Memory("tokens", tensors.tokens, writable=True, after_previous=True),
-        Memory("ring", tensors.ring, writable=True, after_previous=True),
+        Memory("values", state.values),
+        Memory("numbers", state.numbers),
+        Memory("drawn", state.drawn, writable=True, after_previous=True, holds_values=True),
+        Memory("tokens", state.tokens, writable=True, after_previous=True),
+        Memory("ring", state.ring, writable=True, after_previous=True),
     ]
     if sampler.shape.penalty:
-        memory.append(Memory("seen", tensors.seen, writable=True, after_previous=True, holds_values=True))
+        memory.append(Memory("seen", state.seen, writable=True, after_previous=True, holds_values=True))
     text = config.instantiation().text()
     library = builder.kernel(text, "sample", SOURCES, 90 if clusters else 80, planted)
     EmulatedKernel(library).launch(
@@ -73,7 +73,7 @@ def emulate(
         dependent=clusters,
         seed=seed,
     )
-    for mine, theirs in zip(state, tensors[1:], strict=True):
+    for mine, theirs in zip(sampler.state, state, strict=True):
         mine.copy_(theirs)
 
 

@@ -12,13 +12,12 @@ import torch
 from marlinq.kernels import ARCHITECTURES, Device, compile_kernel
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.launch import sampling as launching
-from marlinq.kernels.launch.sampling import SampleConfig, SampleTensors, sample_config
+from marlinq.kernels.launch.sampling import SampleConfig, SamplerState, SampleTensors, sample_config
 from marlinq.runtime.sampling import (
     FAULT,
     GREEDY,
     RING,
     Sampler,
-    SamplerState,
     Sampling,
     choose,
     precompile_sampler,
@@ -71,7 +70,7 @@ def test_logits_that_the_kernel_cannot_read_are_refused() -> None:
     for logits in (torch.zeros(2, 8, dtype=torch.int32), torch.zeros(8, 2).T):
         with pytest.raises(ValueError, match="logits: expected float16"):
             sample_config(
-                SampleTensors(logits, *state), draws=False, filters=False, penalty=False, clusters=True
+                SampleTensors(logits, state), draws=False, filters=False, penalty=False, clusters=True
             )
 
 
@@ -86,7 +85,7 @@ def test_the_variant_that_is_compiled_ahead_is_the_one_that_is_launched(
     for chosen in SAMPLINGS:
         precompile_sampler(chosen.shape, dtype, vocabulary, 0)
         state = Sampler(chosen.shape, 3, vocabulary, torch.device("cpu")).state
-        tensors = SampleTensors(torch.zeros(3, vocabulary, dtype=dtype), *state)
+        tensors = SampleTensors(torch.zeros(3, vocabulary, dtype=dtype), state)
         config = sample_config(tensors, **chosen.shape._asdict(), clusters=True)
         assert found.pop() == config.instantiation()
         assert not found

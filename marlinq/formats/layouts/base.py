@@ -329,9 +329,9 @@ class Layout(ABC):
             raise CheckpointError(reason)
 
 
-def spec_of(weight: Grid, zero_writer: str | None = None) -> ModuleSpec:
+def spec_of(weight: Grid) -> ModuleSpec:
     """The spec that describes ``weight``; a single group counts as one scale per channel."""
-    return ModuleSpec(weight.in_features, weight.out_features, weight.scheme, zero_writer)
+    return ModuleSpec(weight.in_features, weight.out_features, weight.scheme)
 
 
 def _scale_refusal(q: Grid, dtype: str) -> str | None:

@@ -474,10 +474,9 @@ def sorted_variants(shape: ExpertsShape, device: Device) -> list[tuple[float, So
     return sorted(found, key=lambda pair: pair[0])
 
 
-def sorted_seconds(
-    shape: ExpertsShape, device: Device, tile_m: int, columns: Columns, costs: Costs = COSTS
-) -> float:
+def sorted_seconds(shape: ExpertsShape, device: Device, tile_m: int, columns: Columns) -> float:
     """About how long all launches take with such tiles, if rows choose experts evenly."""
+    costs = COSTS
     touched, tiles = _expected_tiles(shape.pairs / shape.experts, tile_m)
     words, warpgroups, blocks = columns
     slots = device.multiprocessors * blocks

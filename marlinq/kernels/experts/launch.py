@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.contract.arguments import TENSOR_MAP_BYTES
 from marlinq.kernels.contract.demands import demands
 from marlinq.kernels.contract.instantiation import Instantiation
@@ -429,22 +428,15 @@ def instantiations(
     ]
 
 
-def precompile_experts(
-    shapes: Iterable[ExpertsShape],
-    activation: str,
-    device_index: int = 0,
-    *,
-    wide: bool = False,
-    progress: ReportProgress = no_progress,
-) -> int:
+def precompile_experts(shapes: Iterable[ExpertsShape], activation: str, device_index: int) -> int:
     """Compile, in parallel, what layers need and the cache lacks; returns how many kernels those were.
+
+    Ids are taken to have 32 bits.
 
     Args:
         shapes: shapes of layers and batches.
         activation: between the products.
         device_index: index of the GPU.
-        wide: whether ids have 64 bits.
-        progress: called after each kernel that is compiled.
 
     Raises:
         EnvironmentProblem: a kernel does not compile, or the cache can't be written.
@@ -459,10 +451,10 @@ def precompile_experts(
             decide_experts(shape, device),
             activation,
             torch.bfloat16 if shape.bfloat16 else torch.float16,
-            wide=wide,
+            wide=False,
         )
     ]
-    return compile_missing(device.architecture, list(dict.fromkeys(wanted)), progress)
+    return compile_missing(device.architecture, list(dict.fromkeys(wanted)))
 
 
 def start(steps: list[Step], device_index: int) -> None:

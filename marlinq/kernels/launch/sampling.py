@@ -92,22 +92,20 @@ class SampleArguments(ctypes.Structure):
     )
 
 
-class SampleTensors(NamedTuple):
-    """What the kernel reads and writes; all but the logits are contiguous.
+class SamplerState(NamedTuple):
+    """What a sampler reads and writes beside the logits; all are contiguous, and none of them moves.
 
     Attributes:
-        logits: [B, V], unit stride along rows, read.
         values: float32 [B, 4], read: reciprocal of the temperature, top-p, the largest distance that min-p
-            leaves, repetition penalty.
-        numbers: int64 [B, 3], read: seed, stream, top-k.
+            leaves (in nats), repetition penalty.
+        numbers: int64 [B, 3], read: seed (as a signed number), stream, top-k (0 for all).
         drawn: int32 [B], read and written: tokens that each row has drawn.
-        seen: uint8 [B, V], read and written where there is a penalty.
-        tokens: int64 [B], written.
+        seen: uint8 [B, V], read and written: 1 for tokens that the row has; [B, 0] without a penalty.
+        tokens: int64 [B], written: the last ones.
         ring: int64 [ring, B], written at each row's ``drawn`` modulo ring: the token, or -1 where the row's
             logits are NaN or infinite.
     """
 
-    logits: Tensor
     values: Tensor
     numbers: Tensor
     drawn: Tensor
@@ -115,19 +113,26 @@ class SampleTensors(NamedTuple):
     tokens: Tensor
     ring: Tensor
 
+
+class SampleTensors(NamedTuple):
+    """What the kernel reads and writes.
+
+    Attributes:
+        logits: [B, V], unit stride along rows, read.
+        state: the sampler's.
+    """
+
+    logits: Tensor
+    state: SamplerState
+
     def arguments(self) -> SampleArguments:
         """As the kernel takes them."""
-        logits = self.logits
+        logits, (values, numbers, drawn, seen, tokens, ring) = self
         return SampleArguments(
             logits.data_ptr(),
             logits.stride(0),
             logits.shape[1],
-            self.values.data_ptr(),
-            self.numbers.data_ptr(),
-            self.drawn.data_ptr(),
-            self.seen.data_ptr(),
-            self.tokens.data_ptr(),
-            self.ring.data_ptr(),
+            *(each.data_ptr() for each in (values, numbers, drawn, seen, tokens, ring)),
             logits.shape[0],
         )
 
@@ -140,7 +145,7 @@ def sample_config(
     Raises:
         ValueError: logits that the kernel can't read.
     """
-    logits, ring = tensors.logits, tensors.ring.shape[0]
+    logits, ring = tensors.logits, tensors.state.ring.shape[0]
     if logits.dtype not in _ELEMENTS or logits.stride(1) != 1:
         raise ValueError(
             f"logits: expected float16, bfloat16 or float32 with unit stride, found {logits.dtype}, strides "

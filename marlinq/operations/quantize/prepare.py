@@ -29,7 +29,7 @@ from marlinq.models import (
     find_conversions,
     without_false_ties,
 )
-from marlinq.operations.quantize.allocation.allocate import allocate
+from marlinq.operations.quantize.allocation.allocate import measure_sensitivities
 from marlinq.operations.quantize.allocation.chosen import Allocation
 from marlinq.operations.quantize.allocation.kept import kept_allocation
 from marlinq.operations.quantize.allocation.units import fuses
@@ -158,16 +158,14 @@ def plan_run(
     blueprint = without_false_ties(blueprint, checkpoint)
     plan_of = partial(plan_output, checkpoint, blueprint, stored=stored, conversions=conversions)
     if recipe.wants_allocation:
-        allocation = allocation or allocate(
-            checkpoint,
-            blueprint,
-            recipe,
-            device,
-            plan_of=plan_of,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-            message=message,
-        )
+        if allocation is None:
+            allocation = measure_sensitivities(
+                *(checkpoint, blueprint, recipe, device),
+                plan_of=plan_of,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+                message=message,
+            ).best(recipe)
         recipe = replace(recipe, allocation=allocation.modules)
     plan = plan_of(recipe)
     _warn(checkpoint, blueprint, recipe, plan)

@@ -118,7 +118,7 @@ class Sensitivities:
         return found
 
 
-def allocate(
+def measure_sensitivities(
     checkpoint: Checkpoint,
     blueprint: Blueprint,
     recipe: Recipe,
@@ -128,8 +128,8 @@ def allocate(
     trust_remote_code: bool,
     progress: ReportProgress,
     message: ReportMessage,
-) -> Allocation:
-    """Chooses a candidate for every unit so that the estimated divergence is least within the target.
+) -> Sensitivities:
+    """Measures what :meth:`Sensitivities.best` chooses by; the target is looked at first.
 
     Args:
         checkpoint, blueprint: the source.
@@ -143,30 +143,6 @@ def allocate(
         UsageError: the target can't be reached; the message has the range that can.
         MarlinqError: as for a quantise run.
     """
-    return measure_sensitivities(
-        checkpoint,
-        blueprint,
-        recipe,
-        device,
-        plan_of=plan_of,
-        trust_remote_code=trust_remote_code,
-        progress=progress,
-        message=message,
-    ).best(recipe)
-
-
-def measure_sensitivities(
-    checkpoint: Checkpoint,
-    blueprint: Blueprint,
-    recipe: Recipe,
-    device: torch.device,
-    *,
-    plan_of: Callable[[Recipe], OutputPlan],
-    trust_remote_code: bool,
-    progress: ReportProgress,
-    message: ReportMessage,
-) -> Sensitivities:
-    """Measures what :func:`allocate` chooses by; the target is looked at first. Arguments as there."""
     units = units_of(checkpoint, blueprint, recipe)
     smallest = [min(range(len(unit.options)), key=lambda i: unit.options[i].nbytes) for unit in units]
     plan = plan_of(with_choice(recipe, units, smallest))

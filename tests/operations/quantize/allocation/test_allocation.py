@@ -18,7 +18,6 @@ from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import operation, plan_quantize, quantize
 from marlinq.operations.quantize.allocation import allocate as allocating
-from marlinq.operations.quantize.allocation.allocate import allocate
 from marlinq.operations.quantize.allocation.sensitivity import MeasuringText, measure
 from marlinq.operations.quantize.allocation.units import units_of
 from marlinq.operations.quantize.planning import plan_output
@@ -133,7 +132,7 @@ def test_targets_out_of_reach(
 def _allocate(source: Path, recipe: Recipe) -> None:
     checkpoint = Checkpoint.open(source)
     blueprint = build_blueprint(checkpoint.config, source=str(source), tensors=checkpoint.tensors)
-    allocate(
+    allocating.measure_sensitivities(
         checkpoint,
         blueprint,
         recipe,
