@@ -151,8 +151,8 @@ def load(
             tensors are read; the kernels of a model that is, on a GPU, are left to the first decoder, because
             it joins products and the shapes that are loaded would be compiled in vain. What a start on a GPU
             finds out of model and tokenizer is remembered (:mod:`marlinq.runtime.remembered`).
-        progress: True shows progress on stderr, False does not; or a function that is called with (what is
-            being done, steps done, steps in all).
+        progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
+            done, steps in all).
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of the wrong shape, or a file changed meanwhile.

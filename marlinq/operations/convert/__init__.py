@@ -1,4 +1,5 @@
-"""Conversion between layouts: lossless bit for bit, or refused with the reason."""
+"""Conversion of a quantised checkpoint to another format: bit for bit the same weights, or a refusal with
+its reason."""
 
 from __future__ import annotations
 

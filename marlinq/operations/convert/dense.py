@@ -1,4 +1,4 @@
-"""A quantised or sparse checkpoint with dense weights, in the model's own dtype."""
+"""Convert a quantised or sparse checkpoint to dense weights in the model's own dtype."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ else:
     from marlinq.core.lazy import torch
 
 DENSE = "dense"
-"""What ``--to`` calls a checkpoint without quantised weights."""
+"""Value of ``--to`` for a checkpoint without quantised weights."""
 
 
 def convert_to_dense(
@@ -44,10 +44,18 @@ def convert_to_dense(
     max_shard_size: int,
     progress: ReportProgress,
 ) -> ConversionReport:
-    """Write ``source`` with dense weights.
+    """Write ``source`` to the folder ``out`` with dense weights.
+
+    Args:
+        source: quantised checkpoint.
+        out: folder to make.
+        allow_loss: whether the model's dtype may round weights; the report then says by how much.
+        max_shard_size: bytes of the largest shard.
+        progress: called with (activity, steps done, steps in all).
 
     Raises:
-        ConversionRefused: the model's dtype rounds a weight, and no loss is allowed; nothing was written.
+        ConversionRefused: the model's dtype overflows, or rounds a weight although ``allow_loss`` is False;
+            nothing was written.
         OutputError: ``out`` can't be written.
     """
     dense = dequantized(source.checkpoint)
@@ -73,10 +81,10 @@ def convert_to_dense(
 def convert_bitmasks(
     dense: DerivedCheckpoint, out: Path, *, max_shard_size: int, progress: ReportProgress
 ) -> ConversionReport:
-    """Write the weights of a folder of bitmasks with their zeros.
+    """Write the 16-bit weights of a checkpoint that stores only its nonzero weights and a bitmask.
 
     Args:
-        dense: :func:`~marlinq.checkpoint.with_dense_weights` of it.
+        dense: the checkpoint seen with dense weights, from :func:`~marlinq.checkpoint.with_dense_weights`.
         out, max_shard_size, progress: as in :func:`convert_to_dense`.
 
     Raises:
@@ -98,7 +106,10 @@ def _write(
     max_shard_size: int,
     progress: ReportProgress,
 ) -> ConversionReport:
-    """Writes the tensors of ``dense``, which are made of those of ``stored``."""
+    """Writes every tensor of ``dense``, a view that computes its tensors from the files of ``stored``.
+
+    ``facts`` go into the manifest.
+    """
     started = time.monotonic()
     plans = [TensorPlan(info.name, info.dtype, info.shape) for info in dense.tensors.values()]
     manifest = {"marlinq": __version__, "operation": "convert", "format": DENSE, **facts}
@@ -141,10 +152,10 @@ def _write(
 
 
 def _loss(source: QuantizedCheckpoint, dtype: str, allow_loss: bool, progress: ReportProgress) -> str | None:
-    """What ``dtype`` rounds, in words, or None where it holds every weight.
+    """A sentence about the modules whose weights ``dtype`` rounds; None where it holds every weight exactly.
 
     Raises:
-        ConversionRefused: it rounds one, and no loss is allowed.
+        ConversionRefused: a weight overflows ``dtype``, or is rounded although ``allow_loss`` is False.
     """
     worst, name, rounded = 0.0, "", 0
     for done, module in enumerate(source.modules):

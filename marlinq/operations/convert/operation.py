@@ -61,25 +61,28 @@ def convert(
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
     progress: Progress = True,
 ) -> ConversionReport:
-    """Convert a quantised checkpoint to another format or scheme, without loss unless that is allowed.
+    """Convert a quantised checkpoint to another format or scheme, without loss unless loss is allowed.
 
-    Everything that could make a conversion lossy is looked for before the output folder is touched. Then
-    tensors stream one by one. A run that was interrupted continues when it is repeated.
+    All values that decide whether the conversion is exact are checked before the output folder is made. Then
+    modules are read, converted and written in batches of about 1 GB. An interrupted run continues when the
+    same call is repeated.
 
     Args:
         source: a checkpoint folder or Hub id.
+        out: folder to make; it must not exist, unless it holds an interrupted run of this conversion.
+        target_format: name in :data:`marlinq.formats.FORMATS`, or ``dense`` for dequantised weights.
+        source_format: format that ``source`` must have; None takes whatever format is detected.
+        scheme: name in :data:`marlinq.core.schemes.SCHEMES` that every module gets; None keeps each module's
+            scheme.
+        allow_loss: round values that the target can't hold exactly; the report says how much is lost.
         revision: branch, tag or commit of a Hub id; the main branch when None.
-        out: the folder to make; it must not exist.
-        target_format, source_format: names in :data:`marlinq.formats.FORMATS`, or ``dense`` for dequantised
-            weights; the source's is detected, and
-            checked where it is given.
-        scheme: a name in :data:`marlinq.core.schemes.SCHEMES` that every module gets; None for its own.
-        allow_loss: round what the target can't hold exactly, and say how much is lost.
-        strict_marlin: allow in marlin only what its original kernel takes (K%128, N%256, group 128 or -1).
-        skip_unsupported: dequantise modules of shapes that the target excludes, instead of refusing.
-        max_shard_size: largest shard in bytes.
-        progress: True shows progress on stderr, False does not; or a function that is called with (what is
-            being done, steps done, steps in all).
+        strict_marlin: refuse modules that the original Marlin kernel does not take (it needs K divisible by
+            128, N divisible by 256, and groups of 128 or one group per output channel).
+        skip_unsupported: store modules dequantised where the target can't hold their shape, instead of
+            refusing the conversion.
+        max_shard_size: bytes of the largest shard.
+        progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
+            done, steps in all).
 
     Raises:
         ConversionRefused: the target can't hold a module without loss; nothing was written.
@@ -206,7 +209,7 @@ def _manifest(plan: ConversionPlan, strict_marlin: bool, skip_unsupported: bool)
     before = None
     if (checkpoint.path / MANIFEST).exists():
         before = read_json(checkpoint.path, MANIFEST)
-        # Hashes and fingerprint describe the tensors of that folder, not what was decided for it.
+        # The source's tensor hashes and fingerprint say nothing about the output's files.
         before = {key: value for key, value in before.items() if key not in ("tensors", "fingerprint")}
     return {
         "marlinq": __version__,
@@ -225,7 +228,13 @@ def _manifest(plan: ConversionPlan, strict_marlin: bool, skip_unsupported: bool)
 
 @dataclass(frozen=True)
 class _Job:
-    """One module, or one tensor that is carried: what a thread reads, converts and writes at a time."""
+    """A thread's unit of work: one module to convert, or one tensor to copy unchanged.
+
+    Attributes:
+        name: module or tensor.
+        module: whether ``name`` is a module.
+        nbytes: bytes in memory while the job runs, input and output together.
+    """
 
     name: str
     module: bool
@@ -244,7 +253,7 @@ def _write(plan: ConversionPlan, writer: CheckpointWriter, max_bytes: int, progr
 
 
 def _jobs(plan: ConversionPlan, written: set[str]) -> Iterator[_Job]:
-    """What is not written yet, in the order of the source, so that its shards are read in one pass."""
+    """Jobs that are not written yet, in the source's tensor order, so that each shard is read once."""
     source, carried = plan.source, set(plan.source.passthrough)
     for name, info in source.checkpoint.tensors.items():
         module = name.rpartition(".")[0]
@@ -261,7 +270,7 @@ def _jobs(plan: ConversionPlan, written: set[str]) -> Iterator[_Job]:
 
 
 def _batches(jobs: Iterable[_Job], max_bytes: int) -> Iterator[list[_Job]]:
-    """Jobs that may all be in memory at once: at most ``max_bytes``, or a single job."""
+    """Consecutive jobs that together need at most ``max_bytes`` of memory; a larger job is a batch alone."""
     batch: list[_Job] = []
     total = 0
     for job in jobs:
@@ -298,7 +307,7 @@ def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
     if way is not None or layout.mask_key is not None or target.mask_key is not None:
         read = source.load(job.name)
         changed = read if way is None else way.apply(read, allow_loss=plan.allow_loss)
-        assert changed is not None, "what is refused was found before"
+        assert changed is not None, "plan_conversion raises for modules that can't be recast"
         changed = replace(changed, sparsity=spec.scheme.sparsity)
         for suffix, tensor in target.pack(changed, spec.scheme).items():
             writer.write(f"{job.name}.{suffix}", tensor)
@@ -313,8 +322,8 @@ def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """The pool's threads do whole modules each, and the slabs are too small to share: threads within a
-    module only fight over the cores."""
+    """Runs torch with one thread, because the pool's threads already convert a module each: more threads
+    inside a module would only compete for the same cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

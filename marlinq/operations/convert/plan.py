@@ -1,7 +1,8 @@
-"""What a conversion will write, decided before anything is written.
+"""The plan of a conversion: every output tensor, decided before anything is written.
 
-First from headers and config alone (shapes, group sizes, widths), then from the small tensors of every module
-(zeros, g_idx, scales), of sparse ones from their codes and masks. Every reason to refuse is found here.
+Headers and config are checked first (shapes, group sizes, widths), then the small tensors of every module
+(zeros, g_idx, scales), then the codes and masks of sparse modules. A conversion that can't be exact is
+refused here.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The output of a conversion.
+    """Everything that a conversion will write.
 
     Attributes:
-        source: the open source.
+        source: the opened source checkpoint.
         target: format of the output.
-        modules: every module that stays quantised and what the output stores for it.
-        skipped: the modules that are dequantised, with the reason.
+        modules: shape and scheme in the output, for each module that stays quantised.
+        skipped: modules stored dequantised, with the reason.
         tensors: every output tensor, in the source's order.
-        weight_dtype: name of the dtype of dequantised weights.
-        transposed: dequantised weights are stored [K, N].
-        config: ``config.json`` of the source, but that a head with a weight of its own is never called tied.
-        quantization_config: of the output.
-        recasts: how modules get another scheme, of those that do.
-        allow_loss: whether what can't be held exactly is rounded.
+        weight_dtype: dtype name of dequantised weights.
+        transposed: whether dequantised weights are stored [K, N] instead of [N, K].
+        config: the source's ``config.json``, with ``tie_word_embeddings: false`` where the head's stored
+            weight differs from the embedding.
+        quantization_config: quantization settings for the output's ``config.json``.
+        recasts: change of scheme, for each module whose scheme changes.
+        allow_loss: whether values that the target can't hold exactly are rounded.
         lossy: whether any module loses precision.
-        notes: facts that a user of the output needs.
+        notes: sentences that the report shows to the user.
     """
 
     source: QuantizedCheckpoint
@@ -97,9 +99,10 @@ def plan_conversion(
     Args:
         source: checkpoint to convert.
         target: format of the output.
-        scheme: scheme of every module of the output; None for those that they have.
-        allow_loss: round what can't be held exactly, and say so.
-        strict_marlin, skip_unsupported, progress: as for :func:`~marlinq.operations.convert.convert`.
+        scheme: scheme that every module gets; None keeps each module's scheme.
+        allow_loss: round values that the target can't hold exactly, and add a note about it.
+        strict_marlin, skip_unsupported: as for :func:`~marlinq.operations.convert.convert`.
+        progress: called with (activity, steps done, steps in all).
 
     Raises:
         ConversionRefused: the target can't hold a module without loss; nothing has been written.
@@ -122,7 +125,7 @@ def plan_conversion(
             f"the first reason is {_first(skipped)}"
         )
     unquantized = [*source.unquantized_linears(), *skipped]
-    # What the config dialect can't say is known before any tensor is read.
+    # Raises before any tensor is read when the config dialect can't describe the schemes.
     write_quantization_config(target, kept, unquantized)
 
     grids = _Scan(source, target, specs, recasts, allow_loss)
@@ -169,7 +172,8 @@ def _check_linears(source: QuantizedCheckpoint) -> str | None:
 
 
 def stored_ties(source: QuantizedCheckpoint) -> tuple[dict[str, Any], list[str]]:
-    """``config.json`` that ties the head only where nothing stored contradicts it; and what is said of that.
+    """``config.json`` with ``tie_word_embeddings: false`` where the head has a weight of its own, and the
+    notes about that change (none or one).
 
     Raises:
         CheckpointError: a file was changed since it was opened, or ends early.
@@ -183,16 +187,16 @@ def stored_ties(source: QuantizedCheckpoint) -> tuple[dict[str, Any], list[str]]
 
 
 def _recasts(source: QuantizedCheckpoint, target: Format, scheme: NamedScheme | None) -> dict[str, Recast]:
-    """How modules get another scheme.
+    """Change of scheme of every module whose scheme changes.
 
     Raises:
-        ConversionRefused: there is no way for a module.
+        ConversionRefused: a module's scheme can't be changed to the wanted one.
     """
     found: dict[str, Recast] = {}
     for name, spec in source.modules.items():
         wanted = spec.scheme if scheme is None else scheme.example(spec.scheme)
         if target.scheme_refusal(wanted) is not None:
-            continue  # what is refused is said with its shape
+            continue  # _excluded_shapes refuses it, with its reason
         way = recast(spec.scheme, target.layout_of(wanted), scheme)
         if isinstance(way, str):
             raise ConversionRefused(f"{source.checkpoint.path}: {name}: {way}")
@@ -239,7 +243,8 @@ def _first(skipped: Mapping[str, Keep]) -> str:
 
 
 class _Scan:
-    """Reads zeros, g_idx and scales of every module once and keeps the facts that the output depends on."""
+    """Reads zeros, g_idx and scales of every module once; refuses what the target can't hold, and keeps what
+    decides the output's schemes and notes."""
 
     def __init__(
         self,
@@ -259,7 +264,11 @@ class _Scan:
         self._flag_without_order = False
 
     def check(self, name: str, *, stored: bool) -> None:
-        """Raise the reason, if any, why the values of ``name`` can't be stored."""
+        """Check that the target holds the values of module ``name``.
+
+        Raises:
+            ConversionRefused: it does not.
+        """
         path = self._source.checkpoint.path
         grid = self._source.load_grid(name)
         declared = self._source.config.rules.scheme(name)
@@ -291,7 +300,11 @@ class _Scan:
             )
 
     def _recast(self, name: str) -> Grid:
-        """The module in its new scheme."""
+        """Module ``name`` in its new scheme, rounded where it must be and may be.
+
+        Raises:
+            ConversionRefused: it would be rounded, which is not allowed or not possible.
+        """
         way, weight = self._recasts[name], self._source.load(name)
         exact = way.exact(weight)
         if exact is not None:
@@ -306,7 +319,11 @@ class _Scan:
         return rounded
 
     def _lose(self, name: str, why: str, error: float | None) -> None:
-        """Notes the relative error of a module, or refuses it."""
+        """Records the relative error of module ``name``.
+
+        Raises:
+            ConversionRefused: loss is not allowed, or ``error`` is None (nothing can round it).
+        """
         if error is None or not self._allow_loss:
             raise ConversionRefused(
                 f"{self._source.checkpoint.path}: {name}: {why}; --allow-loss converts it nevertheless"
@@ -314,9 +331,10 @@ class _Scan:
         self._losses[name] = error, why
 
     def target_spec(self, name: str) -> ModuleSpec:
-        """What the output stores for ``name``, after all modules were checked."""
+        """Shape and scheme of ``name`` in the output; call it after :meth:`check` of every module."""
         spec = self._specs[name]
-        # Modules that the source's config describes alike stay alike, so that fused layers agree.
+        # One answer for all modules with the same declared scheme: servers fuse projections (q, k, v) and
+        # need the parts to have one scheme.
         stores_zeros = self._stores_zeros[self._source.config.rules.scheme(name)]
         dtype = self._scale_dtype(name)
         if dtype is None:
@@ -362,7 +380,7 @@ class _Scan:
         return notes
 
     def _scale_dtype(self, name: str) -> str | None:
-        """The type of the output's scales; None where the target follows the model."""
+        """dtype of the output's scales; None where the target's scales take the model's dtype."""
         scheme = self._specs[name].scheme
         target = self._target.layout_of(scheme)
         same = self._source.layouts[name].family == target.family and name not in self._recasts

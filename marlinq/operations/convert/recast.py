@@ -1,13 +1,15 @@
-"""The same weight in another scheme: exactly, or with a loss that is stated.
+"""Change of a weight's scheme, exact where possible and otherwise rounded with a stated error.
 
 Exact:
 
 * MXFP4 as MXFP8: every E2M1 value is an E4M3 value, and the scales stay.
-* MXFP4 as NVFP4: an E4M3 scale holds the powers of two from 2**-9 to 2**8, the second level the rest.
-* MXFP4 as block FP8: a block's scale is a power of two, and E4M3 holds what its groups' exponents differ by.
+* MXFP4 as NVFP4: an E4M3 scale holds the powers of two from 2**-9 to 2**8, and the second-level scale holds
+  their common factor.
+* MXFP4 as block FP8: a block's scale is a power of two, and the E4M3 codes absorb the differences between the
+  exponents of its groups.
 * A second-level scale that multiplies as one that divides, where it is a power of two.
 
-Anything else between floats is rounding: a weight is dequantised and rounded to the nearest again.
+Every other change between float schemes dequantises the weight and rounds it to the nearest.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ else:
     from marlinq.core.lazy import torch
 
 _NV_EXPONENTS = (-9, 8)
-"""Least and largest exponent of a power of two that E4M3 holds."""
+"""Least and largest exponent of the powers of two that E4M3 holds."""
 _OCTAVES = _NV_EXPONENTS[1] - _NV_EXPONENTS[0] + 1
 
 
@@ -42,13 +44,15 @@ Change = Callable[[QuantizedWeight], "QuantizedWeight | None"]
 
 @dataclass(frozen=True)
 class Recast:
-    """How a module gets another scheme.
+    """Change of a module's scheme.
 
     Attributes:
         target: scheme of the result.
-        exact: makes the same weight in that scheme; None where its values can't be held.
-        refusal: why they can't.
-        lossy: makes the nearest weight that can be held; None where there is no such way.
+        exact: function that returns the same weight in the target scheme, or None where that scheme can't
+            hold its values.
+        refusal: reason to report when ``exact`` returns None.
+        lossy: function that returns the nearest weight in the target scheme; None where rounding is not
+            possible either.
     """
 
     target: Scheme
@@ -57,20 +61,24 @@ class Recast:
     lossy: Change | None = None
 
     def apply(self, weight: QuantizedWeight, *, allow_loss: bool) -> QuantizedWeight | None:
-        """``weight`` in the target scheme, or None where that is refused."""
-        found = self.exact(weight)
-        if found is None and allow_loss and self.lossy is not None:
-            found = self.lossy(weight)
-        return found
+        """``weight`` in the target scheme; None where it isn't exact and ``allow_loss`` is False."""
+        changed = self.exact(weight)
+        if changed is None and allow_loss and self.lossy is not None:
+            changed = self.lossy(weight)
+        return changed
 
 
 def recast(source: Scheme, layout: Layout, named: NamedScheme | None) -> Recast | str | None:
-    """How a weight becomes what a conversion asks for, why it can't, or None where it stays as it is.
+    """Change from scheme ``source`` to the wanted scheme.
 
     Args:
         source: scheme of the weight.
         layout: layout that the result is stored in.
-        named: wanted scheme; None for the weight's own.
+        named: wanted scheme; None keeps the scheme, except that second-level scales get the convention
+            (multiply or divide) of ``layout``.
+
+    Returns:
+        The change; a sentence why there is none; or None where the scheme stays the same.
     """
     use = layout.as_stored(source).tensor_scale
     if named is None or _is(source, named):
@@ -86,7 +94,7 @@ def recast(source: Scheme, layout: Layout, named: NamedScheme | None) -> Recast 
         return f"{source.element.name} weights as {named.name}: only floats are converted to other schemes"
     if named.activations is not None and not named.activations.dynamic:
         return f"{named.name} needs activation scales, which calibration text gives; use quantize"
-    assert named.granularity is not None, "schemes of floats have one"
+    assert named.granularity is not None, "every float scheme fixes its granularity"
     target = Scheme(
         element=named.element,
         granularity=named.granularity,
@@ -114,7 +122,7 @@ def recast(source: Scheme, layout: Layout, named: NamedScheme | None) -> Recast 
 
 
 def _is(scheme: Scheme, named: NamedScheme) -> bool:
-    """Whether a stored scheme is ``named``, as far as that decides it."""
+    """Whether ``scheme`` agrees with every field that ``named`` fixes."""
     return (
         scheme.element == named.element
         and named.granularity in (None, scheme.granularity)
@@ -138,9 +146,9 @@ def _is_power_of_two(weight: QuantizedWeight) -> bool:
 
 
 def _reciprocal(weight: QuantizedWeight) -> QuantizedWeight:
-    """``weight`` with a second level that divides where it multiplied, or the reverse; the scale of the
-    activations goes with it."""
-    assert weight.tensor_scale is not None, "its scheme says so"
+    """``weight`` with reciprocal second-level and activation scales: dividing where they multiplied before,
+    or the reverse."""
+    assert weight.tensor_scale is not None, "recast asks only for schemes with a second-level scale"
     return replace(
         weight,
         tensor_scale=weight.tensor_scale.reciprocal(),
@@ -157,7 +165,8 @@ def _as_mxfp8(weight: QuantizedWeight, target: Scheme) -> QuantizedWeight:
 
 
 def _exponents(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """int32 [G, N], the exponents of E8M0 scales, and whether any code of a group is not zero."""
+    """Exponents of the E8M0 scales (int32 [G, N]), and whether a group has a code that isn't zero
+    (bool [G, N])."""
     exponents = weight.scales.view(torch.uint8).to(torch.int32) - 127
     size = weight.channels_per_group
     used = (weight.codes & 7).reshape(-1, size, weight.out_features).amax(dim=1) > 0
@@ -174,7 +183,7 @@ def _as_nvfp4(weight: QuantizedWeight, target: Scheme) -> QuantizedWeight | None
             return None
     else:
         top = 0
-    # Groups of zeros alone may have any scale.
+    # A group of zeros is exact with any scale.
     shifted = torch.where(used, exponents - top + high, torch.full_like(exponents, low))
     scales = torch.exp2(shifted.float()).to(torch.float8_e4m3fn)
     groups = Granularity.group(weight.channels_per_group // 2)
@@ -187,7 +196,11 @@ def _as_nvfp4(weight: QuantizedWeight, target: Scheme) -> QuantizedWeight | None
 
 
 def _as_blocks(weight: QuantizedWeight, target: Scheme) -> QuantizedWeight | None:
-    """Weights are multiples of powers of two; a block's scale is the least that its largest fits under."""
+    """``weight`` as E4M3 with one scale a block, or None where E4M3 can't hold a block exactly.
+
+    A block's scale is 2**(t - 6), with t its largest group exponent: the largest E2M1 value, 6, then becomes
+    6 * 2**6 = 384 (E4M3 ends at 448), and smaller exponents have the most room below.
+    """
     k, n = weight.in_features, weight.out_features
     exponents, used = _exponents(weight)
     shape = target.granularity.scales_shape(k, n)
@@ -197,7 +210,6 @@ def _as_blocks(weight: QuantizedWeight, target: Scheme) -> QuantizedWeight | Non
     lowest = torch.full((shape[0] * shape[1],), -(1 << 20), dtype=torch.int32)
     known = torch.where(used, exponents, torch.full_like(exponents, -(1 << 20))).flatten()
     tops = lowest.scatter_reduce(0, place, known, "amax").reshape(shape)
-    # 6 * 2**6 is the largest multiple of an E2M1 value that E4M3 holds.
     powers = torch.where(tops > -(1 << 19), tops - 6, torch.zeros_like(tops))
     if int(powers.min()) < -126 or int(powers.max()) > 127:
         return None

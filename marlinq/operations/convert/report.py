@@ -1,4 +1,4 @@
-"""What a conversion did."""
+"""The report of a conversion."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class ConversionReport(Shown):
     """The outcome of :func:`marlinq.operations.convert.convert`.
 
     Attributes:
-        source, out: the folders.
+        source, out: paths of the input and output folders.
         source_format, target_format: names in :data:`marlinq.formats.FORMATS`.
         converted: quantised modules in the output.
-        skipped: modules that the target can't hold and that were dequantised instead, with reasons.
-        carried: tensors that were copied unchanged (norms, embeddings, biases).
+        skipped: modules stored dequantised because the target can't hold them, with reasons.
+        carried: number of tensors copied unchanged (norms, embeddings, biases).
         side_files: other files that were copied (tokenizer, templates, code).
-        left_out: files of the source that are not in the output: weights in other formats.
+        left_out: files of the source that were not copied: weights in other file formats.
         lossy: whether any module lost precision.
-        notes: facts that a user of the output needs.
-        resumed: tensors that an interrupted run had already written.
-        source_bytes, out_bytes: sizes of all tensors.
-        seconds: wall-clock time.
+        notes: sentences that the user of the output should know.
+        resumed: number of tensors that an interrupted run had already written.
+        source_bytes, out_bytes: bytes of all tensors.
+        seconds: wall-clock seconds of this run.
     """
 
     source: str
@@ -51,7 +51,7 @@ class ConversionReport(Shown):
         return {**asdict(self), "skipped": skipped}
 
     def display(self) -> list[Block]:
-        """What was converted, what was carried, and what to know."""
+        """Folders, counts, sizes and notes, then the modules that were dequantised."""
         sizes = f"{self.source_bytes / 1e6:.1f} MB -> {self.out_bytes / 1e6:.1f} MB"
         rows = [
             ("from", f"{self.source} ({self.source_format})"),

@@ -1,4 +1,4 @@
-"""Sparse weights in a conversion: what only the codes and masks can tell, before anything is written."""
+"""Checks of sparse weights before a conversion: read from codes and masks, not from headers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from marlinq.formats import Format, ModuleSpec
 def with_sparsity(
     source: QuantizedCheckpoint, target: Format, specs: Mapping[str, ModuleSpec], progress: ReportProgress
 ) -> dict[str, ModuleSpec]:
-    """``specs`` with the sparsity that ``target`` is for, and none where it is for dense weights.
+    """``specs`` with the sparsity pattern of ``target`` (None for a dense format) in every scheme.
 
-    Modules are read where their codes decide: those that go to a sparse format, and those that have a mask.
+    Modules are read only where their codes matter: for a sparse target, and where the source stores a mask.
 
     Raises:
-        ConversionRefused: a module is not sparse as the target needs it.
+        ConversionRefused: a module's zeros don't follow the target's pattern.
         CheckpointError: a mask is damaged.
     """
     wanted = target.sparsity

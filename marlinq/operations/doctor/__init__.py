@@ -1,6 +1,6 @@
-"""What this machine offers, and which parts of marlinq it can run: the operation behind ``marlinq doctor``.
+"""The operation behind ``marlinq doctor``: examine this machine and say which parts of marlinq it can run.
 
-Nothing here imports torch or CuPy when it is imported: a broken installation must not break its diagnosis.
+Importing this package imports neither torch nor CuPy, so that it also works where they are broken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The values that an examination of the machine gives."""
+"""The result of an examination of the machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from marlinq.core.display import Block, Shown, Table
 
 
 class State(StrEnum):
-    """How a finding is to be read."""
+    """Whether an examined thing works, is absent (no fault by itself), or needs mending."""
 
     OK = "ok"
     ABSENT = "absent"
@@ -19,13 +19,13 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The state of one examined thing.
 
     Attributes:
-        subject: thing that was examined, such as ``torch`` or ``NVRTC``.
-        state: ok; absent, which is no fault by itself; or problem.
-        found: observed state.
-        fix: remedy, empty when nothing is wanted.
+        subject: the thing, such as ``torch`` or ``NVRTC``.
+        state: whether it works.
+        found: what was observed, such as a version.
+        fix: what to do; empty when nothing is to be done.
     """
 
     subject: str
@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Capability:
-    """One part of marlinq and whether it works here, with the reason."""
+    """One part of marlinq, whether it works on this machine, and why."""
 
     name: str
     works: bool
@@ -45,12 +45,12 @@ class Capability:
 
 @dataclass(frozen=True)
 class Diagnosis(Shown):
-    """Everything that ``marlinq doctor`` reports."""
+    """The full report of ``marlinq doctor``."""
 
     findings: tuple[Finding, ...]
     capabilities: tuple[Capability, ...]
     ok: bool
-    """Whether everything works that needs no GPU."""
+    """Whether everything that needs no GPU works."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

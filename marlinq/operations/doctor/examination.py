@@ -1,4 +1,4 @@
-"""The examination itself: look at everything, then say what works."""
+"""Examines packages, GPU, compiler, folders and disk, then says which parts of marlinq work."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _WORKING_SPACE = 2 * 2**30
 def examine() -> Diagnosis:
     """Look at packages, GPU, compiler, folders and disk.
 
+    Takes some seconds, because torch and transformers are imported, each in a process of its own.
+
     Returns:
-        The findings, each with its fix, and what will and won't work; takes some seconds, because torch and
-        transformers are really imported, in processes of their own.
+        The findings, each with its fix, and the parts of marlinq that work or don't.
     """
     packages = package_findings()
     libraries = [_importable("torch"), _importable("transformers")]
@@ -43,11 +44,11 @@ def examine() -> Diagnosis:
     )
 
 
-def _verdict(findings: list[Finding], praise: str) -> tuple[bool, str]:
+def _verdict(findings: list[Finding], reason_if_ok: str) -> tuple[bool, str]:
     wrong = [finding for finding in findings if finding.state is State.PROBLEM]
     if wrong:
         return False, "; ".join(f"{finding.subject}: {finding.found}" for finding in wrong)
-    return True, praise
+    return True, reason_if_ok
 
 
 def _gpu_verdict(findings: list[Finding], cpu_works: bool) -> tuple[bool, str]:

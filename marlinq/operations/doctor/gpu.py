@@ -1,4 +1,4 @@
-"""The GPU side of the machine: driver and devices, CuPy, NVRTC; found without torch."""
+"""Examines driver, devices, CuPy and NVRTC without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from marlinq.operations.doctor.diagnosis import Finding, State
 from marlinq.operations.doctor.packages import installed_version
 
 CUPY_BUILDS = {"cupy-cuda12x": 12, "cupy-cuda13x": 13}
-"""CuPy's wheels and the CUDA major version that each is built for."""
+"""CUDA major version that each CuPy wheel is built for."""
 
 _LOWEST_CAPABILITY = (8, 0)
 _ATTRIBUTE_MAJOR = 75
@@ -28,14 +28,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """The NVIDIA driver: the newest CUDA version it can run, and its devices."""
+    """The NVIDIA driver: the newest CUDA version (major, minor) that it runs, and its devices."""
 
     cuda: tuple[int, int]
     devices: tuple[Device, ...]
 
 
 def find_driver() -> tuple[Driver | None, Finding]:
-    """Ask the driver library itself (the CUDA driver API), which needs no package."""
+    """The driver, or None, and the finding about it; asks ``libcuda.so.1``, hence needs no Python package."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -71,7 +71,7 @@ def _device(library: ctypes.CDLL, index: int) -> Device:
 
 
 def device_findings(driver: Driver) -> list[Finding]:
-    """One finding for each GPU, or one that says there is none."""
+    """One finding for each GPU, or a single one when the driver shows no GPU."""
     if not driver.devices:
         return [
             Finding(

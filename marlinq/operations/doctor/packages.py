@@ -1,4 +1,4 @@
-"""Which packages are installed, against the versions that marlinq's own metadata asks for."""
+"""Compares installed packages with the versions that marlinq's metadata requires."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from packaging.requirements import Requirement
 
 from marlinq.operations.doctor.diagnosis import Finding, State
 
-_SECONDS = 300
+_TIMEOUT = 300
+"""seconds that an import in another process may take"""
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
+    """Version of an installed distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -24,13 +25,13 @@ def installed_version(distribution: str) -> str | None:
 
 
 def requirements() -> list[Requirement]:
-    """What marlinq needs on every machine, from its metadata; empty when it is not installed as a package."""
+    """marlinq's required packages, without extras; empty when marlinq is not installed as a package."""
     try:
         lines = metadata.requires("marlinq") or []
     except metadata.PackageNotFoundError:
         return []
-    found = [Requirement(line) for line in lines]
-    return [r for r in found if r.marker is None or r.marker.evaluate({"extra": ""})]
+    declared = [Requirement(line) for line in lines]
+    return [r for r in declared if r.marker is None or r.marker.evaluate({"extra": ""})]
 
 
 def package_findings() -> list[Finding]:
@@ -45,7 +46,7 @@ def package_findings() -> list[Finding]:
 
 
 def check(requirement: Requirement) -> Finding:
-    """Compare one requirement with what is installed."""
+    """Compare one requirement with the installed version."""
     version = installed_version(requirement.name)
     if version is None:
         return Finding(
@@ -61,19 +62,19 @@ def check(requirement: Requirement) -> Finding:
 
 
 def search_path() -> list[str]:
-    """Where this process finds packages, without the current folder."""
+    """Absolute folders of ``sys.path``, without the current folder."""
     here = os.path.realpath("")
     return [each for each in sys.path if Path(each).is_absolute() and os.path.realpath(each) != here]
 
 
 def run_apart(code: str) -> tuple[str, str | None]:
-    """Run Python code in a process of its own, since importing a broken binary can crash.
+    """Run Python code in a new process, because importing a broken binary can crash the process.
 
-    Nothing is imported from the current folder: files that lie there, in a downloaded model for one, may be
-    called as packages are.
+    Nothing is imported from the current folder, whose files may have the names of packages (a downloaded
+    model's, for example).
 
     Returns:
-        What it printed, and why it failed or None.
+        The printed text, and the error in one line, or None.
     """
     start = f"import sys; sys.path[:] = {search_path()!r}\n"
     try:
@@ -83,10 +84,10 @@ def run_apart(code: str) -> tuple[str, str | None]:
             text=True,
             errors="backslashreplace",
             check=False,
-            timeout=_SECONDS,
+            timeout=_TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        return "", f"did not end within {_SECONDS} s"
+        return "", f"did not end within {_TIMEOUT} s"
     if run.returncode == 0:
         return run.stdout.strip(), None
     lines = run.stderr.strip().splitlines()

@@ -1,4 +1,4 @@
-"""The operation behind ``marlinq eval``: perplexity, and the distance to an original."""
+"""The operation behind ``marlinq eval``: perplexity, and the distance to the unquantised original."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Perplexity of one model; mean KL divergence and top-1 agreement between two; scores on tasks, if asked for.
+"""Perplexity of one model; mean KL divergence and top-1 agreement between two; scores on tasks.
 
-For every position but the last of each window, with p the original's and q the model's distribution over the
-next token x:
+At every position but the last of each window, let p be the original's and q the model's distribution over
+the next token x. Then
 
     perplexity = exp(mean of -log q(x))        KL = mean of sum_v p(v) (log p(v) - log q(v))
 
-in nats, logarithms in float32, means in float64.
+in nats. Logarithms are float32, means float64.
 """
 
 from __future__ import annotations
@@ -40,35 +40,36 @@ from marlinq.runtime import LoadedModel, load
 from marlinq.runtime.generation import device_name, position_limit
 
 Source = str | os.PathLike[str] | LoadedModel
-"""A checkpoint folder, a Hub id, or a model that is loaded already."""
+"""A checkpoint folder, a Hub id, or a loaded model."""
 
 DEFAULT_SEED = 20_240_229
-"""Of text that a model writes: not the calibration's default, so that nothing is evaluated on what it was
-calibrated with."""
+"""Seed for text that a model writes. It differs from calibration's default seed, so that no model is
+evaluated on the text it was calibrated with."""
 
 _ROWS = 128
+"""positions whose float32 distributions are in memory at once"""
 
 
 @dataclass(frozen=True)
 class Evaluation(Shown):
-    """What was measured, and on what.
+    """The figures of one evaluation.
 
     Attributes:
-        model: the checkpoint.
-        against: the original, or None.
-        text: where the text comes from.
-        windows: how many windows were evaluated.
-        tokens: predicted tokens, all windows together.
+        model: path of the checkpoint.
+        against: path of the original; None without one, as are the figures that need it.
+        text: source of the text.
+        windows: number of evaluated windows.
+        tokens: number of predicted tokens in all windows.
         perplexity: perplexity of the model.
         against_perplexity: perplexity of the original.
         kl: mean KL(original || model) in nats.
-        top1_agreement: share of the positions where both predict the same next token.
-        seconds: for the evaluation, without loading.
-        device: where it ran.
-        notes: how the models were run.
+        top1_agreement: share of positions (0 to 1) where both predict the same next token.
+        seconds: seconds for the evaluation, without loading.
+        device: name of the device.
+        notes: sentences on how the models were run.
         tasks: scores on tasks; empty where none were asked for.
-        recovery: mean over tasks of the share of the original's score that is left.
-        kept: where the figures were written, in a line each.
+        recovery: mean over tasks of the model's score in per cent of the original's.
+        kept: one line for each file that the figures were written to.
     """
 
     model: str
@@ -92,7 +93,7 @@ class Evaluation(Shown):
         return asdict(self)
 
     def display(self) -> list[Block]:
-        """The figures, and what each of them means."""
+        """The figures, each with its meaning."""
         perplexity = "how many tokens the model hesitates between, on average; lower is better"
         header: tuple[str, ...] = ("", "model", "meaning")
         rows: list[tuple[str, ...]] = [("perplexity", f"{self.perplexity:.4f}", perplexity)]
@@ -165,7 +166,12 @@ class _Sums:
     windows: int = 0
 
     def add(self, logits: Tensor, original: Tensor | None, targets: Tensor) -> None:
-        """Adds positions: logits [positions, vocabulary] of model and original, targets [positions]."""
+        """Adds positions.
+
+        Args:
+            logits, original: [positions, vocabulary], the model's and the original's.
+            targets: int64 [positions], the tokens that follow.
+        """
         for start in range(0, len(targets), _ROWS):
             rows = slice(start, start + _ROWS)
             log_q = F.log_softmax(logits[rows].float(), dim=-1)
@@ -200,24 +206,24 @@ def evaluate(
 ) -> Evaluation:
     """Measures ``model`` on non-overlapping windows of text, and its distance to ``against``.
 
-    Memory holds both models and the logits of one window.
+    Both models are in memory at once, and the logits of one window.
 
     Args:
-        model: any quantised or unquantised checkpoint.
-        against: the original; gives KL divergence and top-1 agreement.
+        model: quantised or unquantised checkpoint.
+        against: the original; KL divergence and top-1 agreement are measured only with one.
         text: a file or dataset (:func:`marlinq.operations.evaluate.text.read_windows`); None
-            evaluates on text that the original, or else the model itself, samples from ``seed``.
-        windows: at most this many.
-        length: tokens a window.
+            evaluates on text that the original samples, or the model itself without an original.
+        windows: largest number of windows.
+        length: tokens per window.
         revision: branch, tag or commit of ``model``, where that is a Hub id; its main branch when None.
         device: as in :func:`marlinq.runtime.load`.
         dtype: as in :func:`marlinq.runtime.load`, for both models.
-        seed: seed of the sampling when there is no text.
+        seed: seed of the sampled text; unused with ``text``.
         trust_remote_code: run model code that a checkpoint brings.
-        tasks: names of tasks of lm-evaluation-harness, to be answered by both models behind the text.
-        keep: write the figures into the model's folder, and into its model card.
-        progress: True shows progress on stderr, False does not; or a function that is called with (what is
-            being done, steps done, steps in all).
+        tasks: tasks of lm-evaluation-harness that both models answer after the text is evaluated.
+        keep: write the figures into the model's folder and its model card.
+        progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
+            done, steps in all).
 
     Raises:
         UsageError: the text can't be read or is too short, the two models' vocabularies differ, or a
@@ -229,7 +235,9 @@ def evaluate(
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
     if windows < 1 or length < 2:
-        raise UsageError(f"expected at least 1 window of 2 tokens, found {windows} of {length}")
+        raise UsageError(
+            f"windows, length: expected at least 1 window of 2 tokens, found {windows} of {length}; raise them"
+        )
 
     if keep and not isinstance(model, LoadedModel) and local_folder(model) is None:
         raise UsageError(f"--keep: {os.fspath(model)} is no local folder; leave it out")
@@ -240,7 +248,7 @@ def evaluate(
             if revision is not None:
                 raise UsageError(f"revision: {source.path} is loaded already; leave it out")
             return source
-        # What is measured is what the checkpoint's weights cost, not a product that rounds for speed.
+        # exact: measure the error of the weights alone, without products that round activations for speed.
         return load(
             source,
             revision=revision,
@@ -337,7 +345,6 @@ def _measure(
 ) -> _Sums:
     sums = _Sums()
     for index, window in enumerate(text.windows):
-        # One token alone predicts nothing.
         if len(window) > 1:
             ids = torch.tensor(window, dtype=torch.int64)
             logits = _logits(loaded, ids)
@@ -356,7 +363,7 @@ def _measure(
 
 @torch.no_grad()
 def _logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
-    """[positions - 1, vocabulary]: what the model expects after each token but the last."""
+    """Logits of the next token after each token but the last, [positions - 1, vocabulary]."""
     with boundaries.forward(loaded.path):
         output = loaded.model(input_ids=ids[None].to(loaded.device), use_cache=False)
         logits: Tensor = output.logits[0, :-1]

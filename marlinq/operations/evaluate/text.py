@@ -1,4 +1,4 @@
-"""What a model is evaluated on: windows of a text file, of a dataset, or of text that a model writes."""
+"""Token windows to evaluate on: from a text file, a dataset, or text that a model writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPLIT = "test"
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """Token windows that don't overlap, and where they come from."""
+    """Token windows that don't overlap, and the source of their text."""
 
     source: str
     windows: tuple[tuple[int, ...], ...]
@@ -28,14 +28,15 @@ def read_windows(
 ) -> EvaluationText:
     """The first ``windows`` windows of ``length`` tokens of a text.
 
-    Where the tokenizer begins every text with a token of its own, so does every window, as one of ``length``.
+    Where the tokenizer puts a start token before every text, each window begins with it; it counts as one of
+    the ``length`` tokens.
 
     Args:
-        source: as :mod:`marlinq.calibration.sources` spells it; of a dataset the split ``test``, unless it
-            names another. Rows of text are joined by blank lines.
-        tokenizer: the model's.
-        windows: at most this many; fewer when the text ends.
-        length: tokens a window.
+        source: file or dataset, as :mod:`marlinq.calibration.sources` describes; a dataset's split is
+            ``test`` unless ``source`` names another. Rows of text are joined by blank lines.
+        tokenizer: the model's tokenizer.
+        windows: largest number of windows; there are fewer when the text ends.
+        length: tokens per window.
         vocabulary: number of token ids that the model knows.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, how large it is, and which servers load it."""
+"""The operation behind ``marlinq inspect``: contents and size of a checkpoint, and which servers load it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which servers load a checkpoint and which kernel they run it with: every such decision is made here.
+"""Decides which servers load a checkpoint, and which of their kernels multiply its layers.
 
-The facts are in ``servers.toml``; this file only compares them with a checkpoint.
+The facts about servers are in ``servers.toml``; this file compares them with a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NO_SERVER_MARK = "-"
 
 @dataclass(frozen=True)
 class KernelVerdict:
-    """Whether a kernel can run a checkpoint's layers.
+    """Whether a kernel can run a checkpoint's quantised linears.
 
     Attributes:
-        kernel: its name.
-        eligible: it can run all of them.
-        modules: how many of the quantised linears it can run.
-        reason: why not all, naming the first; or what it asks for besides.
+        kernel: name of the kernel.
+        eligible: whether it can run all of them.
+        modules: number of quantised linears that it can run.
+        reason: why it can't run all of them, naming the first; else its other requirements.
     """
 
     kernel: str
@@ -42,15 +42,15 @@ class KernelVerdict:
 
 @dataclass(frozen=True)
 class ServerVerdict:
-    """Whether a server loads a checkpoint, and what multiplies it there on Hopper.
+    """Whether a server loads a checkpoint, and the kernels that it takes for it on Hopper.
 
     Attributes:
-        server, version: judged server and its version.
-        loads: it loads the checkpoint and computes what it should.
-        first: the kernels that it takes on compute capability 9.0, with the linears that each runs, most
-            first; empty when it does not load, or leaves the choice to another library.
-        reason: why not; or why the kernels before the first were passed over, and what else it asks for.
-        kernels: every kernel in the order in which it is tried.
+        server, version: name and version of the server.
+        loads: whether it loads the checkpoint and computes correct results.
+        first: (kernel, number of linears it runs) on compute capability 9.0, most linears first; empty when
+            the checkpoint does not load, or when the server leaves the choice to another library.
+        reason: why it does not load; else why faster kernels were not taken, and other requirements.
+        kernels: every kernel, in the order in which the server tries them.
     """
 
     server: str
@@ -63,20 +63,20 @@ class ServerVerdict:
 
 @dataclass(frozen=True)
 class Whole:
-    """What servers look at besides single layers.
+    """Facts about the whole checkpoint that servers look at, besides its single layers.
 
     Attributes:
-        layout: a name in :data:`marlinq.formats.FORMATS`.
-        rules: the config has rules for single modules.
+        layout: name in :data:`marlinq.formats.FORMATS`.
+        rules: whether the config has rules for single modules (GPTQ's ``dynamic``).
         unquantized: linears that are stored in floating point.
-        heads, kv_heads: attention and key-value heads, or None where the config does not say.
-        architecture: architecture in ``config.json``.
-        tied: ``config.json`` says that the output head is the embedding.
-        says_head: the config says that the output head is quantised.
-        fused_rules: values from rules for single modules, for names that servers give fused layers: element,
-            group size and the like, as :attr:`Layer.scheme`; None for one that is kept. Layouts whose rules
-            are not looked up by such names have none.
-        no_linear: a quantised module that is no linear of the model, and what it is there; or None.
+        heads, kv_heads: number of attention and key-value heads; None where the config does not say.
+        architecture: class name in ``config.json``.
+        tied: whether ``config.json`` says that the output head is the embedding.
+        says_head: whether the config says that the output head is quantised.
+        fused_rules: name that a server gives a fused layer -> :attr:`Layer.scheme` that the config's rules
+            for single modules give this name, None where they keep it unquantised. Empty for layouts whose
+            rules are not looked up by fused names.
+        no_linear: sentence about a quantised module that is not a linear of the model; None without one.
     """
 
     layout: str
@@ -94,12 +94,12 @@ class Whole:
 def verdicts(
     layers: Mapping[str, Layer], whole: Whole, *, tensor_parallel: int = 1
 ) -> tuple[ServerVerdict, ...]:
-    """The verdict on a checkpoint of every server, ours first; of those that can split a layer, if asked.
+    """The verdict of every server on a checkpoint, marlinq's own first.
 
     Args:
-        layers: its quantised linears, at least one.
-        whole: everything else.
-        tensor_parallel: GPUs that share each layer.
+        layers: quantised linears of the checkpoint, at least one.
+        whole: facts about the whole checkpoint.
+        tensor_parallel: GPUs that share each layer; above 1, only servers that can split layers are judged.
     """
     asked = Split(tensor_parallel, whole.heads, whole.kv_heads)
     if tensor_parallel > 1:
@@ -108,10 +108,10 @@ def verdicts(
 
 
 def server_named(name: str) -> Server | None:
-    """The server or library that ``--for`` calls ``name``; None for marlinq itself.
+    """The server or library named ``name`` (a value of ``--for``, lower case); None for marlinq itself.
 
     Raises:
-        ValueError: ``servers.toml`` has none.
+        ValueError: ``servers.toml`` has no such server.
     """
     if name == OWN:
         return None
@@ -125,9 +125,9 @@ def loading_refusal(server: Server, layers: Mapping[str, Layer], whole: Whole) -
     """Why ``server`` does not load or multiply ``layers``, or None.
 
     Args:
-        server: one of ``servers.toml``.
-        layers: linears, complete as far as the server fuses them.
-        whole: facts about the whole checkpoint that the server's rules ask for, such as its heads.
+        server: a server of ``servers.toml``.
+        layers: linears, with every member of a layer that the server fuses.
+        whole: facts about the whole checkpoint.
     """
     verdict = _judge(server, layers, whole, Split(1, whole.heads, whole.kv_heads))
     return None if verdict.loads else verdict.reason
@@ -180,7 +180,7 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
 
 
 def _rule_refusal(name: str, unit: Layer, whole: Whole) -> str | None:
-    """Why a rule for single modules means other settings for a fused layer than for its members, or None."""
+    """Why the rules for single modules give a fused layer other settings than its members, or None."""
     if name not in whole.fused_rules:
         return None
     said = whole.fused_rules[name]
@@ -191,7 +191,7 @@ def _rule_refusal(name: str, unit: Layer, whole: Whole) -> str | None:
 
 
 def _floats_verdict(server: Server, layers: Mapping[str, Layer], whole: Whole) -> tuple[str, str]:
-    """What multiplies weights in floating point, and why the server does not load them; one is empty."""
+    """(kernels that multiply floating-point weights, why the server does not load them); one is empty."""
     found: dict[str, Floats] = {}
     for name, layer in layers.items():
         rule = next(
@@ -213,7 +213,7 @@ def _floats_verdict(server: Server, layers: Mapping[str, Layer], whole: Whole) -
 
 
 def _plain_refusal(server: Server, layers: Iterable[str], whole: Whole) -> str | None:
-    """Which quantised linear the server builds in 16 bits."""
+    """Why the server can't load a quantised linear that it always builds in 16 bits, or None."""
     plain = [name for name in layers if any(each.holds(whole.architecture, name) for each in server.plain)]
     if not plain:
         return None
@@ -222,7 +222,7 @@ def _plain_refusal(server: Server, layers: Iterable[str], whole: Whole) -> str |
 
 
 def _head_refusal(server: Server, loading: Loading, whole: Whole) -> str | None:
-    """Why the server does not multiply with a quantised output head."""
+    """Why the server does not multiply by a quantised output head, or None."""
     if not loading.lm_head:
         return f"{server.name} does not load a quantised output head in this layout"
     if whole.architecture in server.plain_heads:
@@ -238,11 +238,14 @@ def _head_refusal(server: Server, loading: Loading, whole: Whole) -> str | None:
 
 
 def _experts_refusal(server: Server, loading: Loading, layers: Mapping[str, Layer]) -> str | None:
-    """Why the server does not load the experts of a mixture; servers that fuse layers fuse all of one."""
+    """Why the server does not load the experts of a mixture, or None.
+
+    Servers that fuse layers also fuse all experts of a layer, which must then be quantised alike.
+    """
     for parent, members in experts(layers).items():
         if not loading.experts:
             return f"{parent}: {server.name} does not load quantised experts in this layout"
-        # One that is a single group does not tell how many channels others have in theirs.
+        # The group size of the layer is read from an expert with several groups, where there is one.
         several = {name: each for name, each in members.items() if each.granularity != Granularity.channel()}
         first_name, first = next(iter((several or members).items()))
         sizes = loading.expert_group_sizes
@@ -259,14 +262,21 @@ def _listed(values: Iterable[int]) -> str:
 
 
 def _part(server: Server, loading: Loading, name: str, layer: Layer, asked: Split) -> Layer | str:
-    """What one GPU multiplies of ``layer``, or why it can't be split."""
+    """The part of ``layer`` that one GPU multiplies, or why it can't be split."""
     if is_head(name) and server.vocabulary is not None:
         return split_head(layer, server.vocabulary, asked.parts, full=loading.full_vocabulary)
     return layer if asked.parts == 1 else split(name, layer, asked)
 
 
 def _choose(server: Server, units: Mapping[str, tuple[Layer, int]], layout: str, needs: str) -> ServerVerdict:
-    """The first kernel for each unit, a layer as the server multiplies it and the linears it is made of."""
+    """The verdict from the first kernel that takes each unit.
+
+    Args:
+        server: a server of ``servers.toml``.
+        units: name -> (layer as the server multiplies it, number of linears fused in it).
+        layout: name in :data:`marlinq.formats.FORMATS`.
+        needs: other requirements, for the reason.
+    """
     total = sum(count for _, count in units.values())
     against = {
         kernel.name: {
@@ -311,7 +321,7 @@ def _choose(server: Server, units: Mapping[str, tuple[Layer, int]], layout: str,
 def _why(
     table: Iterable[KernelVerdict], chosen: tuple[tuple[str, int], ...], server: Server, needs: str
 ) -> str:
-    """Why the kernels that come before the last chosen one were passed over, and what the choice asks for."""
+    """Why kernels tried before the last chosen one were not taken, and what the choice requires."""
     optional = {kernel.name for kernel in server.kernels if kernel.optional}
     taken = {name for name, _ in chosen}
     parts = [needs] if needs else []
@@ -330,7 +340,7 @@ def _why(
 
 
 def _gate(server: Server, loading: Loading, layer: Layer) -> str | None:
-    """Why the server does not load ``layer``, or would compute something else with it."""
+    """Why the server does not load ``layer`` or computes wrong results with it, or None."""
     if layer.problem is not None:
         return "its zeros are ambiguous"
     if layer.weights not in loading.weights:
@@ -401,7 +411,7 @@ def _limits_refusal(limits: Limits, layer: Layer) -> str | None:
 
 
 def _own(layers: Mapping[str, Layer], whole: Whole) -> ServerVerdict:
-    """marlinq itself: what its kernel can't hold it multiplies as a dense matrix."""
+    """marlinq's own verdict: layers that its kernels can't multiply become dense matrices."""
     if whole.no_linear is not None:
         return ServerVerdict(OWN, __version__, False, (), whole.no_linear)
     against = {name: reason for name, layer in layers.items() if (reason := _own_refusal(layer)) is not None}
@@ -427,12 +437,12 @@ def _own(layers: Mapping[str, Layer], whole: Whole) -> ServerVerdict:
 
 
 OWN_ELEMENTS = ("int4", "int8", "fp8_e4m3", "fp4_e2m1")
-"""Elements that have kernels here: weight formats by name. Their own table needs torch,
-which ``inspect`` does without."""
+"""Names of the elements that marlinq's kernels multiply; written out here because the kernels' own table
+imports torch, which ``inspect`` does without."""
 
 
 def _own_refusal(layer: Layer) -> str | None:
-    """As :func:`marlinq.runtime.operand.operand_refusal`, from what ``inspect`` has read."""
+    """The answer of :func:`marlinq.runtime.operand.operand_refusal`, from ``inspect``'s facts alone."""
     if layer.element.name not in OWN_ELEMENTS:
         return f"{layer.element.name} weights; kernels multiply {', '.join(OWN_ELEMENTS)}"
     size = layer.granularity.channels_per_group(layer.in_features)
@@ -445,7 +455,7 @@ def _own_refusal(layer: Layer) -> str | None:
 
 
 def _after_conversion(server: Server, layers: Mapping[str, Layer]) -> str:
-    """What conversion to a layout of the server would bring."""
+    """``; convert --to ...``, or why a converted checkpoint would not load either."""
     hint = _convert_hint(server, list(layers.values()))
     if not hint or not server.kernels:
         return hint
@@ -458,7 +468,7 @@ def _after_conversion(server: Server, layers: Mapping[str, Layer]) -> str:
 
 
 def _convert_hint(server: Server, layers: Collection[Layer]) -> str:
-    """``; convert --to ...`` with the layouts of the server that take such weights."""
+    """``; convert --to ...`` with the server's layouts that take these weights; empty where none does."""
     fitting = [
         name
         for loading in server.formats
@@ -469,7 +479,7 @@ def _convert_hint(server: Server, layers: Collection[Layer]) -> str:
 
 
 def _stored_as(layout: str, layer: Layer) -> str:
-    """What the weights of ``layer`` are in another layout, as ``servers.toml`` names them."""
+    """Name in ``servers.toml`` of the weights of ``layer`` once stored in another layout."""
     zero_point = "stored" if layer.symmetric is False else layer.element.zero_point
     scheme = Scheme(layer.element, layer.granularity, zero_point)
     if FORMATS[layout].scheme_refusal(scheme) is not None:
@@ -479,9 +489,11 @@ def _stored_as(layout: str, layer: Layer) -> str:
 
 
 def _first_of(reasons: Mapping[str, str | None], everything: int | None = None) -> str | None:
-    """The first reason with the name it holds for, and how many more there are.
+    """``name: reason`` of the first refusal and the number of further ones; None without refusals.
 
-    A reason that holds for ``everything``, which is how many there are to judge, stands without a name.
+    Args:
+        reasons: name -> reason, or None.
+        everything: number of judged layers; where one reason holds for all of them, it stands without a name.
     """
     found = [(name, reason) for name, reason in reasons.items() if reason is not None]
     if not found:

@@ -40,19 +40,19 @@ def inspect(
     revision: str | None = None,
     progress: Progress = True,
 ) -> Inspection:
-    """Say what a checkpoint holds. Reads headers, configs and the small tensors of each quantised linear.
+    """Describe a checkpoint from its headers, configs and the small tensors of each quantised linear.
 
     Args:
-        checkpoint: a folder or Hub id, quantised or not.
-        modules: list every quantised linear.
-        tensor_parallel: GPUs over which servers split each layer, for their shape rules.
+        checkpoint: folder or Hub id, quantised or not.
+        modules: whether the result lists every quantised linear.
+        tensor_parallel: number of GPUs over which servers split each layer; it decides their shape rules.
         revision: branch, tag or commit of a Hub id; the main branch when None.
-        progress: True shows progress on stderr, False does not; or a function that is called with (what is
-            being done, steps done, steps in all).
+        progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
+            done, steps in all).
 
     Raises:
         CheckpointError: the folder is damaged or contradicts itself.
-        UnsupportedError: its quantisation is of a kind that marlinq does not read.
+        UnsupportedError: marlinq does not read this kind of quantisation.
         UsageError: ``tensor_parallel`` is below 1.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
@@ -109,10 +109,11 @@ def inspect(
 
 
 def _strangers(quantized: QuantizedCheckpoint) -> tuple[str | None, str | None]:
-    """Which quantised module is no linear of the model, in words, and why that can't be told; or None."""
+    """(a sentence about a quantised module that is no linear of the model, why that can't be decided); each
+    is None where it does not apply."""
     if not quantized.doubtful_linears():
         return None, None
-    # Needs torch and transformers, which other checkpoints are described without.
+    # Imports torch and transformers, which takes seconds and is avoided for other checkpoints.
     from marlinq.models import check_linears
 
     try:
@@ -122,13 +123,13 @@ def _strangers(quantized: QuantizedCheckpoint) -> tuple[str | None, str | None]:
 
 
 def planned_verdicts(planned: QuantizedCheckpoint, *, tensor_parallel: int = 1) -> tuple[ServerVerdict, ...]:
-    """Which servers would load a checkpoint of which config and headers are known, but no tensor yet.
+    """The verdicts on a checkpoint that is planned: config and headers are known, tensors don't exist yet.
 
-    Zero points are taken for what the schemes say, and every g_idx for one in order.
+    Zero points are assumed to be what the schemes say, and every g_idx to be in order.
 
     Args:
-        planned: its config and headers.
-        tensor_parallel: GPUs over which servers split each layer.
+        planned: config and headers of the checkpoint.
+        tensor_parallel: number of GPUs over which servers split each layer.
     """
     layers = {
         name: _layer(planned, name, spec, StoredFacts(not spec.scheme.stores_zeros, True, True))
@@ -213,7 +214,7 @@ def _whole(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -> Whol
 
 
 def _fused_rules(quantized: QuantizedCheckpoint) -> dict[str, tuple[object, ...] | None]:
-    """What GPTQ's ``dynamic`` says of the names that servers give fused layers."""
+    """Settings that GPTQ's ``dynamic`` rules give the names that servers use for fused layers."""
     if not quantized.config.raw.get("dynamic"):
         return {}
     found: dict[str, tuple[object, ...] | None] = {}
@@ -228,7 +229,7 @@ def _fused_rules(quantized: QuantizedCheckpoint) -> dict[str, tuple[object, ...]
 
 
 def _said(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec) -> tuple[object, ...] | None:
-    """What the config says of the module ``name``, as :attr:`Layer.scheme`."""
+    """:attr:`Layer.scheme` that the config gives the module ``name``; None where it keeps it unquantised."""
     scheme = quantized.config.rules.scheme(name)
     if scheme is None:
         return None
@@ -320,7 +321,7 @@ def _notes(
 
 
 def _draft_notes(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -> Iterable[str]:
-    """What servers will do with a draft head (multi-token prediction) that is carried in 16 bits."""
+    """What servers will do with a draft head (multi-token prediction) that is stored in 16 bits."""
     rules = quantized.config.rules
     carried = [name for name in unquantized if name.startswith("mtp.")]
     if not carried:

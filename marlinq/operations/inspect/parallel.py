@@ -12,28 +12,28 @@ from marlinq.formats.dialects import is_head
 from marlinq.operations.inspect.servers import Vocabulary, axes
 
 SMALLER_GROUPS = (64, 32)
-"""What every server takes besides groups of 128."""
+"""Group sizes below 128 that every server takes."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What the rules look at for one layer.
+    """Facts about one quantised linear that decide which servers load it.
 
     Attributes:
-        layout: a name in :data:`marlinq.formats.FORMATS`.
+        layout: name in :data:`marlinq.formats.FORMATS`.
         in_features, out_features: K and N.
-        element: the type of a code.
+        element: type of a code.
         granularity: weights that share a scale; a group of K or more is a channel.
-        declared_symmetric: symmetry that a loader assumes: by the config, not by what the zeros happen to be.
-        symmetric: every stored zero point is the middle code; None where they can't be decoded.
-        declared_act_order: the config says ``desc_act: true``.
-        in_order: no g_idx, or one that is ``k // group_size``.
-        sortable: sorting the g_idx gives that.
-        zero_writer: who packed GPTQ v1 zeros, where the config tells.
-        problem: reason why its zeros can't be decoded, or None.
-        named: scheme of weights and inputs as ``--scheme`` names it; empty where it has no name.
+        declared_symmetric: whether the config says symmetric, which loaders trust.
+        symmetric: whether every stored zero point is the middle code; None where they can't be decoded.
+        declared_act_order: whether the config says ``desc_act: true``.
+        in_order: whether there is no g_idx, or it is ``k // group_size``.
+        sortable: whether the sorted g_idx is ``k // group_size``.
+        zero_writer: program that packed GPTQ v1 zeros; None where the config does not tell.
+        problem: reason why the zeros can't be decoded, or None.
+        named: scheme of weights and activations, as ``--scheme`` names it; empty where it has no name.
     """
 
     layout: str
@@ -52,22 +52,22 @@ class Layer:
 
     @property
     def groups(self) -> int:
-        """G."""
+        """G, the number of groups along K."""
         return self.granularity.groups(self.in_features)
 
     @property
     def weights(self) -> str:
-        """As ``servers.toml`` names them."""
+        """Name of the weights in ``servers.toml``, such as ``int4 symmetric``."""
         return f"{self.element.name} {'symmetric' if self.declared_symmetric else 'asymmetric'}"
 
     @property
     def scheme(self) -> tuple[object, ...]:
-        """What members of a fused layer must have in common."""
+        """Settings that all members of a fused layer must share."""
         return self.element, self.granularity, self.declared_symmetric, self.declared_act_order
 
     def agrees_with(self, other: Layer) -> bool:
-        """Whether one scheme describes both. A layer whose channels are one group has the scheme of layers
-        in groups of as many channels."""
+        """Whether one scheme describes both layers. Groups as long as a layer's K are the same as one group
+        per output channel."""
         one, another = (
             replace(layer, granularity=layer.granularity.for_channels(channels)).scheme
             for layer, channels in ((self, other.in_features), (other, self.in_features))
@@ -77,7 +77,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Split:
-    """Tensor parallelism: over how many GPUs, and the model's attention heads where its config says."""
+    """Tensor parallelism.
+
+    Attributes:
+        parts: number of GPUs.
+        heads, kv_heads: number of attention and key-value heads; None where the config does not say.
+    """
 
     parts: int
     heads: int | None = None
@@ -85,11 +90,11 @@ class Split:
 
 
 def split(name: str, layer: Layer, by: Split) -> Layer | str:
-    """The part of ``layer`` that one GPU holds, or why it can't be split. For output heads see
-    :func:`split_head`.
+    """The part of ``layer`` that one GPU holds, or why it can't be split; for all but the output head
+    (:func:`split_head`).
 
-    Row-parallel layers split K and column-parallel ones N, by their names; key and value projections are
-    repeated where there are more GPUs than heads. A layer of unknown name stays whole on every GPU.
+    The last part of ``name`` decides: row-parallel layers split K, column-parallel layers split N, others
+    stay whole on every GPU. Key and value projections are repeated where there are more GPUs than heads.
     """
     known, last, parts = axes(), name.rpartition(".")[2], by.parts
     if last in known.row:
@@ -128,9 +133,10 @@ def split_head(layer: Layer, by: Vocabulary, parts: int, *, full: bool) -> Layer
 
     Args:
         layer: the head; its N is the vocabulary.
-        by: how the server pads and splits it.
-        parts: GPUs, also one: the padding is multiplied too.
-        full: it can't be padded, because its loader pads along the first axis of a tensor only.
+        by: how the server pads and splits the vocabulary.
+        parts: number of GPUs; padding is added for one GPU too.
+        full: whether the head can't be padded, because the server's loader pads only the first axis of a
+            tensor.
     """
     n = layer.out_features
     padded = by.padded(n, parts)
@@ -142,7 +148,7 @@ def split_head(layer: Layer, by: Vocabulary, parts: int, *, full: bool) -> Layer
 
 
 def unknown_axes(names: Collection[str]) -> list[str]:
-    """Layers that tensor parallelism is taken to leave whole, because their names tell no axis."""
+    """Layers that are assumed to stay whole on every GPU, because no axis is known for their names."""
     known = axes()
     return [
         name
@@ -152,7 +158,7 @@ def unknown_axes(names: Collection[str]) -> list[str]:
 
 
 def experts(layers: Mapping[str, Layer]) -> dict[str, dict[str, Layer]]:
-    """The linears of experts by the layer that they are in: ``...mlp.experts`` -> name -> linear."""
+    """The linears of experts, by layer: ``...mlp.experts`` -> name -> linear."""
     found: dict[str, dict[str, Layer]] = {}
     for name, layer in layers.items():
         if (match := _EXPERT.search(name)) is not None:
@@ -163,11 +169,12 @@ def experts(layers: Mapping[str, Layer]) -> dict[str, dict[str, Layer]]:
 def fused(
     layers: Mapping[str, Layer], fusions: Mapping[str, tuple[str, ...]], unquantized: Collection[str]
 ) -> tuple[dict[str, tuple[Layer, int]], str | None]:
-    """The layers that are multiplied, each with the number of linears in it; and why they can't be fused.
+    """Layers after fusion, by name, each with the number of linears in it; and why they can't be fused, or
+    None.
 
     Args:
-        layers: by name.
-        fusions: the name of a fused layer -> the last names of its members, in order.
+        layers: linears by name.
+        fusions: last name of a fused layer -> last names of its members, in order.
         unquantized: linears that are stored in floating point.
     """
     owner = {member: (whole, members) for whole, members in fusions.items() for member in members}

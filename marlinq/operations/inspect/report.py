@@ -1,4 +1,4 @@
-"""What an inspection found."""
+"""The report of an inspection."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class ModuleFacts:
         name: name of the module.
         in_features, out_features: K and N.
         bits: bits of a code.
-        group_size: -1 for one scale per channel, ``128x128`` for blocks, ``tensor`` for one scale.
-        symmetric: every stored zero point is the middle code; None where they can't be decoded.
+        group_size: input channels that share a scale; -1 for one scale per output channel, ``128x128`` for
+            blocks, ``tensor`` for one scale.
+        symmetric: whether every stored zero point is the middle code; None where they can't be decoded.
         g_idx: ``in order``, ``activation order``, or ``unknown``.
-        bias: it has one.
-        scale_dtype: as stored.
+        bias: whether it has a bias.
+        scale_dtype: dtype of the stored scales.
         nbytes: bytes of its codes, scales, zeros and g_idx.
-        effective_bits: bits of these bytes, per weight.
-        problem: reason why its zeros can't be decoded, or None.
+        effective_bits: 8 * ``nbytes`` per weight.
+        problem: reason why the zeros can't be decoded, or None.
     """
 
     name: str
@@ -46,25 +47,25 @@ class Inspection(Shown):
     """The outcome of :func:`marlinq.operations.inspect.inspect`.
 
     Attributes:
-        checkpoint: the folder.
-        format: a name in :data:`marlinq.formats.FORMATS`; None for an unquantised checkpoint.
-        architecture: architecture in ``config.json``.
-        dtype: dtype of the unquantised tensors, the one that most bytes have.
-        bits, group_sizes: of the quantised linears, each value once, the most frequent first.
+        checkpoint: path of the folder.
+        format: name in :data:`marlinq.formats.FORMATS`; None for an unquantised checkpoint.
+        architecture: class name in ``config.json``.
+        dtype: dtype of most bytes of the unquantised tensors.
+        bits, group_sizes: distinct values over the quantised linears, the most frequent first.
         symmetry: ``symmetric``, ``asymmetric``, ``mixed`` or ``unknown``, from the stored zeros.
         g_idx: ``none`` (the layout has none), ``in order``, ``activation order`` or ``mixed``.
-        quantized_modules: their number.
-        head: how the output head is quantised, in words; None where it is not.
+        quantized_modules: number of quantised linears.
+        head: scheme of the output head in words; None where it is not quantised.
         unquantized_modules: linears that are stored in floating point.
         shards: number of weight files.
         bytes_on_disk: bytes of the weight files.
         parameters: number of parameters of the model; a quantised weight counts as K * N.
-        quantized_parameters: those in quantised linears.
-        linear_bits, model_bits: bits per weight of the quantised linears and of everything.
-        tensor_parallel: GPUs that share each layer, in the servers' rules.
-        servers: servers that load it, and their kernels; ours first.
-        notes: contradictions and oddities.
-        modules: one entry a quantised linear, where asked for.
+        quantized_parameters: number of parameters in quantised linears.
+        linear_bits, model_bits: stored bits per weight, of the quantised linears and of the whole model.
+        tensor_parallel: GPUs that share each layer in the verdicts.
+        servers: verdict of every server, marlinq's own first.
+        notes: sentences about contradictions in the checkpoint.
+        modules: one entry per quantised linear; None where it was not asked for.
     """
 
     checkpoint: str
@@ -94,7 +95,7 @@ class Inspection(Shown):
         return asdict(self)
 
     def display(self) -> list[Block]:
-        """What it is, which servers load it, and its modules where asked for."""
+        """The facts, the servers' verdicts, and the modules where asked for."""
         rows = [
             ("checkpoint", self.checkpoint),
             ("architecture", self.architecture),

@@ -1,4 +1,4 @@
-"""What servers ask of a checkpoint, read from ``servers.toml``, which explains the fields."""
+"""What servers require of a checkpoint, read from ``servers.toml``, whose header explains every field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILE = Path(__file__).with_name("servers.toml")
 
 @dataclass(frozen=True)
 class Limits:
-    """What layouts and kernels ask of a layer alike."""
+    """Requirements on a layer that both layouts and kernels state."""
 
     weights: tuple[str, ...]
     group_sizes: tuple[int, ...] | None = None
@@ -25,7 +25,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Loading(Limits):
-    """Which checkpoints of some layouts a server loads."""
+    """Requirements that a server's loader makes of checkpoints in some layouts."""
 
     names: tuple[str, ...] = ()
     act_order: str = "refused"
@@ -39,7 +39,7 @@ class Loading(Limits):
 
 @dataclass(frozen=True)
 class Kernel(Limits):
-    """Which layers a kernel takes."""
+    """Requirements that a kernel makes of a layer."""
 
     name: str = ""
     formats: tuple[str, ...] | None = None
@@ -53,14 +53,14 @@ class Kernel(Limits):
 
 @dataclass(frozen=True)
 class Floats:
-    """Which weights in floating point a server loads from some layouts.
+    """Floating-point weights that a server loads from some layouts.
 
     Attributes:
-        names: layouts.
-        schemes: schemes of weights and inputs, by the names of ``--scheme``.
+        names: names of the layouts.
+        schemes: schemes of weights and activations, as ``--scheme`` names them.
         runs: name of the server's kernel that multiplies them.
-        experts: it loads experts of such weights, too.
-        whole_blocks: K and N must be multiples of the block's sides.
+        experts: whether it also loads experts with such weights.
+        whole_blocks: whether K and N must be multiples of the block's sides.
     """
 
     names: tuple[str, ...]
@@ -72,11 +72,11 @@ class Floats:
 
 @dataclass(frozen=True)
 class Plain:
-    """Linears that a server builds without looking at the quantisation.
+    """Linears that a server builds in 16 bits, whatever the checkpoint's quantisation.
 
     Attributes:
-        modules: a pattern that ends a module's name.
-        architectures: classes that it is true of; empty for all.
+        modules: regular expression for the end of a module's name.
+        architectures: model classes it applies to; empty for all.
     """
 
     modules: str
@@ -90,13 +90,19 @@ class Plain:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How a server splits the output head's N over GPUs."""
+    """How a server pads the output head's N, the vocabulary, and splits it over GPUs.
+
+    Attributes:
+        padding: N is padded to a multiple of this.
+        grows: whether N is padded to a multiple of ``padding`` times the number of GPUs where it would
+            otherwise not divide.
+    """
 
     padding: int
     grows: bool
 
     def padded(self, size: int, parts: int) -> int:
-        """``size`` output channels and the padding, for ``parts`` GPUs; it may not divide."""
+        """``size`` plus padding, for ``parts`` GPUs; a multiple of ``parts`` only with ``grows``."""
         whole = -(-size // self.padding) * self.padding
         if whole % parts == 0 or not self.grows:
             return whole
@@ -106,7 +112,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Server:
-    """One server or library, of the version that was read."""
+    """One server or library, in the version whose source was read."""
 
     name: str
     version: str
@@ -127,18 +133,24 @@ class Server:
     note: str = ""
 
     def loading(self, layout: str) -> Loading | None:
-        """What it asks of a checkpoint in ``layout``, or None when it does not load the layout."""
+        """Requirements on a checkpoint in ``layout``; None when the server does not load the layout."""
         return next((each for each in self.formats if layout in each.names), None)
 
     def order(self) -> tuple[Kernel, ...]:
-        """The kernels as they are tried on Hopper."""
+        """The kernels in the order in which the server tries them on Hopper."""
         by_name = {kernel.name: kernel for kernel in self.kernels}
         return tuple(by_name[name] for name in self.hopper)
 
 
 @dataclass(frozen=True)
 class Axes:
-    """By the last part of a layer's name, which axis tensor parallelism splits."""
+    """Last parts of layer names, by the axis that tensor parallelism splits.
+
+    Attributes:
+        row: layers whose K is split.
+        column: layers whose N is split.
+        kv_heads: key and value projections, which are repeated where there are more GPUs than heads.
+    """
 
     row: frozenset[str]
     column: frozenset[str]
@@ -152,7 +164,7 @@ def servers() -> tuple[Server, ...]:
 
 
 def built_plain(architecture: str, module: str) -> str | None:
-    """Which server builds a linear in 16 bits whatever a checkpoint says, with its version; None for none."""
+    """Name and version of a server that always builds ``module`` in 16 bits; None where none does."""
     return next(
         (
             f"{server.name} {server.version}"
@@ -165,7 +177,7 @@ def built_plain(architecture: str, module: str) -> str | None:
 
 @cache
 def axes() -> Axes:
-    """The file's ``tensor_parallel``."""
+    """The table ``tensor_parallel`` of ``servers.toml``."""
     return Axes(**{name: frozenset(values) for name, values in _read()["tensor_parallel"].items()})
 
 
@@ -192,7 +204,7 @@ def _server(entry: Mapping[str, Any]) -> Server:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, all the way down."""
+    """``value`` with every list in it as a tuple."""
     if isinstance(value, Mapping):
         return {key: _frozen(item) for key, item in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,8 +1,8 @@
-"""What the small stored tensors of a quantised linear say, read without torch, which takes seconds to import.
+"""Reads the zero points and the g_idx of a quantised linear without importing torch, which takes seconds.
 
-Only the questions that ``inspect`` asks are answered: are all zero points the midpoint, and is the g_idx in
-order. Where a layout does not say how to tell (:attr:`marlinq.formats.Layout.plain`), its own code decodes
-the tensors, with torch.
+Two questions of ``inspect`` are answered: are all zero points the middle code, and is the g_idx in order?
+Where a layout does not describe its tensors for this (:attr:`marlinq.formats.Layout.plain` is None), the
+layout's own code decodes them, with torch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from marlinq.formats import ModuleSpec
 
 @dataclass(frozen=True)
 class StoredFacts:
-    """What the zeros and the g_idx of one linear say.
+    """Facts from the zeros and the g_idx of one linear.
 
     Attributes:
-        symmetric: every zero point is the midpoint; None where they can't be decoded.
-        in_order: channel k belongs to group ``k // group_size``; None where that could not be read.
-        sortable: sorting the g_idx gives that.
+        symmetric: whether every zero point is the middle code; None where they can't be decoded.
+        in_order: whether channel k belongs to group ``k // group_size``; None where it can't be read.
+        sortable: whether the sorted g_idx is ``k // group_size``.
         problem: reason why the zeros can't be decoded, or None.
     """
 
@@ -35,10 +35,10 @@ class StoredFacts:
 
 
 def stored_facts(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
-    """The facts of ``module``, whose stored names, shapes and dtypes have been checked.
+    """The facts of ``module``. The caller has checked the names, shapes and dtypes of its tensors.
 
     Raises:
-        CheckpointError: a g_idx or a stored shape contradicts the others.
+        CheckpointError: the values of its g_idx or of its stored shape contradict the other tensors.
     """
     plain, spec = quantized.layouts[module].plain, quantized.modules[module]
     if plain is None:
@@ -54,12 +54,12 @@ def stored_facts(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
         element = spec.scheme.element
         words = _read(quantized, found[plain.zeros]) & 0xFFFFFFFF
         if plain.less and _any_slot(words, element.bits, element.codes - plain.less):
-            # A zero point below the least that can be stored: who wrote it decides what it means.
+            # A slot holds the code of "zero point 0 minus 1", which wraps: its meaning depends on the writer.
             return _decoded(quantized, module)
         symmetric = bool((words == _word(element.midpoint - plain.less, element.bits)).all())
         beside = [_word(element.midpoint - plain.less + step, element.bits) for step in (-1, 1)]
         if words.size and words[0] in beside and bool((words == words[0]).all()):
-            # The codes decide whether these are zero points of another format.
+            # One off the middle everywhere: only the codes tell whether another format's zeros are meant.
             return _decoded(quantized, module)
     if plain.order in found:
         where = f"{_place(quantized, module)}.{plain.order}"
@@ -71,7 +71,7 @@ def _decoded(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
     try:
         grid = quantized.load_grid(module)
     except (CheckpointError, ConversionRefused) as refusal:
-        # Undecodable zeros don't keep the rest of the checkpoint from being described.
+        # inspect still describes the rest of the checkpoint.
         return StoredFacts(None, None, False, str(refusal).removeprefix(f"{_place(quantized, module)}: "))
     symmetric = not grid.scheme.stores_zeros
     in_order, sortable = _order(grid.g_idx.numpy(), quantized.modules[module], _place(quantized, module))
@@ -87,7 +87,7 @@ def _order(g_idx: NDArray[np.int64], spec: ModuleSpec, where: str) -> tuple[bool
 
 
 def _word(code: int, bits: int) -> int:
-    """The word whose every slot holds ``code``."""
+    """The 32-bit word with ``code`` in every slot of ``bits`` bits."""
     return sum(code << shift for shift in range(0, 32, bits))
 
 
@@ -96,7 +96,7 @@ def _any_slot(words: NDArray[np.int64], bits: int, code: int) -> bool:
 
 
 def _read(quantized: QuantizedCheckpoint, name: str) -> NDArray[np.int64]:
-    """A stored integer tensor, flat."""
+    """A stored integer tensor as int64 [elements]."""
     info = quantized.checkpoint.tensors[name]
     file = quantized.checkpoint.files[info.shard]
     data = bytearray(info.nbytes)

@@ -69,8 +69,8 @@ def quantize(
         revision: branch, tag or commit of a Hub id; the main branch when None.
         max_shard_size: bytes of tensor data a file of weights holds at most.
         trust_remote_code: run model code that the checkpoint brings.
-        progress: True shows progress on stderr, False does not; or a function that is called with (what is
-            being done, steps done, steps in all).
+        progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
+            done, steps in all).
         message: called with a line before the model writes text, and now and then with a line on how the
             blocks come out and how tuning stands; None prints them on stderr where progress is shown.
 

@@ -51,8 +51,8 @@ def recommend(
         measured: load the model, round its weights in each kind, and measure the divergence.
         revision: of a Hub id.
         device: for the measurement, as in :func:`marlinq.runtime.load`.
-        progress: True shows progress on stderr, False does not; or a function that is called with (what is
-            being done, steps done, steps in all).
+        progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
+            done, steps in all).
 
     Raises:
         UsageError: an unknown GPU, server or shape, or a number below 1.

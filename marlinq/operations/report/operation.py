@@ -101,8 +101,8 @@ def report(
         other: a second one, to be set beside the first.
         out: the folder to write into; it is made where it is not there. A report there is replaced.
         revision: revision of Hub ids.
-        progress: True shows progress on stderr, False does not; or a function that is called with (what is
-            being done, steps done, steps in all).
+        progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
+            done, steps in all).
 
     Raises:
         CheckpointError: a folder is damaged or contradicts itself.

@@ -84,8 +84,8 @@ def rotate(
         revision: branch, tag or commit of a Hub id; the main branch when None.
         trust_remote_code: run model code that the checkpoint brings.
         max_shard_size: largest shard in bytes.
-        progress: True shows progress on stderr, False does not; or a function that is called with (what is
-            being done, steps done, steps in all).
+        progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
+            done, steps in all).
 
     Raises:
         UnsupportedError: the model is quantised, or not made like Llama.

@@ -61,8 +61,8 @@ def verify(
         device: ``auto`` or None (the first GPU, if any), ``cpu``, ``cuda`` or ``cuda:N``: where weights are
             compared and, on a GPU, kernels are run.
         trust_remote_code: run model code that the checkpoint brings.
-        progress: True shows progress on stderr, False does not; or a function that is called with (what is
-            being done, steps done, steps in all).
+        progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
+            done, steps in all).
 
     Raises:
         CheckpointError: there is no such folder, or ``against`` is itself damaged.

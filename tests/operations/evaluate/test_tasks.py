@@ -66,7 +66,7 @@ def test_a_plain_task_names_its_documents_from_its_own_folder(tmp_path: Path) ->
         ("task: tiny", "task: tiny\nunsafe_code: true", "'unsafe_code'"),
         ("task: tiny", "task: tiny\nuse_prompt: other.yaml:one", "'use_prompt'"),
         ("task: tiny", "task: tiny\ninclude: inner.yaml", "inner.yaml: .*!function"),
-        ("task: tiny", "task: tiny\ninclude: tiny.yaml", "include: goes round"),
+        ("task: tiny", "task: tiny\ninclude: tiny.yaml", "include: files include each other"),
         ("task: tiny", "task: [one, two]", "expected a name under task"),
         ("metric: acc", "metric: ./metric.py", "may be code; pass --trust-task-code"),
         ("metric: acc", "metric: acc, hf_evaluate: true", "'hf_evaluate'"),

@@ -1,4 +1,4 @@
-"""Scores on tasks of lm-evaluation-harness, and how much of the original's score is left."""
+"""Scores on tasks of lm-evaluation-harness, and their recovery: the score in per cent of the original's."""
 
 from __future__ import annotations
 

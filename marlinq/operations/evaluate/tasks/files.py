@@ -1,9 +1,9 @@
-"""Local task files: a YAML of lm-evaluation-harness beside its documents.
+"""Local task files: a YAML in the format of lm-evaluation-harness, and data files beside it.
 
-The harness runs code that such a file names: functions behind ``!function``, classes, metrics that the
-``evaluate`` package fetches, data sets of pickles, and whatever its Jinja templates reach. So of a file that
-is not trusted only plain data is taken: known keys, metrics of the harness itself, documents in local JSON,
-CSV, Parquet, Arrow or text files; and its templates are rendered in Jinja's sandbox
+The harness runs code that a task file names: functions after ``!function``, classes, metrics that the
+``evaluate`` package downloads, pickled data sets, and any Python that its Jinja templates reach. An untrusted
+file may therefore hold plain data only: known keys, metrics built into the harness, documents in local JSON,
+CSV, Parquet, Arrow or text files. Its templates are rendered in Jinja's sandbox
 (:func:`marlinq.operations.evaluate.tasks.harness.sandboxed_templates`).
 """
 
@@ -41,19 +41,19 @@ _METRIC_KEYS = frozenset(
 
 
 def is_task_file(task: str) -> bool:
-    """Whether ``task`` names a file rather than a task of the harness."""
+    """Whether ``task`` is a file name and not a task of the harness."""
     return task.endswith(SUFFIXES)
 
 
 def read_task(path: str, metrics: Collection[str]) -> dict[str, Any]:
-    """The task that a file describes, as plain values; its data files as paths from the file's folder.
+    """An untrusted task file as a mapping of plain values, with absolute paths of its data files.
 
     Args:
         path: path of the YAML.
-        metrics: names of metrics that the harness brings.
+        metrics: names of the metrics built into the harness.
 
     Raises:
-        UsageError: it can't be read, or names something that is code or may fetch code.
+        UsageError: the file can't be read, or names something that is code or may download code.
     """
     task = _merged(Path(path), ())
     if not isinstance(task.get("task"), str):
@@ -72,7 +72,7 @@ def read_task(path: str, metrics: Collection[str]) -> dict[str, Any]:
 
 
 def with_local_data(path: str, task: dict[str, Any]) -> dict[str, Any]:
-    """A trusted task whose data files, where they lie beside its YAML, are named from there."""
+    """A trusted ``task`` with absolute paths for the data files that are beside its YAML ``path``."""
     options = task.get("dataset_kwargs")
     if not isinstance(options, Mapping) or "data_files" not in options:
         return task
@@ -81,9 +81,14 @@ def with_local_data(path: str, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(path: Path, outer: tuple[Path, ...]) -> dict[str, Any]:
-    """The mapping of a file over those that it includes."""
+    """The file's keys merged over those of the files that it includes.
+
+    ``outer`` are the files that include this one.
+    """
     if path in outer or len(outer) >= _DEEPEST_INCLUDE:
-        raise _refused(path, "include: goes round, or deeper than any task's; mend it")
+        raise _refused(
+            path, f"include: files include each other, or more than {_DEEPEST_INCLUDE} deep; mend it"
+        )
     try:
         value = load_yaml(read_regular(path, MAX_YAML_BYTES))
     except OSError as error:
@@ -129,7 +134,11 @@ def _local_data(path: Path, task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(folder: Path, value: Any, *, required: bool) -> Any:
-    """``data_files`` with the names of files that are in ``folder`` as paths; all must be if ``required``."""
+    """``data_files`` with absolute paths for the files that exist in ``folder``.
+
+    Raises:
+        UsageError: ``required``, and a file is not in ``folder``.
+    """
     if isinstance(value, dict):
         return {key: _resolved(folder, each, required=required) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The boundary to lm-evaluation-harness: its imports, its model wrapper around ours, its templates."""
+"""The boundary to lm-evaluation-harness: its imports, its wrapper around our models, its templates."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from marlinq.runtime.generation import generate_batch, position_limit
 
 INSTALL = 'pip install "marlinq[eval]"'
 
-# Of scores that are no means of documents; the harness's default takes minutes for a few of them.
 _BOOTSTRAPS = 1000
+"""Bootstrap samples for the standard error of scores that are not means over documents (such as F1). The
+harness's default of 100,000 takes minutes."""
 _SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 _SEED = 1234
 
 
 @dataclass(frozen=True)
 class Harness:
-    """The parts of lm-evaluation-harness that are used.
+    """The functions and classes of lm-evaluation-harness that are used.
 
     Attributes:
         version: version of the package.
-        simple_evaluate: runs tasks on a model.
-        manager: the class of its index of tasks.
-        wrapper: the class that wraps a transformers model.
-        utils: the module that renders templates.
-        load_yaml: reads a task file, and imports the functions that it names.
-        metrics: names of the metrics that it brings.
+        simple_evaluate: function that runs tasks on a model.
+        manager: class of the index of tasks.
+        wrapper: class that wraps a transformers model.
+        utils: module that renders templates.
+        load_yaml: function that reads a task file and imports the functions that it names.
+        metrics: names of the built-in metrics.
     """
 
     version: str
@@ -49,7 +50,7 @@ def open_harness() -> Harness:
     """Imports the harness.
 
     Raises:
-        EnvironmentProblem: it is not installed, or has other parts than the version that is known.
+        EnvironmentProblem: it is not installed, or its version has other functions and classes.
     """
     try:
         import lm_eval
@@ -87,10 +88,10 @@ def _other_version(error: ImportError) -> EnvironmentProblem:
 
 
 def read_trusted(harness: Harness, path: str) -> dict[str, Any]:
-    """A task file as the harness reads it: functions that it names are imported.
+    """A task file as the harness reads it: importing the functions that it names.
 
     Raises:
-        UsageError: it can't be read, or what it names can't be imported.
+        UsageError: the file can't be read, or a function can't be imported.
     """
     try:
         task: dict[str, Any] = harness.load_yaml(path)
@@ -103,10 +104,10 @@ def read_trusted(harness: Harness, path: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def sandboxed_templates(harness: Harness) -> Iterator[None]:
-    """The harness renders templates without reach to Python's objects; its own environment allows it.
+    """Inside, the harness renders templates in Jinja's sandbox, where they can't reach Python's internals.
 
     Raises:
-        EnvironmentProblem: this version keeps its environment elsewhere.
+        EnvironmentProblem: this version of the harness has no ``lm_eval.utils.env`` to replace.
     """
     import jinja2
     from jinja2.sandbox import SandboxedEnvironment
@@ -129,14 +130,14 @@ def sandboxed_templates(harness: Harness) -> Iterator[None]:
 
 
 def wrapped(harness: Harness, loaded: LoadedModel, batch: int, progress: ReportProgress) -> Any:
-    """The harness's model around ``loaded``: greedy text comes from our decode step, likelihoods from the
-    model's forward.
+    """``loaded`` wrapped for the harness: greedy generation runs our decode step, likelihoods the model's
+    ``forward``.
 
     Args:
         harness: from :func:`open_harness`.
-        loaded: with a tokenizer.
-        batch: requests that run together.
-        progress: told about kernels that are compiled.
+        loaded: model with a tokenizer.
+        batch: requests per batch.
+        progress: called while kernels are compiled.
     """
 
     class Model(harness.wrapper):  # type: ignore[misc, name-defined]
@@ -167,14 +168,14 @@ def wrapped(harness: Harness, loaded: LoadedModel, batch: int, progress: ReportP
 
 
 def _prompts(context: Any, mask: Any) -> list[list[int]]:
-    """The tokens of each row of ``context`` [rows, length] without its padding."""
+    """The tokens of each row of ``context`` [rows, length] without padding, which ``mask`` marks with 0."""
     if mask is None:
         return [list(row) for row in context.tolist()]
     return [row[kept.bool()].tolist() for row, kept in zip(context, mask, strict=True)]
 
 
 def _padded(context: Any, made: Sequence[Sequence[int]], padding: int) -> Any:
-    """``context`` with the new tokens of each row behind it, [rows, length + most of them]."""
+    """``context`` [rows, length] with each row's new tokens appended, padded to the longest row."""
     longest = max(len(tokens) for tokens in made)
     new = context.new_full((len(made), longest), padding)
     for row, tokens in zip(new, made, strict=True):
@@ -192,19 +193,19 @@ def run(
     limit: int | None,
     trusted: bool,
 ) -> Mapping[str, Any]:
-    """What ``simple_evaluate`` returns.
+    """Runs tasks on a model and returns the results of the harness's ``simple_evaluate``.
 
     Args:
         harness: from :func:`open_harness`.
         model: from :func:`wrapped`.
-        tasks: names, or tasks as mappings.
-        manager: the index that knows the names.
-        shots: examples in front of each document; None for as many as the task says.
-        limit: documents of each task, at most.
-        trusted: run code that tasks bring, such as programs that the model wrote for them.
+        tasks: names of tasks, or tasks as mappings.
+        manager: the harness's index of tasks.
+        shots: examples in front of each document; None for the task's own number.
+        limit: largest number of documents per task; None for all.
+        trusted: allow tasks that run code, such as programs that the model writes as answers.
 
     Raises:
-        EnvironmentProblem: the harness fails; most often a data set can't be fetched.
+        EnvironmentProblem: the harness fails, most often because a data set can't be downloaded.
     """
     named = ", ".join(task if isinstance(task, str) else str(task["task"]) for task in tasks)
     try:
@@ -233,6 +234,6 @@ def run(
 
 @contextlib.contextmanager
 def _to_stderr() -> Iterator[None]:
-    # It prints as it goes, and stdout may be a JSON object's.
+    # The harness prints while it runs; stdout is kept for the report, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr):
         yield

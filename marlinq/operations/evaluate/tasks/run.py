@@ -1,4 +1,4 @@
-"""Tasks on a model and on the original, in turn."""
+"""Finds tasks and runs them on the model, then on the original."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from marlinq.runtime import LoadedModel
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Which tasks, and how they are run.
+    """Tasks to run, and the settings of the run.
 
     Attributes:
-        names: names of tasks of the harness, or YAML files of its kind.
-        shots: examples in front of each document; None for as many as the task says.
-        limit: documents of each task, at most; None for all.
-        batch: requests that run together.
-        trust_code: run Python that task files name, and programs that a model writes for a task.
+        names: tasks of lm-evaluation-harness, or YAML files in its format.
+        shots: examples in front of each document; None for the task's own number.
+        limit: largest number of documents per task; None for all.
+        batch: requests per batch.
+        trust_code: run Python that task files name, and programs that a model writes as answers.
     """
 
     names: tuple[str, ...]
@@ -35,13 +35,13 @@ class TaskOptions:
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks that were found, before anything is loaded.
+    """Tasks that exist and may be run.
 
     Attributes:
-        found: names, or tasks as mappings.
-        manager: the harness's index.
+        found: each task as a name the harness knows, or as a mapping read from a file.
+        manager: the harness's index of tasks.
         package: the harness.
-        sandboxed: whether a file that is not trusted is among them.
+        sandboxed: whether templates must be sandboxed, because a file that isn't trusted is among the tasks.
     """
 
     found: tuple[str | Mapping[str, Any], ...]
@@ -51,15 +51,15 @@ class Tasks:
 
 
 def check_tasks(options: TaskOptions) -> Tasks:
-    """The tasks that ``options`` names.
+    """Finds the tasks that ``options`` names; no model is needed for it.
 
     Raises:
         EnvironmentProblem: the harness is not installed.
-        UsageError: an unknown task, or a file that can't be read or is not trusted to run code.
+        UsageError: a task is unknown, a file can't be read, or a file names code and isn't trusted.
     """
     local = [name for name in options.names if files.is_task_file(name)]
     package = harness.open_harness()
-    # Its own thousands of files take half a minute to read.
+    # Reading the harness's thousands of task files takes half a minute; local files don't need them.
     manager = package.manager(include_defaults=len(local) < len(options.names))
     found: list[str | Mapping[str, Any]] = []
     for name in options.names:
@@ -93,11 +93,11 @@ def run_tasks(
     original: LoadedModel | None,
     progress: ReportProgress,
 ) -> tuple[TaskScore, ...]:
-    """The scores of a model, beside those of the original.
+    """Scores of a model, with those of the original where there is one.
 
     Raises:
         CheckpointError: a model has no tokenizer.
-        EnvironmentProblem: the harness stops.
+        EnvironmentProblem: the harness fails.
     """
     answers: list[Mapping[str, Any]] = []
     models: Sequence[LoadedModel] = [loaded] if original is None else [loaded, original]

@@ -1,11 +1,11 @@
-"""Scores of tasks, and recovery: the share of the original's score that a quantised model keeps.
+"""Scores on tasks, and recovery: a quantised model's score in per cent of the original's.
 
-Both models answer the same documents, so the error of the ratio is that of pairs: with a document's scores
-a and b of the model and the original, R = mean(a) / mean(b), and by the delta method
+Both models answer the same documents, so the standard error of the ratio comes from pairs of scores. With a
+the model's and b the original's score of a document, R = mean(a) / mean(b), and by the delta method
 
     standard error of R = standard error of mean(a - R b) / mean(b).
 
-It is far below what two independent errors would give: most documents are answered alike.
+This is far below the error for two independent samples, because both models answer most documents alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _NEAR = 1e-6
+"""Tolerance, relative and absolute, between a reported score and the mean of its documents' scores."""
 _MAIN = ("acc_norm", "exact_match", "acc")
+"""Metrics that stand for a task in the mean over tasks, the first that the task has."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +26,15 @@ class Ratio:
     """A ratio in per cent.
 
     Attributes:
-        percent: 100 for as good as the original.
-        stderr: its standard error; None where it is not known.
+        percent: the ratio; 100 is as good as the original.
+        stderr: standard error of ``percent``, in per cent; None where it is not known.
     """
 
     percent: float
     stderr: float | None
 
     def describe(self) -> str:
-        """For people."""
+        """Text such as ``98.7 % ± 0.4``."""
         return f"{self.percent:.1f} %" + ("" if self.stderr is None else f" ± {self.stderr:.1f}")
 
 
@@ -41,14 +43,14 @@ class TaskScore:
     """One metric of one task or group of tasks.
 
     Attributes:
-        task: its name in the harness.
-        metric: name and filter, such as ``acc,none``.
+        task: name of the task in the harness.
+        metric: name of the metric and of the harness's answer filter, such as ``acc,none``.
         documents: number of documents answered.
         value: the model's score.
-        stderr: standard error of ``value``, as the harness gives it.
-        against_value, against_stderr: the original's.
-        recovery: the model's score in per cent of the original's; the inverse where less is better.
-        higher_is_better: whether more is better.
+        stderr: standard error of ``value``, from the harness.
+        against_value, against_stderr: the original's score and its standard error.
+        recovery: the model's score in per cent of the original's; the inverse ratio where lower is better.
+        higher_is_better: whether a higher score is better.
         main: whether this metric stands for the task in the mean over tasks.
     """
 
@@ -65,9 +67,9 @@ class TaskScore:
 
 
 def read_scores(found: Mapping[str, Any], original: Mapping[str, Any] | None) -> tuple[TaskScore, ...]:
-    """The scores in what the harness returned for a model, and for the original.
+    """Scores from the harness's results for a model (``found``) and for the original.
 
-    A group stands for its tasks, where the harness gives the group a score.
+    A group of tasks with a score of its own replaces its tasks.
     """
     results = found["results"]
     groups: Mapping[str, Sequence[str]] = {
@@ -85,7 +87,10 @@ def read_scores(found: Mapping[str, Any], original: Mapping[str, Any] | None) ->
 
 
 def mean_recovery(scores: Iterable[TaskScore]) -> Ratio | None:
-    """The mean over tasks of their main metric's recovery; documents of different tasks are independent."""
+    """Mean over tasks of their main metric's recovery; None for fewer than two tasks.
+
+    Its standard error takes tasks for independent.
+    """
     found = [score.recovery for score in scores if score.main and score.recovery is not None]
     if len(found) < 2:
         return None
@@ -97,7 +102,7 @@ def mean_recovery(scores: Iterable[TaskScore]) -> Ratio | None:
 
 
 def paired(model: Sequence[float], original: Sequence[float]) -> Ratio | None:
-    """Recovery from the scores of the same documents; None where the original's are 0."""
+    """Recovery from two models' scores of the same documents; None where the original's mean is 0."""
     n = len(original)
     if n == 0 or len(model) != n or not (below := sum(original) / n):
         return None
@@ -105,7 +110,7 @@ def paired(model: Sequence[float], original: Sequence[float]) -> Ratio | None:
     left = [a - ratio * b for a, b in zip(model, original, strict=True)]
     stderr = None
     if n > 1:
-        variance = sum(value * value for value in left) / (n - 1)  # their mean is 0
+        variance = sum(value * value for value in left) / (n - 1)  # the mean of ``left`` is 0
         stderr = 100 * math.sqrt(variance / n) / abs(below)
     return Ratio(100 * ratio, stderr)
 
@@ -134,7 +139,7 @@ def _score(
 
 
 def _metrics(row: Mapping[str, Any]) -> list[str]:
-    """Names of a row's scores, such as ``acc,none``."""
+    """Names of the scores in a row of results, such as ``acc,none``."""
     return [
         key
         for key, value in row.items()
@@ -166,7 +171,7 @@ def _higher_is_better(found: Mapping[str, Any], task: str, metric: str) -> bool:
 
 
 def _samples(found: Mapping[str, Any], task: str, metric: str) -> dict[tuple[str, int], float]:
-    """Scores by task and document, those of a group's tasks together; empty where they are no numbers."""
+    """Scores by (task, document) of a task, or of all tasks of a group; empty where a score is no number."""
     name, _, kept = metric.partition(",")
     members = (found.get("group_subtasks") or {}).get(task) or [task]
     values: dict[tuple[str, int], float] = {}
@@ -182,7 +187,7 @@ def _samples(found: Mapping[str, Any], task: str, metric: str) -> dict[tuple[str
 
 
 def _is_mean(value: float, samples: Mapping[Any, float]) -> bool:
-    """Whether a score is the mean of its documents', and not a sum of another kind."""
+    """Whether a score is the mean of its documents' scores."""
     return bool(samples) and math.isclose(
         sum(samples.values()) / len(samples), value, rel_tol=_NEAR, abs_tol=_NEAR
     )
