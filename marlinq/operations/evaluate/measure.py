@@ -236,7 +236,7 @@ def evaluate(
     assert not isinstance(progress, bool)  # the decorator made it a function
     if windows < 1 or length < 2:
         raise UsageError(
-            f"windows, length: expected at least 1 window of 2 tokens, found {windows} of {length}; raise them"
+            f"windows, length: expected 1 window of 2 tokens or more, found {windows} of {length}"
         )
 
     if keep and not isinstance(model, LoadedModel) and local_folder(model) is None:
