@@ -197,7 +197,7 @@ def test_a_module_run_by_name_imports_nothing_of_the_current_folder(tmp_path: Pa
 
 
 def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "_SECONDS", 0.2)
+    monkeypatch.setattr(packages, "_TIMEOUT", 0.2)
     assert packages.run_apart("while True: pass") == ("", "did not end within 0.2 s")
 
 
