@@ -131,7 +131,11 @@ def _changes(module: nn.Module, key: str, layer_type: str | None, length: int) -
     probe = deepcopy(module)
     before = probe.get_buffer(key).clone()
     told = {} if layer_type is None else {"layer_type": layer_type}
-    probe(torch.zeros(1, 1, 1), torch.tensor([[length - 1]]), **told)
+    position = torch.tensor([[length - 1]])
+    if hasattr(module, "mrope_section"):
+        # Rotary modules of image models take a row of positions for time, height and width each.
+        position = position.expand(3, 1, 1)
+    probe(torch.zeros(1, 1, 1), position, **told)
     after = probe.get_buffer(key)
     return before.shape != after.shape or not torch.equal(before, after)
 

@@ -304,7 +304,8 @@ def test_float32_runs_dense_with_a_warning_and_eight_bits_packed(tmp_path: Path)
     save_quantized(tmp_path / "8", tiny_model("llama"), "gptq", random_quantizer(bits=8))
     loaded = load(tmp_path / "8", device="cuda", dtype="float16", operator="w8a16")
     assert {decision.operator for decision in loaded.decisions.values()} == {"w8a16"}
-    expected = load(tmp_path / "8", device="cuda", dtype="float16", operator="dense")
+    with pytest.warns(UserWarning, match="dense weights on cuda:0.*as asked"):
+        expected = load(tmp_path / "8", device="cuda", dtype="float16", operator="dense")
     ids = torch.arange(8, device="cuda")[None]
     with torch.no_grad():
         found, wanted = (each.model(input_ids=ids).logits.float() for each in (loaded, expected))
