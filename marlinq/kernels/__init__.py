@@ -22,12 +22,12 @@ from marlinq.kernels.variants import KERNELS
 
 
 def explain(device: torch.device, problem: Problem) -> KernelDecision:
-    """The decision for one problem on ``device``, with its reason."""
+    """Which kernel multiplies ``problem`` on ``device``, and why; ``reference`` where no CUDA kernel runs."""
     if device.type != "cuda":
         return KernelDecision(
             "reference", f"device {device.type} has no CUDA kernels; torch arithmetic runs instead"
         )
-    # A plain "cuda" has no index, whatever the annotation says.
+    # torch annotates index as int, but that of torch.device("cuda") is None.
     index = torch.cuda.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]
     return decide(problem, device_numbers(index))
 

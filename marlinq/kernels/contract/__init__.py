@@ -1,1 +1,1 @@
-"""What every room of the kernels speaks: formats, problems, devices, operands, configurations, arguments."""
+"""Types shared by all rooms of the kernels: weight formats, problems, devices, operands, configurations."""

@@ -1,4 +1,4 @@
-"""The parameters of the kernels that multiply, as structures that the driver reads."""
+"""C structures of the parameters that product kernels are launched with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ TENSOR_MAP_BYTES = 128
 """Bytes of a CUtensorMap."""
 
 ActivationMaps = ctypes.c_ubyte * (2 * TENSOR_MAP_BYTES)
-"""Maps of activations, in boxes of a tile's rows and in boxes of those that whole tiles leave."""
+"""Two tensor maps of the activations: with boxes of TILE_M rows, and with boxes of the M % TILE_M rows of the
+last tile."""
 
 WeightMaps = ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)
-"""Maps of words, scales and zero points."""
+"""Three tensor maps: of words, of scales and of zero points."""
 
 
 class PlainArguments(ctypes.Structure):
@@ -45,12 +46,17 @@ class MappedArguments(ctypes.Structure):
 
 
 class WarpgroupArguments(ctypes.Structure):
-    """The parameters of the warpgroup kernel, as those of the bulk kernel."""
+    """The parameters of the warpgroup kernel: the bulk kernel's and the memory for stream-K's sums."""
 
     _fields_ = (*_MAPPED_FIELDS, ("partials", ctypes.c_void_p), ("flags", ctypes.c_void_p))
 
     def share(self, partials: int, flags: int) -> None:
-        """Say where blocks leave sums for each other (:mod:`marlinq.kernels.driver.handover_memory`)."""
+        """Set the addresses of the memory through which blocks hand sums to each other.
+
+        Args:
+            partials: address of float32 sums (:mod:`marlinq.kernels.driver.handover_memory`).
+            flags: address of zeroed 32-bit words that announce them.
+        """
         self.partials = partials
         self.flags = flags
 

@@ -1,7 +1,7 @@
-"""What a kernel that multiplies says of itself and of each of its configurations.
+"""The protocols of a product kernel: its configurations, and how decisions choose among them.
 
 A kernel is one file in ``kernels/variants/``: a :class:`Configuration`, and a :class:`Variant` that is
-registered (:func:`register_variant`). Decisions, launches and measured choices ask nothing but these.
+registered (:func:`register_variant`). Decisions, launches and measured choices use nothing else of it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from marlinq.kernels.contract.whole_rows import RowVariant
 
 
 class ActivationBox(NamedTuple):
-    """How a kernel that takes activations by tensor maps reads them; their address alone is left open.
+    """Shape of a kernel's tensor map of activations: all but the address, which each launch sets.
 
     Attributes:
         m: rows.
         k: channels.
         stride: elements from one row to the next.
-        tile_m: rows of a tile.
+        tile_m: rows of a box, the kernel's TILE_M.
     """
 
     m: int
@@ -37,7 +37,8 @@ class ActivationBox(NamedTuple):
 
 
 class Configuration(Protocol):
-    """The compile-time parameters of one kernel: a frozen dataclass, whose fields measured choices record."""
+    """The compile-time parameters of one kernel: a frozen dataclass; tables of measured choices store its
+    fields."""
 
     variant: ClassVar[str]
     """Name of the kernel in :data:`VARIANTS`."""
@@ -56,7 +57,7 @@ class Configuration(Protocol):
 
     @property
     def parts(self) -> int:
-        """Parts that K is split into, over blocks and what they are made of."""
+        """Parts that K is split into: over the blocks of a tile, times the warps or warpgroups of a block."""
 
     @property
     def threads(self) -> int:
@@ -64,7 +65,7 @@ class Configuration(Protocol):
 
     @property
     def min_blocks(self) -> int:
-        """Blocks that a multiprocessor has room for, at least."""
+        """Blocks that must fit on a multiprocessor at once (``__launch_bounds__``)."""
 
     def grid(self, problem: Problem) -> int:
         """Blocks of a launch."""
@@ -73,34 +74,43 @@ class Configuration(Protocol):
         """Bytes of dynamic shared memory of a block."""
 
     def instantiation(self, problem: Problem) -> Instantiation:
-        """What is compiled for the problem."""
+        """Template and members of the configuration struct to compile for ``problem``."""
 
     def arguments(self, operands: Operands, dependent: bool) -> ctypes.Structure:
-        """The kernel's parameters, with fields ``x`` and ``out``."""
+        """Parameters of a launch, a structure with fields ``x`` and ``out``.
+
+        Args:
+            operands: the product's tensors.
+            dependent: the launch overlaps with the previous kernel of the stream.
+        """
 
     def activation_box(self, problem: Problem, stride: int) -> ActivationBox | None:
-        """How it reads activations; None where the parameter ``x`` is their address."""
+        """Tensor map of activations with ``stride`` elements a row; None: parameter ``x`` is their
+        address."""
 
     def handover(self, problem: Problem) -> Handover | None:
-        """Memory in which blocks that share a tile leave sums; None where they need none."""
+        """Device memory through which blocks of one tile exchange sums; None where they need none."""
 
     def activates(self, problem: Problem) -> bool:
-        """Whether it can do what :attr:`Problem.activation` wants behind the product."""
+        """Whether the kernel can apply :attr:`Problem.activation` in its epilogue; true where it is None."""
 
     def row_variant(self, problem: Problem, *, normed: bool, adds: bool) -> RowVariant | None:
-        """The kernel that takes or leaves rows that are not normalised yet; None where there is none.
+        """The kernel that also applies an RMS norm to its input, or adds its output to the residual stream.
+
+        None where this configuration has no such kernel.
 
         Args:
             problem: the product.
-            normed: the activations' norm is still to be taken.
-            adds: the results are added to the residual stream.
+            normed: the kernel normalises the activations.
+            adds: the kernel adds results to the residual stream and sums the squares of the new rows.
         """
 
     def order_of_sums(self, problem: Problem) -> tuple[object, ...]:
-        """What decides in which order, and with which roundings, a sum is taken; begins with the variant."""
+        """Key of the order and the roundings of a sum: equal keys give equal bits. Begins with the
+        variant."""
 
     def describe(self) -> str:
-        """Tile and split, for people."""
+        """Tile and split of K as text for messages and tables."""
 
 
 def _none(problem: Problem, device: Device) -> Iterator[Configuration]:
@@ -108,10 +118,10 @@ def _none(problem: Problem, device: Device) -> Iterator[Configuration]:
 
 
 class Suits(Protocol):
-    """Whether a kernel is considered beside others."""
+    """Whether decisions consider a kernel for a problem where other kernels run, too."""
 
     def __call__(self, problem: Problem, device: Device, *, dependent: bool) -> bool:
-        """``dependent``: launches overlap with their neighbours."""
+        """``dependent``: launches overlap with the previous and the next kernel of the stream."""
 
 
 class Candidates(Protocol):
@@ -120,24 +130,25 @@ class Candidates(Protocol):
     def __call__(
         self, problem: Problem, device: Device, batch_invariant: bool = False
     ) -> Iterator[Configuration]:
-        """With ``batch_invariant`` those whose roundings and splits of K exist for every M."""
+        """With ``batch_invariant`` only those whose roundings and split of K are available for every M."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel that multiplies: what it suits, its candidates and what each of them costs.
+    """One product kernel: the problems it suits, its candidate configurations, and the seconds each takes.
 
     Attributes:
         configuration: class of its configurations.
         runs_on: whether a device has what the kernel needs.
-        suits: whether it is considered beside others.
+        suits: whether decisions consider it for a problem where other kernels run, too.
         candidates: the configurations worth estimating.
         estimate: seconds of a launch of one of its configurations, and what the busiest multiprocessor spends
             most of them on.
-        common_candidates: few configurations that serve many batches, where the problem's is one of those;
-            else none.
+        common_candidates: a few configurations shared by many values of M, so that less is compiled; empty
+            where the M of the problem is better served by ``candidates``.
         scales: kinds of scales that it reads.
-        any_batch: whether it has, on every GPU, tiles that sum in the same order whatever the batch.
+        any_batch: whether it has batch-invariant candidates, which sum in the same order for every M, on
+            every GPU.
     """
 
     configuration: type[Any]
@@ -156,12 +167,13 @@ class Variant:
         return name
 
     def takes(self, weight_format: WeightFormat) -> bool:
-        """Whether it multiplies with weights of a format: one that has a codec and scales that it reads."""
+        """Whether it multiplies weights of a format: the format has a codec, and scales of a kind it
+        reads."""
         return weight_format.codec is not None and weight_format.scale in self.scales
 
 
 VARIANTS: dict[str, Variant] = {}
-"""Every kernel that multiplies, by name. Of equal estimates the earlier kernel's is taken."""
+"""Every product kernel by name. Of equal estimates the kernel registered first wins."""
 
 
 def register_variant(variant: Variant) -> Variant:

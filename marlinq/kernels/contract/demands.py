@@ -1,4 +1,4 @@
-"""What a context demands of the kernels that run inside, beside speed."""
+"""Constraints on the choice of kernels inside a ``with`` block: a kernel, batch invariance, overlap."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 
 class Demands(NamedTuple):
-    """What the decisions of a context respect beside speed.
+    """Constraints that decisions respect in the current context.
 
     Attributes:
         kernel: name of the only kernel to choose from, or ``dequantise``; None for all.
-        batch_invariant: sum in an order that does not depend on M.
-        dependent: kernels overlap with their neighbours in the stream.
+        batch_invariant: whether sums are taken in an order that does not depend on M.
+        dependent: whether kernels overlap with their neighbours in the stream.
     """
 
     kernel: str | None = None
@@ -38,7 +38,7 @@ def _demanding(changed: Demands) -> Iterator[None]:
 
 @contextmanager
 def forced_kernel(kernel: str) -> Iterator[None]:
-    """Decide for ``kernel`` inside, whatever the model says: for tests and measurements."""
+    """Decide for ``kernel`` inside, however slow its estimate: for tests and measurements."""
     with _demanding(demands()._replace(kernel=kernel)):
         yield
 

@@ -1,4 +1,4 @@
-"""The GPU that a decision is made for, and how it works off a grid of blocks."""
+"""The GPU that a decision is made for: its rates, its sizes, and the waves in which it runs a grid."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+# Partitions of a multiprocessor, and registers of each.
 _PARTITIONS, _PARTITION_REGISTERS = 4, 16384
-_MAX_CLUSTER = 8  # that every GPU with clusters runs
+_MAX_CLUSTER = 8  # blocks; the largest cluster that every GPU with clusters can run
 
 
 def registers_of_a_thread(warps: int, blocks: int) -> int:
-    """How many registers a thread may have where ``blocks`` blocks of ``warps`` warps share a multiprocessor.
+    """Registers a thread may have where ``blocks`` blocks of ``warps`` warps share a multiprocessor.
 
-    A multiprocessor deals warps out to four partitions that have their own registers: the fullest counts.
+    Warps are dealt out to four partitions, each with its own registers; the fullest partition sets the limit.
     """
     fullest = -(-warps * blocks // _PARTITIONS)
     return min(255, _PARTITION_REGISTERS // (32 * fullest) // 8 * 8)
 
 
 class Load(NamedTuple):
-    """Waves of blocks that are alike.
+    """Some equal waves of a grid; a wave is as many blocks as run at once.
 
     Attributes:
-        waves: their number.
-        blocks: blocks on the busiest multiprocessor.
+        waves: number of waves.
+        blocks: blocks on the busiest multiprocessor during such a wave.
         grid: blocks of one wave.
     """
 
@@ -36,22 +37,21 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """The numbers of a GPU that decisions rest on.
+    """Rates and sizes of a GPU, from which the cost models estimate times.
 
-    Rates and sizes are an H200's unless given; :func:`device_of` gives those of the GPU at hand.
+    Defaults are an H200's; :func:`device_of` fills them for the present GPU.
 
     Attributes:
         architecture: NVRTC's target, for example ``sm_90a``.
-        multiprocessors: their number.
+        multiprocessors: number of multiprocessors.
         shared_bytes: the most dynamic shared memory a block may have.
         bandwidth: bytes a second from device memory.
         cache_bandwidth: bytes a second from L2.
         cache_bytes: bytes of L2.
         clock: cycles a second of a multiprocessor under load.
-        clusters: how many clusters of 1, 2, ... 8 blocks run at once, by how many blocks (1, 2, 3) a
-            multiprocessor has room for; empty where nobody asked the driver.
-        name: name of the GPU, in lower case with hyphens, such as ``nvidia-h200``; empty where it is
-            nobody's.
+        clusters: clusters of c = 1, 2, ... 8 blocks that run at once, [b - 1][c - 1], where b = 1, 2, 3
+            blocks fit on a multiprocessor; empty: not asked of the driver, so estimated.
+        name: name of the GPU, in lower case with hyphens, such as ``nvidia-h200``; empty for an invented one.
         measured: whether the cost models' constants were measured on this GPU.
     """
 
@@ -78,16 +78,16 @@ class Device:
 
     @cached_property
     def cluster_sizes(self) -> tuple[int, ...]:
-        """How many blocks a cluster may have; 1 alone before 9.0."""
+        """Numbers of blocks that a cluster may have; 1 alone before compute capability 9.0."""
         sizes = range(1, _MAX_CLUSTER + 1) if self.has_clusters else (1,)
         return tuple(size for size in sizes if self.resident_blocks(size, 1))
 
     def resident_blocks(self, cluster: int, blocks: int) -> int:
-        """How many blocks run at once, in clusters of ``cluster``, with at most ``blocks`` a multiprocessor.
+        """Blocks that run at once, in clusters of ``cluster``, with at most ``blocks`` a multiprocessor.
 
-        A cluster stays inside one processing cluster of the chip, whose multiprocessors (16 or so, not the
-        same number everywhere) larger clusters don't divide: of an H200's 132, clusters of four and more
-        leave some idle (docs/kernels.md, "Bandwidth and floor").
+        A cluster stays inside one GPC (a group of about 16 multiprocessors, fewer in some). Sizes that don't
+        divide a GPC leave multiprocessors idle: on an H200, clusters of three and more (docs/kernels.md,
+        "Bandwidth and floor").
         """
         found = self._resident.get((cluster, blocks))
         if found is None:
@@ -106,14 +106,13 @@ class Device:
         return whole if cluster <= 2 else whole * 9 // 10
 
     def runs_at_once(self, tiles: int, cluster: int, blocks: int) -> bool:
-        """Whether there is room for a cluster for every tile, ``blocks`` blocks a multiprocessor."""
+        """Whether ``tiles`` clusters of ``cluster`` blocks run in one wave, ``blocks`` a multiprocessor."""
         return tiles * cluster <= self.resident_blocks(cluster, blocks)
 
     def loads(self, grid: int, cluster: int, blocks: int) -> list[Load]:
-        """How a grid is worked off.
+        """The waves that run a grid of ``grid`` blocks: the full ones, and a last one that is not full.
 
-        A wave that is not full keeps only some multiprocessors busy, with fewer blocks each: as few as there
-        is room for the clusters.
+        The last wave puts the fewest blocks on a multiprocessor with which its clusters still run at once.
         """
         resident = self.resident_blocks(cluster, blocks)
         waves, rest = divmod(grid, resident)
@@ -141,7 +140,7 @@ H200 = Device(
     name="nvidia-h200",
     measured=True,
 )
-"""The GPU that the cost models were measured on, and how many clusters its driver says it runs at once."""
+"""The GPU that the cost models were measured on; ``clusters`` as its driver reports them."""
 
 
 class GpuProperties(NamedTuple):
@@ -150,11 +149,11 @@ class GpuProperties(NamedTuple):
     Attributes:
         name: as the driver spells it.
         capability: the compute capability.
-        multiprocessors: their number.
-        shared_bytes: the most dynamic shared memory a block may have.
-        clock_khz: the highest clock of a multiprocessor.
-        memory_clock_khz: the highest clock of the memory, which moves two bits a cycle and wire.
-        memory_bus_bits: its wires.
+        multiprocessors: number of multiprocessors.
+        shared_bytes: bytes of dynamic shared memory a block may have, at most.
+        clock_khz: highest clock of a multiprocessor, in kHz.
+        memory_clock_khz: highest clock of the memory, in kHz; it moves two bits a cycle and wire.
+        memory_bus_bits: width of the memory bus in wires.
         cache_bytes: bytes of L2.
     """
 
@@ -168,8 +167,7 @@ class GpuProperties(NamedTuple):
     cache_bytes: int
 
 
-# What an H200's driver says, of which the measured numbers above are shares: 1980 MHz, and 6144 wires at
-# 3201 MHz.
+# Measured rates of an H200 over its driver's peaks: a clock of 1980 MHz, and 6144 wires at 3201 MHz.
 _BANDWIDTH_SHARE = H200.bandwidth / (2 * 3_201_000e3 * 6144 / 8)
 _CLOCK_SHARE = H200.clock / 1_980_000e3
 _CACHE_BYTES_PER_CYCLE = H200.cache_bandwidth / (H200.multiprocessors * H200.clock)
@@ -181,10 +179,10 @@ def slug(name: str) -> str:
 
 
 def device_of(gpu: GpuProperties, clusters: tuple[tuple[int, ...], ...] = ()) -> Device:
-    """The numbers of a GPU.
+    """The :class:`Device` of a GPU.
 
-    An H200's are measured. Of another GPU's peaks, the shares that an H200 reaches are taken; what the driver
-    does not know is taken for an H200's.
+    An H200 has measured rates. Another GPU is taken to reach the same share of its peaks as an H200 of its
+    own; where the driver reports 0, the H200's value stands in.
 
     Args:
         gpu: facts from the driver.
@@ -194,7 +192,7 @@ def device_of(gpu: GpuProperties, clusters: tuple[tuple[int, ...], ...] = ()) ->
     architecture = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
     name = slug(gpu.name)
     found = Device(architecture, gpu.multiprocessors, gpu.shared_bytes, clusters=clusters, name=name)
-    # A slice of one has fewer multiprocessors and another share of the memory.
+    # A MIG slice has the name, but fewer multiprocessors and less bandwidth.
     if (name, gpu.multiprocessors) == (H200.name, H200.multiprocessors):
         return replace(found, measured=True)
     clock = gpu.clock_khz * 1e3 * _CLOCK_SHARE or H200.clock

@@ -1,4 +1,4 @@
-"""How much memory the blocks of a launch need to hand over sums to each other."""
+"""Sizes of the device memory through which the blocks of a launch exchange sums."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Handover(NamedTuple):
-    """Sizes of what a launch needs.
+    """Sizes of the device memory through which the blocks of a launch exchange sums.
 
     Attributes:
-        floats: float32 sums, uninitialised.
-        flags: words of 32 bits, which are zero.
+        floats: number of float32 sums, uninitialised.
+        flags: number of 32-bit words, zero at launch.
     """
 
     floats: int

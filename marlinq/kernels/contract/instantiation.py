@@ -1,8 +1,7 @@
 """The text that is compiled: a kernel template and the configuration that it is instantiated with.
 
 Kernels are templates over one configuration struct (``cuda/kernels``). The text defines the struct and
-instantiates the template under the name that the driver looks up, so one text may hold several kernels, or
-one kernel several times.
+instantiates the template under the name that the driver looks up. One text may hold several instantiations.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ class Instantiation:
 
     Attributes:
         header: file that defines the template: a path below ``kernels/cuda``, or an absolute one.
-        function: the entry's name; the header has ``INSTANTIATE_<its upper case>(NAME, CONFIGURATION)``.
+        function: name of the entry in lower case; its header defines the macro
+            ``INSTANTIATE_<FUNCTION>(NAME, CONFIGURATION)``.
         parameters: the members of the configuration struct.
     """
 
@@ -53,7 +53,7 @@ def unit(entries: tuple[tuple[str, Instantiation], ...]) -> str:
 
 
 def _member(name: str, value: bool | int | str) -> str:
-    """A member of a configuration struct."""
+    """The C++ declaration of a configuration struct's member."""
     if isinstance(value, bool):
         return f"static constexpr bool {name} = {str(value).lower()};"
     if isinstance(value, int):

@@ -19,16 +19,17 @@ class Operand:
 
     Attributes:
         format: weight format of the words.
-        granularity: a channel, or a group of 32, 64 or 128; a group of K' or more is stored like a channel.
+        granularity: one scale a column (channel), or groups of 16, 32, 64 or 128 channels; a group of K' or
+            more is stored as one scale a column.
         words: int32 [K' / format.row_channels, N' * format.row_words].
-        scales: [G, N'] in the dtype of the activations, stored order
-            (:func:`marlinq.formats.layouts.marlin.permute_scales`).
+        scales: [G, N'] in the dtype of the activations, columns in the format's stored order
+            (:func:`marlinq.formats.layouts.marlin.permute_scales` for INT4).
         zeros: zero points like ``scales``; None where all are the format's midpoint.
-        order: int32 [K'], the input channel that each row belongs to, -1 for padding; None for 0, 1, 2, ...
+        order: int32 [K'], the input channel that each row multiplies, -1 for padding; None for 0, 1, 2, ...
         in_features: K.
         out_features: N.
-        activations: 8-bit scheme of activations that the checkpoint names; used for as many rows as it is
-            faster (:mod:`marlinq.kernels.choose.eight_bits`). None keeps them in 16 bits.
+        activations: 8-bit scheme of activations that the checkpoint names, used for the values of M where it
+            is faster (:mod:`marlinq.kernels.choose.eight_bits`). None keeps them in 16 bits.
         input_scale: scale of static activations, float32 []; None where they are dynamic, or not quantised.
     """
 
@@ -73,7 +74,7 @@ class Operand:
         return self.format.dequantize(self.words, self.scales, self.zeros, dtype)
 
     def columns(self, part: slice) -> Operand:
-        """Columns ``part``, whose ends are multiples of 64, of a weight whose padding is not asked for."""
+        """The columns ``part``, whose ends are multiples of 64; none of them may be padding."""
         words = slice(part.start * self.format.row_words, part.stop * self.format.row_words)
         zeros = None if self.zeros is None else self.zeros[:, part]
         return Operand(

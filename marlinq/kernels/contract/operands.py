@@ -11,13 +11,13 @@ from marlinq.kernels.contract.problem import Problem
 
 
 class Operands(NamedTuple):
-    """What :func:`marlinq.kernels.launch.call.launch_gemm` multiplies and where to.
+    """Inputs and output of :func:`marlinq.kernels.launch.call.launch_gemm`; K' and N' are padded K and N.
 
     Attributes:
-        x: [M, K'], 16-bit, unit stride along rows; channels in the weight's stored order.
+        x: [M, K'], 16-bit, adjacent channels one element apart; channels in the order of the weight's rows.
         weight: the quantised weight.
         bias: [N'] in the dtype of ``x``, or None.
-        out: [M, N'] in the dtype of ``x``, or half as many columns behind an activation.
+        out: [M, N'] in the dtype of ``x``; [M, N' / 2] where an activation joins gate and up.
     """
 
     x: Tensor
@@ -26,5 +26,5 @@ class Operands(NamedTuple):
     out: Tensor
 
     def problem(self, activation: str | None = None) -> Problem:
-        """What is decided."""
+        """The product's shape and types, for which a kernel is chosen."""
         return self.weight.problem(self.x.shape[0], activation)

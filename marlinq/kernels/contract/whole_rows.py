@@ -1,4 +1,8 @@
-"""What a product does with whole rows beside multiplying: ``cuda/epilogue/rows.cuh``."""
+"""Products that also normalise their input or add to the residual stream (``cuda/epilogue/rows.cuh``).
+
+A row's RMS norm needs the sum of its squares, which spans many blocks. So the product that writes a row
+leaves partial sums of squares, and the product that reads it adds them up and divides.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,22 @@ from marlinq.kernels.contract.arguments import MappedArguments, PlainArguments
 from marlinq.kernels.contract.instantiation import Instantiation
 
 SQUARED_COLUMNS, PUSHED_COLUMNS = 64, 16
-"""Columns that a sum of squares is of: where a block holds a tile's sums, and where warps send them away."""
+"""Columns that one partial sum of squares spans: where a tile's sums stay in a block, and where warps send
+them to other blocks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Normed:
-    """The activations are ``weight * x / unit``, of which the RMS norm still has to be taken.
+    """An RMS norm that the product applies to its input.
+
+    The activations in memory are ``weight * x / unit``: multiplied by the norm's weight, not yet divided by
+    the root mean square of x.
 
     Attributes:
-        squares: float32 [M, parts], whose sum over a row is that of the squares of x.
+        squares: float32 [M, parts], partial sums of the squares of x; a row's total is their sum.
         width: channels of x.
-        eps: added to the mean square.
-        unit: factor of the results.
+        eps: epsilon that the norm adds to the mean square.
+        unit: factor by which the results are multiplied.
     """
 
     squares: Tensor
@@ -34,16 +42,17 @@ class Normed:
 
 @dataclass(frozen=True, eq=False)
 class Added:
-    """The results go to the residual stream: ``stored = residual + factor * result``, ``out = weight *
-    stored``.
+    """A residual stream that the product adds its results to.
+
+    ``stored = residual + factor * result`` and ``out = weight * stored``, the input of the next product.
 
     Attributes:
-        residual: [M, N].
-        weight: float32 [N].
-        stored: as ``residual``, other memory.
-        squares: float32 [M, N / :attr:`RowVariant.squared_columns`]: sums of squares of ``stored`` over so
-            many columns.
-        factor: on the results.
+        residual: residual stream before, [M, N].
+        weight: weight of the next RMS norm, float32 [N].
+        stored: residual stream after, like ``residual`` but in other memory.
+        squares: float32 [M, N / c], sums of squares of ``stored`` over c = :attr:`RowVariant.squared_columns`
+            columns.
+        factor: factor of the results.
     """
 
     residual: Tensor
@@ -64,29 +73,30 @@ _ROW_FIELDS: tuple[tuple[str, type[ctypes._SimpleCData[Any]]], ...] = (
 
 
 class PlainRowArguments(ctypes.Structure):
-    """The stream kernel's parameters, and those of the work on rows."""
+    """Parameters of the stream kernel, then those of norm and residual stream."""
 
     _fields_ = (*PlainArguments._fields_, *_ROW_FIELDS)
 
 
 class MappedRowArguments(ctypes.Structure):
-    """The bulk and the warpgroup kernel's, without a place for sums that blocks share."""
+    """Parameters of the bulk kernel, or of the warpgroup kernel without stream-K, then those of norm and
+    residual stream."""
 
     _fields_ = (*MappedArguments._fields_, *_ROW_FIELDS)
 
 
 RowArguments = PlainRowArguments | MappedRowArguments
-"""The parameters of any product that works on whole rows."""
+"""Parameters of any product with a norm or a residual stream."""
 
 
 @dataclass(frozen=True)
 class RowVariant:
-    """The kernel of a configuration that works on whole rows, too.
+    """A configuration's kernel with a norm, a residual stream, or both.
 
     Attributes:
         instantiation: source of the kernel.
-        squared_columns: columns that one of its sums of squares is of.
-        arguments: structure of its parameters; those of the product alone come first, by the same names.
+        squared_columns: columns that each of its partial sums of squares spans.
+        arguments: structure of its parameters; it begins with the fields of the plain product's.
     """
 
     instantiation: Instantiation
@@ -104,25 +114,27 @@ class RowVariant:
         normed: bool,
         adds: bool,
     ) -> RowVariant:
-        """The kernel in ``header`` with the members of ``plain``, the product alone."""
+        """The kernel in ``header``, configured like ``plain``, the product without norm and residual
+        stream."""
         parameters = (*plain.parameters, ("NORMED", normed), ("ADDS", adds))
         return cls(Instantiation(header, f"{plain.function}_rows", parameters), squared_columns, arguments)
 
 
 @dataclass(frozen=True, eq=False)
 class RowWork:
-    """What a product does with whole rows beside multiplying.
+    """Norm and residual stream of one product.
 
     Attributes:
-        normed: norm of the activations that is still to be taken, or None.
-        added: residual stream that the results are added to, or None.
+        normed: RMS norm that the product applies to its input, or None.
+        added: residual stream that the product adds its results to, or None.
     """
 
     normed: Normed | None = None
     added: Added | None = None
 
     def arguments(self, kind: type[RowArguments], plain: ctypes.Structure) -> RowArguments:
-        """Parameters of ``kind``; ``plain`` are those of the product alone."""
+        """Parameters of ``kind``: the fields of ``plain``, the product alone, then norm and residual
+        stream."""
         own = len(kind._fields_) - len(_ROW_FIELDS)
         given = kind(*(getattr(plain, field[0]) for field in kind._fields_[:own]))
         if self.normed is not None:

@@ -1,4 +1,4 @@
-"""What the host knows of a weight format: bits, channels a stored row, scales, and how it is dequantised."""
+"""Weight formats of the kernels: order of the codes in words, kind of scales, value of a code."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def pack_bytes(codes: Tensor) -> Tensor:
 
 
 def unpack_bytes(words: Tensor) -> Tensor:
-    """Codes uint8 [K, N] of words int32 [K/16, 4N], or of whole tiles of columns of such."""
+    """Codes uint8 [K, N] of words int32 [K/16, 4N]; N is a multiple of 64, and words may be a strided
+    view."""
     rows, columns = words.shape[0], words.shape[1] // 4
     # [kt, nt, p, u, v, i, h, c, d]
     parts = words.contiguous().view(torch.uint8).view(rows, columns // TILE_N, 2, 8, 4, 2, 2, 2, 2)

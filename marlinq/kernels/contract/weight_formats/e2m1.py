@@ -1,7 +1,7 @@
 """FP4 E2M1 weights (MXFP4, NVFP4) in the order of ``cuda/codec/e2m1.cuh``.
 
 Words are int32 [K/16, 2N], 128 of them a tile of 16 channels x 64 columns. Word 4 l + q of tile
-(kt, nt), lane l = 4 u + v, has codes 4 d + 2 h + e with d, h, e in {0, 1}, those of
+(kt, nt), where lane l = 4 u + v, holds eight codes. Code 4 d + 2 h + e, with d, h, e in {0, 1}, is that of
 
     channel k = 16 kt + 8 d + 2 v + e        column n = 64 nt + 16 q + 8 h + u
 
@@ -32,7 +32,8 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(words: Tensor) -> Tensor:
-    """Codes uint8 [K, N] of words int32 [K/16, 2N], or of whole tiles of columns of such."""
+    """Codes uint8 [K, N] of words int32 [K/16, 2N]; N is a multiple of 64, and words may be a strided
+    view."""
     rows, columns = words.shape[0], words.shape[1] // 2
     packed = words.contiguous().view(torch.uint8).view(rows, columns * 2, 4)
     magnitudes = torch.stack((packed & _MAGNITUDE, packed >> 4 & _MAGNITUDE), dim=-1).flatten(2)
@@ -61,10 +62,10 @@ E2M1 = register_weight_format(
         in_order=permute_scales,
         codec="E2m1",
         half_scale_power=14,
-        # Eight weights: two masks, three shifts and masks for signs, a permute four of them and one a pair.
+        # For 8 weights: 2 masks, 3 shifts and masks for signs, a permute for every 4 weights and one a pair.
         unpack=(11, 13),
-        # Five passes part magnitudes and signs (10), one orders them (2), the table takes
-        # 8 + 4 + 4 + 2, scales 4.
+        # Bytes a weight: 10 for five passes that separate magnitudes and signs, 2 to order them,
+        # 8 + 4 + 4 + 2 to look values up, 4 for scales.
         dequantizing_bytes=34.0,
         smallest_group=16,
     )

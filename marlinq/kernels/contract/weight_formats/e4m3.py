@@ -1,4 +1,4 @@
-"""FP8 E4M3 weights in the order of bytes."""
+"""FP8 E4M3 weights in the byte order of :mod:`marlinq.kernels.contract.weight_formats.byte_order`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ E4M3 = register_weight_format(
         in_order=permute_scales,
         codec="E4m3",
         half_scale_power=8,
-        # Eight weights: a shift and two masks a pair, another shift for every other one; bfloat16 multiplies.
+        # For 8 weights: a shift and two masks a pair, another shift every second pair; bfloat16 also
+        # multiplies each pair.
         unpack=(14, 18),
-        # One pass orders the bytes (1 + 2); the power of two and scales take 4 each.
+        # Bytes a weight: 1 + 2 for the pass that orders the codes, 4 for the power of two, 4 for scales.
         dequantizing_bytes=11.0,
         largest_bfloat16_scale=2.0**8,
     )

@@ -12,11 +12,11 @@ from marlinq.kernels.contract.weight_formats.weight_format import WeightFormat, 
 def values(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes [K, N] in ``dtype`` of words int32 [K/16, 2N], in few passes over memory.
 
-    Word 4t + q of a tile holds the codes of lane t = 4u + v: nibble h of byte
-    2l + j is the code of channel 8h + 2v + l and column 16q + 8j + u of the tile.
+    A tile is 16 channels x 64 columns. Its word 4t + q belongs to lane t = 4u + v: nibble h of byte 2l + j is
+    the code of channel 8h + 2v + l and column 16q + 8j + u of the tile.
     """
     rows, columns = words.shape[0], words.shape[1] // 2
-    # [row, tile, u, v, q, l, j], two codes a byte.
+    # Axes: row of tiles, tile, u, v, q, l, j; two codes a byte.
     pairs = words.view(torch.uint8).reshape(rows, columns // TILE_N, 8, 4, 4, 2, 2)
     found = torch.empty((rows, 2, 4, 2, columns // TILE_N, 4, 2, 8), dtype=dtype, device=words.device)
     for half, codes in enumerate((pairs & 15, pairs >> 4)):
@@ -38,9 +38,10 @@ INT4 = register_weight_format(
         in_order=permute_scales,
         codec="Int4",
         half_scale_power=0,
-        # A shift, four masks and four subtractions a word; bfloat16 shifts every nibble down.
+        # For 8 weights (a word): a shift, four masks, four subtractions; bfloat16 shifts every nibble down.
         unpack=(9, 11),
-        # Two passes part the nibbles (1 + 1), one orders them (1 + 2); zero points and scales take 4 each.
+        # Bytes a weight: 1 + 1 for two passes that separate nibbles, 1 + 2 to order them, 4 for zero points,
+        # 4 for scales.
         dequantizing_bytes=13.0,
         sums_codes=True,
         fuses=True,

@@ -1,4 +1,7 @@
-"""8-bit integers, offset binary as in :data:`marlinq.core.scheme.INT8`, in the order of bytes."""
+"""8-bit integers, offset binary as in :data:`marlinq.core.scheme.INT8`.
+
+Codes lie in the byte order of :mod:`marlinq.kernels.contract.weight_formats.byte_order`.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,11 @@ INT8 = register_weight_format(
         in_order=permute_scales,
         codec="Int8",
         half_scale_power=8,
-        # Eight weights: a shift, a mask and a subtraction a pair; bfloat16 takes the highest bit apart.
+        # For 8 weights: a shift, a mask and a subtraction a pair; bfloat16 converts the highest bit by
+        # itself.
         unpack=(10, 18),
-        # One pass orders the bytes (1 + 2); the power of two, zero points and scales take 4 each.
+        # Bytes a weight: 1 + 2 for the pass that orders the codes; 4 each for the power of two, zero points
+        # and scales.
         dequantizing_bytes=15.0,
     )
 )

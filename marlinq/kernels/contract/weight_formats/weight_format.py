@@ -1,4 +1,4 @@
-"""What the host knows of a weight format: how its words lie, what a code is worth, and who multiplies it."""
+"""Weight formats: the order of codes in words, the value of a code, and the operator that multiplies them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 TILE_COLUMNS = 64
-"""Columns of a tile, which kernels load as one piece."""
+"""Columns of a tile, the smallest piece of words that kernels load."""
 
 ScaleKind = Literal["quant_group"]
 """``quant_group``: scales [G, N] of the activations' type, each for a group of channels of one column."""
@@ -19,29 +19,29 @@ ScaleKind = Literal["quant_group"]
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A way in which operators take a weight of K channels and N columns.
+    """Element type and order in memory of a weight of K channels and N columns, as operators take it.
 
     Attributes:
-        name: ``int4``; what decisions and messages call it.
+        name: name in decisions and messages, such as ``int4``.
         operator: name in ``torch.ops.marlinq`` of the product with it.
         bits: bits of a code.
         row_channels: channels that a stored row holds: words are int32 [K / row_channels, ...].
-        scale: kind of values that share a scale.
+        scale: kind of scales: which weights share one.
         midpoint: the zero point of weights that store none, in units of a code.
         stores_zeros: whether weights may have zero points of their own.
-        values: takes words and a dtype, and gives the values of codes [K, N] in it, which are exact.
-        pack: takes codes uint8 [K, N], K a multiple of 16 and N of 64, and gives their words.
-        in_order: takes stored scales or zero points [G, N], and gives them in the order of the columns.
-        codec: CUDA type that turns words into fragments (``cuda/codec``), a template over their element; None
-            where there is none, and weights are dequantised.
-        half_scale_power: power p of the factor 2^p that float16 scales are stored with; those of other types
-            are stored as they are.
-        unpack: instructions that turn eight codes into fragments, for float16 and for bfloat16.
-        dequantizing_bytes: bytes of device memory that :meth:`dequantize` moves a weight, in 16 bits.
-        sums_codes: whether kernels can multiply codes and apply zero points to sums, in digits, too.
-        fuses: whether one instruction subtracts the midpoint and scales.
+        values: function (words, dtype) -> values of the codes [K, N] in that dtype, exact.
+        pack: function (codes uint8 [K, N]) -> words; K a multiple of 16, N of 64.
+        in_order: function (stored scales or zero points [G, N]) -> the same in the order of the columns.
+        codec: CUDA template that turns words into register fragments of an element type (``cuda/codec``);
+            None where no kernel reads the words, so that they are dequantised before the product.
+        half_scale_power: power p of the factor 2^p in stored float16 scales; bfloat16 scales have none.
+        unpack: instructions that turn 8 codes into fragments, (for float16, for bfloat16).
+        dequantizing_bytes: bytes of device memory that :meth:`dequantize` moves per weight, in 16 bits.
+        sums_codes: whether kernels may multiply raw codes and apply zero points to sums, also in integer
+            digits (``cuda/mma/integer_digits.cuh``).
+        fuses: whether one instruction subtracts the midpoint and multiplies by the scale.
         smallest_group: channels of the smallest group that kernels take, 16 or 32.
-        largest_bfloat16_scale: bound that bfloat16 scales have to stay below.
+        largest_bfloat16_scale: exclusive upper bound of bfloat16 scales.
     """
 
     name: str
@@ -65,50 +65,50 @@ class WeightFormat:
 
     @property
     def bytes_per_weight(self) -> float:
-        """Of words alone."""
+        """Bytes of words per weight, without scales and zero points."""
         return self.bits / 8
 
     @property
     def block_words(self) -> int:
-        """Words of 32 bits of a lane in a block of 16 channels x 16 columns."""
+        """32-bit words a lane holds of 16 channels x 16 columns."""
         return self.bits // 4
 
     def scale_factor(self, dtype: torch.dtype) -> float:
-        """Power of two that scales of ``dtype`` are stored multiplied by."""
+        """Power of two by which stored scales of ``dtype`` are larger than true ones."""
         return 2.0**self.half_scale_power if dtype == torch.float16 else 1.0
 
     def rescaled(self, scales: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """Stored scales, before ``change`` gives them another dtype, times that dtype's power of two."""
+        """Stored scales in the dtype that ``change`` converts to, with that dtype's power of two."""
         before, after = (self.scale_factor(each.dtype) for each in (scales, change(scales.new_empty(0))))
         return scales if before == after else scales.to(torch.float32) * (after / before)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a stored row, a column."""
+        """Bytes per stored row and column."""
         return self.row_channels * self.bits // 8
 
     @property
     def row_words(self) -> int:
-        """Words of 32 bits of a stored row, a column."""
+        """32-bit words per stored row and column."""
         return self.row_bytes // 4
 
     @property
     def tile_words(self) -> int:
-        """Words of 32 bits of a stored row in a tile of 64 columns."""
+        """32-bit words per stored row and tile of 64 columns."""
         return TILE_COLUMNS * self.row_words
 
     def shape(self, words: Tensor) -> tuple[int, int]:
-        """K and N of words."""
+        """K and N of a weight, from the shape of its words."""
         return words.shape[0] * self.row_channels, words.shape[-1] // self.row_words
 
     def dequantize(self, words: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The dense weight [K, N] in ``dtype``; values minus zero points are exact, products round once.
 
         Args:
-            words: int32 [K / row_channels, N * row_words], or columns of such, 64 or a multiple of them.
+            words: int32 [K / row_channels, N * row_words], N a multiple of 64; may be a strided view.
             scales: [G, N], stored order.
             zeros: None or [G, N], stored order.
-            dtype: dtype of the arithmetic, too.
+            dtype: dtype of the arithmetic and of the result.
         """
         values = self.values(words, dtype)
         k, n = values.shape
