@@ -145,7 +145,7 @@ def even_splits(problem: Problem, device: Device) -> list[WarpgroupConfig]:
 def tile_after_tile(problem: Problem, device: Device, blocks: int) -> list[WarpgroupConfig]:
     """The variants of the warpgroup kernel that store tiles apart where ``blocks`` blocks run at once."""
     small = replace(device, multiprocessors=blocks, clusters=())
-    return [config for config in warpgroup.candidates(problem, small) if config.apart(problem)]
+    return [config for config in warpgroup.candidates(problem, small) if config.has_store_warps(problem)]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

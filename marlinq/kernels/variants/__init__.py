@@ -1,4 +1,9 @@
-"""The kernels that multiply, one file each: candidates, cost, configuration and parameters."""
+"""The product kernels, one file each: candidate configurations, estimated seconds, parameters.
+
+Words that every file uses: a *tile* is the output of one block or cluster; a *row* is 16 channels of K, as
+words are stored; a *chunk* is the rows that a warp or warpgroup takes at a time; a *part* is a share of K
+whose sums are added to others'; a *stage* is a place for one chunk in the ring buffer in shared memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the tensors of a product to a kernel's parameters."""
+"""Kernel parameters from the tensors of a product."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def plain_arguments(operands: Operands, dependent: bool) -> PlainArguments:
 def mapped_arguments(
     operands: Operands, tile_m: int, tiles: int, rows: int, dependent: bool
 ) -> MappedArguments:
-    """Parameters of the bulk kernel, whose stages are filled by tensor copies.
+    """Parameters of the bulk kernel, which fills stages of its ring by tensor copies (TMA).
 
     Args:
         operands: the product's tensors.
         tile_m: rows of activations in a stage.
         tiles: 64-column tiles of weights in a stage.
         rows: rows of 16 channels in a stage.
-        dependent: whether the kernel is launched to overlap with the previous one.
+        dependent: whether the launch overlaps with the previous kernel of the stream.
     """
     return MappedArguments(*_mapped(operands, tile_m, tiles, rows, dependent))
 
@@ -38,7 +38,10 @@ def mapped_arguments(
 def warpgroup_arguments(
     operands: Operands, tile_m: int, tiles: int, rows: int, dependent: bool
 ) -> WarpgroupArguments:
-    """As :func:`mapped_arguments`, of the warpgroup kernel, with no place for sums that blocks share."""
+    """Parameters of the warpgroup kernel; ``partials`` and ``flags`` are null until ``share`` sets them.
+
+    Arguments are those of :func:`mapped_arguments`.
+    """
     return WarpgroupArguments(*_mapped(operands, tile_m, tiles, rows, dependent))
 
 
@@ -73,7 +76,7 @@ def _mapped(operands: Operands, tile_m: int, tiles: int, rows: int, dependent: b
 
 
 def _addresses(operands: Operands) -> tuple[int, int, int, int]:
-    """Scales, zero points, bias and result; 0 for what is not there."""
+    """Addresses of scales, zero points, bias and result; 0 for None."""
     return (
         operands.weight.scales.data_ptr(),
         0 if operands.weight.zeros is None else operands.weight.zeros.data_ptr(),

@@ -1,4 +1,4 @@
-"""The host's side of the bulk kernel (``cuda/kernels/bulk.cuh``): variants, resources and cost."""
+"""Host side of the bulk kernel (``cuda/kernels/bulk.cuh``): configurations, resources, estimated seconds."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from marlinq.kernels.variants.tiles import (
 
 # Largest batch that it is considered for: it has no larger tile.
 _MOST_BATCH = 16
-# Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py): by BLOCKS_M and zero
-# points, and how many more when a chunk holds several groups.
+# Registers a thread needs to avoid spills (tests/kernels/test_compile.py), by (BLOCKS_M, zero points); and
+# further registers, by BLOCKS_M, when a chunk holds several groups.
 _REGISTERS_NEEDED = {(1, False): 128, (1, True): 128, (2, False): 128, (2, True): 168}
 _REGISTERS_OF_SHORT_QUANT_GROUPS = {1: 8, 2: 32}
 _MAX_STAGES = 32
-# Bytes of weights on their way to a multiprocessor, where its rings hold many more.
+# Bytes of weights in flight to a multiprocessor whose rings have room for many more.
 _ON_THEIR_WAY = 96 * 1024
-_LEAST_STAGES = 3  # of a part: with two, waiting and multiplying take turns
-# (warps side by side, parts of K), and the (rows, blocks a multiprocessor) that each is considered with. Of
-# 4,000 random layers, batches and formats on three GPUs hardly one took any other.
+_LEAST_STAGES = 3  # per part of K: with two, waiting and multiplying alternate instead of overlapping
+# (warps side by side, parts of K): the pairs (rows of a chunk, blocks a multiprocessor) considered with them.
+# Of 4,000 random layers, batches and formats on three GPUs, hardly one chose anything else.
 _SHAPES = {
     (1, 4): ((8, 1), (8, 2), (4, 1), (4, 2), (4, 3)),
     (1, 6): ((8, 1),),
@@ -56,28 +56,28 @@ _SHAPES = {
 class Costs:
     """Fitted constants of the estimate, from times measured on an H200 (``lab/kernels/fit_costs.py``).
 
-    Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler.
+    Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler. A row
+    is 16 channels x 64 columns of weights, a chunk the rows that a warp takes at a time.
 
     Attributes:
         wave: seconds from a wave's start until its first bytes arrive.
         latency: seconds from a request to its bytes once the ring is full.
         crowding: increase of memory time, as a factor, per mebibyte that each multiprocessor requests ahead.
-        row: issue cycles a warp needs for a row of weights (16 channels), whatever M, where zero points are
-            subtracted.
-        codes: issue cycles a warp needs for a row of weights where codes are multiplied without subtraction.
+        row: issue cycles a warp needs per row where zero points are subtracted, products excluded.
+        codes: issue cycles a warp needs per row where codes are multiplied without subtraction, products
+            excluded.
         product: issue cycles of an ``mma.sync``.
         closing: issue cycles to scale sums, per block of eight batch rows and per quantisation group or
             chunk that ends.
-        stalls: cycles a row takes, as a multiple of its issue cycles, for a warp that has its scheduler
-            alone.
-        chunk: cycles a warp needs to take a chunk and to release it.
-        sharing: cycles that each further warp sharing the chunk adds to that.
+        stalls: cycles a row takes, as a multiple of its issue cycles, for the only warp of a scheduler.
+        chunk: cycles a warp needs to wait for a chunk's stage and to release it.
+        sharing: cycles that each further warp of the same chunk adds to ``chunk``.
         copy: bytes a second at which one chunk arrives.
         producer: cycles of the TMA producer per chunk.
         box: cycles of the copying unit per 128-byte row of a box of activations.
         reduction: bytes a second of sums that a multiprocessor sends and adds.
         cluster: seconds of a cluster's barriers.
-        member: seconds that each block of a cluster adds to them.
+        member: seconds that each block of a cluster adds to the barriers.
         sharpness: exponent p of the p-norm that combines the shares of a launch's time (p = 1: they add; p
             large: the longest counts).
     """
@@ -122,22 +122,23 @@ class BulkConfig(WarpTiles):
 
     @property
     def threads(self) -> int:
-        """Threads of a block, the copying warp included."""
+        """Threads of a block, with those of the producer warp."""
         return 32 * (self.warps_n * self.warps_k + 1)
 
     def shared_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory of a block: the aligned ring of stages, and where sums are received."""
+        """Bytes of dynamic shared memory of a block: the aligned ring of stages, and room for sums
+        received."""
         slots = -(-4 * self.warps_n // self.cluster)
         received = self.parts * slots * self.blocks_m * 512
         return self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + received + 1024
 
     def window(self, problem: Problem) -> int:
-        """Chunks of a block on their way at once."""
+        """Chunks of a block in flight at once."""
         chunk = weight_bytes(problem, self.tile_n, self.rows)
         return chunks_on_their_way(chunk, self.stages, self.min_blocks, _ON_THEIR_WAY)
 
     def instantiation(self, problem: Problem) -> Instantiation:
-        """What is compiled for the problem."""
+        """Template and configuration struct to compile for ``problem``."""
         return Instantiation(
             self.header,
             self.function,
@@ -160,7 +161,7 @@ class BulkConfig(WarpTiles):
         return mapped_arguments(operands, self.tile_m, self.warps_n, self.rows, dependent)
 
     def activation_box(self, problem: Problem, stride: int) -> ActivationBox | None:
-        """Boxes of a tile's rows."""
+        """Tensor map with boxes of TILE_M rows."""
         return ActivationBox(problem.m, problem.k, stride, self.tile_m)
 
     def handover(self, problem: Problem) -> Handover | None:
@@ -168,11 +169,11 @@ class BulkConfig(WarpTiles):
         return None
 
     def activates(self, problem: Problem) -> bool:
-        """Only without an activation: warps send their sums away, so gate and up never meet."""
+        """True only without an activation: warps send sums to other blocks, so gate and up never meet."""
         return problem.activation is None
 
     def row_variant(self, problem: Problem, *, normed: bool, adds: bool) -> RowVariant | None:
-        """Leaves rows that are not normalised; it takes none."""
+        """The kernel that adds to the residual stream; None where the input has to be normalised."""
         if normed or (adds and problem.activation is not None):
             return None
         return RowVariant.of(
@@ -185,16 +186,16 @@ class BulkConfig(WarpTiles):
         )
 
     def order_of_sums(self, problem: Problem) -> tuple[object, ...]:
-        """Cluster, parts, rows of a chunk, and whether codes are multiplied as they are."""
+        """Cluster, parts, rows of a chunk, and whether raw codes are multiplied."""
         codes = self.blocks_m == 1 and problem.format.sums_codes
         return self.variant, self.cluster, self.parts, self.rows, codes
 
 
 def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[BulkConfig]:
-    """The variants worth estimating, all of which fit the device's registers and shared memory.
+    """The configurations worth estimating, all of which fit the device's registers and shared memory.
 
-    With ``batch_invariant`` they all multiply codes minus zero points, whatever M, and large clusters need
-    not run all at once; for a batch alone those never win.
+    With ``batch_invariant`` all of them multiply codes minus zero points, for every M, and clusters that
+    don't all run at once are included. Without it such clusters are left out, since they are never fastest.
     """
     if not device.has_clusters:
         return
@@ -206,13 +207,13 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         registers += short_quant_groups * _REGISTERS_OF_SHORT_QUANT_GROUPS[blocks_m]
         if registers_of_a_thread(warps_n * warps_k + 1, blocks) < registers:
             continue
-        # The barriers, and what the driver keeps of every block, come on top.
+        # 2048 bytes a block: barriers, and the shared memory that the driver reserves.
         room = device.shared_bytes // blocks - 2048
         single = BulkConfig(warps_n, warps_k, blocks_m, rows, 1, 0, blocks)
         stage = stage_bytes(problem, single.tile_m, single.tile_n, rows)
         for cluster in cluster_sizes(problem, device, single, blocks, every=batch_invariant):
             config = replace(single, cluster=cluster)
-            # A stage belongs to one part.
+            # Each part of K has the same number of stages.
             stages = min(_MAX_STAGES, (room - config.shared_bytes(problem)) // stage) // warps_k * warps_k
             if stages >= _LEAST_STAGES * warps_k:
                 yield replace(config, stages=stages)
@@ -222,7 +223,7 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
     chunks = -(-problem.k // config.chunk)
     fed = -(-chunks // config.cluster)
-    turns = -(-fed // config.warps_k)  # of the part with the most chunks
+    turns = -(-fed // config.warps_k)  # chunks of the longest part
     channels = chunks / config.cluster * config.chunk
     weights = channels * config.tile_n * problem.bytes_per_weight
     read = weights + channels * config.tile_m * 2
@@ -243,7 +244,8 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     resident = resident_blocks(problem, device, config, registers)
     for load in device.loads(config.grid(problem), config.cluster, resident):
         parts = load.blocks * min(config.warps_k, fed)
-        # Warps of one scheduler. Those of a part work at once, on whichever scheduler has most of them.
+        # Warps that share a scheduler. The warps of one part run together, so the scheduler with most of them
+        # sets the pace.
         even = config.warps_n / SCHEDULERS
         issued = max(1.0, parts * even + (-(-config.warps_n // SCHEDULERS) - even) / parts)
         ahead = load.blocks * weights * min(1.0, config.stages / fed) / 2**20
@@ -267,8 +269,9 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
 
 
 def _suits(problem: Problem, device: Device, *, dependent: bool) -> bool:
-    # It would run on later GPUs too, where nobody has measured it. In chains it lost in every place with as
-    # many stages as fit (docs/kernels.md, "Dependent launches"); where it wins with fewer, that is recorded.
+    # GPUs after 9.0 could run it, but it was not measured there. Under dependent launches it lost for every
+    # measured layer with as many stages as fit (docs/kernels.md, "Dependent launches"); layers where it wins
+    # with fewer are in choose/measured.
     return problem.m <= _MOST_BATCH and device.has_warpgroups and not dependent
 
 

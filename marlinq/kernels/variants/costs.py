@@ -1,4 +1,4 @@
-"""How the cost models put a kernel's work together: overlap, queues, and a wave's share of the memory."""
+"""Formulas that the cost models share: overlapping work, queues, and the time a wave's bytes need."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.device import Device, Load, registers_of_a_thread
 from marlinq.kernels.contract.problem import Problem
 
-# Of a multiprocessor.
+# Warp schedulers and 32-bit registers of a multiprocessor.
 SCHEDULERS = 4
 REGISTERS = 65536
 
 
 @dataclass(frozen=True)
 class Physics:
-    """What is the same for every kernel; the models' own constants are what these leave unexplained.
+    """Constants of the hardware, the same for every kernel; each model fits its own beside them.
 
     Attributes:
         launch: seconds from a launch to the first instruction, and from the last to the next launch.
-        port: bytes a second that one multiprocessor receives from L2. All ports of a GPU together take less
-            than L2 gives, so L2 has no term of its own.
+        port: bytes a second that one multiprocessor receives from L2. All ports together receive less than L2
+            can send, so the models have no term for L2.
     """
 
     launch: float = 7.8e-07
@@ -33,9 +33,9 @@ PHYSICS = Physics()
 
 
 def overlapped(times: Mapping[str, float], sharpness: float) -> tuple[float, str]:
-    """Time of work that overlaps, and the longest share's name.
+    """Seconds of kinds of work that overlap, and the name of the longest.
 
-    The norm of the shares with exponent ``sharpness``: 1 would be their sum, infinity the longest alone.
+    The p-norm of their times with p = ``sharpness``: 1 adds them, infinity takes the longest alone.
     """
     busiest = max(times, key=times.__getitem__)
     longest = times[busiest]
@@ -46,7 +46,10 @@ def overlapped(times: Mapping[str, float], sharpness: float) -> tuple[float, str
 
 
 def resident_blocks(problem: Problem, device: Device, config: Configuration, registers: int) -> int:
-    """Blocks that a multiprocessor has room for; a thread takes ``registers``, or as many as it is given."""
+    """Blocks that fit on a multiprocessor, by registers and shared memory.
+
+    ``registers``: registers that a thread uses unless ``min_blocks`` of the configuration caps them.
+    """
     registers = min(registers, registers_of_a_thread(config.threads // 32, config.min_blocks))
     room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
     return max(config.min_blocks, min(room, REGISTERS // (registers * config.threads)))
@@ -54,16 +57,17 @@ def resident_blocks(problem: Problem, device: Device, config: Configuration, reg
 
 @lru_cache(maxsize=4096)
 def round_trip(customers: int, delay: float, stations: tuple[float, ...], collision: float) -> float:
-    """How long one of several customers takes to pass all stations once, where each serves one at a time.
+    """Seconds that one of ``customers`` needs to pass all stations once; a station serves one at a time.
 
-    Mean value analysis of a closed queue (Reiser and Lavenberg 1980): who arrives waits for those that would
-    stand there without him, ``collision`` of the time that they need: 1 for times that scatter.
+    Mean value analysis of a closed queue (Reiser and Lavenberg 1980). A customer that arrives at a station
+    waits ``collision`` times the service time of the mean queue there with one customer fewer. Here customers
+    are warps, and stations are schedulers and tensor cores.
 
     Args:
-        customers: their number.
-        delay: time of a customer beside the stations.
-        stations: service times.
-        collision: how much of a queue one waits for.
+        customers: number of customers.
+        delay: seconds a customer spends outside the stations.
+        stations: seconds of service at each station.
+        collision: share of the queue that an arrival waits for; 1 for exponentially distributed times.
     """
     queues = [0.0] * len(stations)
     trip = delay
@@ -75,13 +79,13 @@ def round_trip(customers: int, delay: float, stations: tuple[float, ...], collis
 
 
 def streaming_seconds(device: Device, load: Load, own: float, read: float) -> dict[str, float]:
-    """Seconds in which a wave's bytes arrive, at the device memory and at a multiprocessor's port.
+    """Seconds that the bytes of a wave need, at the device memory and at a multiprocessor's port to L2.
 
     Args:
         device: GPU with the rates.
         load: the wave.
-        own: bytes of device memory a block, shared ones once.
-        read: bytes a block takes from L2.
+        own: bytes a block adds to the traffic of device memory; bytes that blocks share are divided by them.
+        read: bytes a block reads from L2.
     """
     return {
         "device memory": load.grid * own / device.bandwidth,

@@ -1,10 +1,10 @@
-"""The stages of the ring (``cuda/tma/stage_layout.cuh``), and how many of them are in flight at once."""
+"""Bytes of a stage of the ring buffer (``cuda/tma/stage_layout.cuh``), and chunks in flight at once."""
 
 from __future__ import annotations
 
 from marlinq.kernels.contract.problem import Problem
 
-# A ring with no more weights than this, over all blocks of a multiprocessor, is asked for as it empties.
+# Bytes of weights in all rings of a multiprocessor up to which every empty stage is requested at once.
 _ALL_AT_ONCE = 104 * 1024
 
 
@@ -18,22 +18,22 @@ def weight_bytes(problem: Problem, tile_n: int, rows: int) -> int:
 
 
 def stage_bytes(problem: Problem, tile_m: int, tile_n: int, rows: int) -> int:
-    """Bytes of a stage: one chunk of activations, weights, scales, zero points."""
+    """Bytes of a stage: a chunk's activations, words, scales and zero points, rounded up to 1,024."""
     stage = 16 * rows * tile_m * 2 + weight_bytes(problem, tile_n, rows)
     return -(-stage // 1024) * 1024
 
 
 def chunks_on_their_way(chunk: int, stages: int, blocks: int, most: int) -> int:
-    """Chunks that a block asks for before the first of them has arrived.
+    """Chunks that a block keeps in flight.
 
-    Where the ring is large, fewer than it holds: memory that is asked for more than it needs to be busy
-    gives less (docs/kernels.md, "Chunks in flight").
+    Fewer than ``stages`` where the ring is large: too many bytes in flight lower the achieved bandwidth
+    (docs/kernels.md, "Chunks in flight").
 
     Args:
         chunk: bytes of a chunk's weights.
         stages: stages of the ring.
         blocks: blocks on a multiprocessor.
-        most: bytes of weights on their way to a multiprocessor, about.
+        most: bytes of weights to keep in flight per multiprocessor, about.
     """
     if chunk * stages * blocks <= _ALL_AT_ONCE:
         return stages

@@ -1,4 +1,5 @@
-"""The host's side of the stream kernel (``cuda/kernels/stream.cuh``): variants, resources and cost."""
+"""Host side of the stream kernel (``cuda/kernels/stream.cuh``): configurations, resources, estimated
+seconds."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ from marlinq.kernels.variants.tiles import (
 
 # Shared memory of a block with which chunks of 8-bit codes have eight rows.
 _LONG_CHUNKS_BYTES = 160_000
-# Largest batch that it is considered for beside others, where a GPU has others for all batches.
+# Rows of the largest batch it is considered for on GPUs that can also run the warpgroup kernel.
 _MOST_BATCH = 16
-# Largest tile that works on whole rows.
+# Rows of the largest tile with an RMS norm or a residual stream.
 _ROWS_MOST = 8
-# By (BLOCKS_M, SCALE_SUMS). Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py).
+# Registers a thread needs to avoid spills (tests/kernels/test_compile.py), by (BLOCKS_M, SCALE_SUMS).
 _REGISTERS_NEEDED = {
     (1, True): 128,
     (1, False): 128,
@@ -50,8 +51,8 @@ _REGISTERS_NEEDED = {
     (4, False): 128,
     (8, False): 240,
 }
-# (warps side by side, parts of K), and the (blocks a multiprocessor, stages) that each is considered with. Of
-# 20,000 random layers, batches and formats on eleven GPUs, hardly one took any other.
+# (warps side by side, parts of K): the pairs (blocks a multiprocessor, stages) considered with them. Of
+# 20,000 random layers, batches and formats on eleven GPUs, hardly one chose anything else.
 _SHAPES = {
     (1, 4): ((1, 3), (1, 4), (1, 6), (2, 3), (2, 4), (3, 3)),
     (1, 6): ((1, 3), (2, 3)),
@@ -70,11 +71,11 @@ _SHAPES = {
     (7, 2): ((1, 3),),
     (8, 1): ((1, 3),),
 }
-# Of a warp's digits (``cuda/mma/integer_digits.cuh``), and registers of a thread by whether a chunk is one
-# group.
+# Integer digits (``cuda/mma/integer_digits.cuh``): bytes of shared memory a warp, and registers of a thread
+# by whether a chunk lies within one group.
 _DIGIT_BYTES = 512
 _REGISTERS_DIGITS = {True: 96, False: 128}
-# Registers of a thread where nothing limits them, by BLOCKS_M (lab/kernels/resources.py).
+# Registers the compiler gives a thread without a limit, by BLOCKS_M (lab/kernels/resources.py).
 _REGISTERS_USED = {1: 128, 2: 144, 4: 152, 8: 208}
 
 
@@ -82,30 +83,33 @@ _REGISTERS_USED = {1: 128, 2: 144, 4: 152, 8: 208}
 class Costs:
     """Fitted constants of the estimate, from times measured on an H200 (``lab/kernels/fit_costs.py``).
 
-    Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler.
+    Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler. A row
+    is 16 channels x 64 columns of weights, a chunk the rows that a warp takes at a time; a step is one chunk
+    of every warp of a block. A row
+    is 16 channels x 64 columns of weights, a chunk the rows that a warp takes at a time; a step is one chunk
+    of every warp of a block.
 
     Attributes:
         wave: seconds from a wave's start until its first bytes arrive.
         latency: seconds from a request to its bytes once the ring is full.
         crowding: increase of memory time, as a factor, per mebibyte that each multiprocessor requests ahead.
-        row: issue cycles a warp needs for a row of weights (16 channels), whatever M, where sums are scaled
-            and zero points subtracted.
-        codes: issue cycles a warp needs for a row of weights where codes are multiplied without subtraction.
-        digits: issue cycles a warp needs for a row of weights where integer digits are multiplied, scaling
+        row: issue cycles a warp needs per row where zero points are subtracted, products and scaling
             excluded.
-        conversion: cycles a warp waits while a chunk's activations become digits.
+        codes: issue cycles a warp needs per row where codes are multiplied without subtraction, products and
+            scaling excluded.
+        digits: issue cycles a warp needs per row where integer digits are multiplied, scaling excluded.
+        conversion: cycles a warp waits while a chunk's activations are converted to digits.
         product: issue cycles of an ``mma.sync``.
-        closing: issue cycles to scale sums, per row of weights, block of eight batch rows and quantisation
-            group of a chunk.
-        scaling: issue cycles to scale weights, per row of weights.
-        stalls: cycles a row takes, as a multiple of its issue cycles, for a warp that has its scheduler
-            alone.
-        step: cycles of a barrier at the end of a step between the warps that share activations.
-        turn: cycles of the end of a step for a warp that shares activations with no other.
+        closing: issue cycles to scale sums, per row, block of eight batch rows and quantisation group of a
+            chunk.
+        scaling: issue cycles to scale weights instead of sums, per row.
+        stalls: cycles a row takes, as a multiple of its issue cycles, for the only warp of a scheduler.
+        step: cycles of the barrier that ends a step, where warps share activations.
+        turn: cycles that end a step where each warp has its own activations.
         reduction: bytes a second at which a multiprocessor reads sums from its own shared memory.
         remote: bytes a second at which a multiprocessor reads sums from shared memory of its cluster.
         cluster: seconds of two cluster barriers.
-        member: seconds that each block of a cluster adds to them.
+        member: seconds that each block of a cluster adds to the barriers.
         sharpness: exponent p of the p-norm that combines the shares of a launch's time (p = 1: they add; p
             large: the longest counts).
     """
@@ -137,7 +141,8 @@ COSTS = Costs()
 class StreamConfig(WarpTiles):
     """The compile-time parameters of the stream kernel; see its header comment.
 
-    With ``digits`` a block has one batch row, by integer products (``cuda/mma/integer_digits.cuh``).
+    With ``digits`` a block has one batch row and multiplies by integer ``mma.sync``
+    (``cuda/mma/integer_digits.cuh``).
     """
 
     warps_n: int
@@ -165,7 +170,8 @@ class StreamConfig(WarpTiles):
         return 32 * self.warps_n * self.warps_k
 
     def shared_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory of a block: the ring of stages, or the reduction buffer that follows it."""
+        """Bytes of dynamic shared memory of a block: the ring of stages, or the sums that replace it at the
+        end if they need more."""
         warps = self.warps_n * self.warps_k
         groups = 1 if problem.quant_group == 0 else max(1, self.chunk // problem.quant_group)
         stage = warps * self.rows * 64 * problem.format.row_bytes
@@ -176,7 +182,7 @@ class StreamConfig(WarpTiles):
         return max(ring, reduction)
 
     def instantiation(self, problem: Problem) -> Instantiation:
-        """What is compiled for the problem."""
+        """Template and configuration struct to compile for ``problem``."""
         return Instantiation(
             self.header,
             self.function,
@@ -201,7 +207,7 @@ class StreamConfig(WarpTiles):
         return plain_arguments(operands, dependent)
 
     def activation_box(self, problem: Problem, stride: int) -> ActivationBox | None:
-        """None: activations are read from their address."""
+        """None: activations are read by address, without a tensor map."""
         return None
 
     def handover(self, problem: Problem) -> Handover | None:
@@ -209,11 +215,11 @@ class StreamConfig(WarpTiles):
         return None
 
     def activates(self, problem: Problem) -> bool:
-        """Whether a block has gate and up of the same columns, whose sums meet in its shared memory."""
+        """Whether a block holds gate and up of the same columns, whose sums meet in its shared memory."""
         return problem.activation is None or holds_pairs(problem, self.tile_n)
 
     def row_variant(self, problem: Problem, *, normed: bool, adds: bool) -> RowVariant | None:
-        """In tiles of up to eight rows; with larger ones there are no registers for it."""
+        """The kernel with norm or residual stream, in tiles of eight rows; larger tiles lack registers."""
         if self.tile_m > _ROWS_MOST or (adds and problem.activation is not None):
             return None
         return RowVariant.of(
@@ -230,37 +236,38 @@ class StreamConfig(WarpTiles):
         return self.variant, self.parts, self.rows, self.scale_sums
 
     def describe(self) -> str:
-        """Tile and split, for people."""
+        """Tile and split of K as text for messages."""
         split = f"K in {self.parts} parts over {self.cluster} blocks"
         digits = " by integer digits" if self.digits else ""
         return f"tile {self.tile_m}x{self.tile_n}{digits}, {split}"
 
 
 def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[StreamConfig]:
-    """The variants worth estimating, all of which fit the device's registers and shared memory.
+    """The configurations worth estimating, all of which fit the device's registers and shared memory.
 
-    With ``batch_invariant`` they all scale weights and take chunks of the same length, whatever M.
+    With ``batch_invariant`` all of them scale weights and take chunks of the same length, for every M.
     """
     if batch_invariant:
         blocks_m = 2 if problem.m <= 16 else 4
         registers = 240 if blocks_m == 4 and problem.zeros else _REGISTERS_NEEDED[blocks_m, False]
         yield from _splits(problem, device, blocks_m, scale_sums=False, registers=registers, every=True)
         return
-    # The largest tile spills with zero points of a single group or of the smallest ones on some
-    # architectures; on 10.x, under NVRTC 13.0, without them too.
+    # Tiles of 64 rows spill on some architectures with zero points and one group, or groups of 32. On 10.x
+    # under NVRTC 13.0 they spill with such groups even without zero points, and with every format whose
+    # subtraction and scaling take two instructions.
     single_or_smallest = problem.quant_group in (0, 32)
     spills = problem.zeros and single_or_smallest
     if device.capability // 10 == 10:
         spills = single_or_smallest or not problem.format.fuses
     largest = 4 if spills else 8
     blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), largest)
-    # Other GPUs have what it takes, but nobody has measured them.
+    # Integer digits would run on other GPUs, too, but were measured on 9.0 only.
     if problem.m == 1 and device.has_warpgroups and problem.format.sums_codes:
         registers = _REGISTERS_DIGITS[problem.quant_group in (0, 128)]
         yield from _splits(problem, device, 1, scale_sums=True, registers=registers, digits=True)
         return
     for wanted in _ways_of_scaling(problem, device, blocks_m):
-        # Short chunks end within such a group, whose sums then can't be scaled.
+        # A short chunk is 64 channels, half a group of 128: sums can't be scaled at its end.
         scale_sums = wanted and not (problem.quant_group == 128 and _takes_short_chunks(problem, device))
         registers = _REGISTERS_NEEDED[blocks_m, scale_sums]
         if blocks_m == 1 and problem.quant_group in (32, 64):
@@ -271,13 +278,16 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
 
 
 def _ways_of_scaling(problem: Problem, device: Device, blocks_m: int) -> tuple[bool, ...]:
-    """Whether sums can be scaled: that takes a second set of accumulators and work at every group's end."""
+    """Values of SCALE_SUMS to consider: True scales sums at every group's end, False scales weights.
+
+    Scaling sums needs a second set of accumulators.
+    """
     if problem.quant_group == 16:
         return (False,)
     if blocks_m == 1:
         return (True,)
     if blocks_m == 2 and device.has_warpgroups and problem.quant_group in (0, 128):
-        return (True,)  # where scaling weights is the faster way, other kernels are faster still
+        return (True,)  # where scaling weights is faster, the bulk or warpgroup kernel is faster still
     spills = device.capability // 10 == 10 and not problem.format.fuses
     if blocks_m == 2 or (blocks_m == 4 and problem.quant_group in (0, 128) and not spills):
         return (False, True)
@@ -285,7 +295,7 @@ def _ways_of_scaling(problem: Problem, device: Device, blocks_m: int) -> tuple[b
 
 
 def _takes_short_chunks(problem: Problem, device: Device) -> bool:
-    """Whether chunks have four rows of 16 channels: three stages with eight rows of 8-bit codes don't fit."""
+    """Whether chunks have four rows of 16 channels, because three stages of eight rows don't fit."""
     return problem.format.bits == 8 and device.shared_bytes < _LONG_CHUNKS_BYTES
 
 
@@ -298,7 +308,10 @@ def _splits(
     every: bool = False,
     digits: bool = False,
 ) -> Iterator[StreamConfig]:
-    """With ``every`` also clusters that don't all run at once; for a batch alone they never win."""
+    """Configurations for all splits of K over warps and clusters.
+
+    With ``every`` clusters that don't all run at once are included; otherwise they never win.
+    """
     rows = 4 if blocks_m == 8 or _takes_short_chunks(problem, device) else 8
     for (warps_n, warps_k), listed in _SHAPES.items():
         most = min(3, REGISTERS // (registers * 32 * warps_n * warps_k))
@@ -314,7 +327,7 @@ def _splits(
 
 
 def _resident(problem: Problem, device: Device, config: StreamConfig) -> int:
-    """Blocks that a multiprocessor has room for."""
+    """Blocks that fit on a multiprocessor, by registers and shared memory."""
     used = (
         _REGISTERS_DIGITS[problem.quant_group in (0, 128)]
         if config.digits
@@ -334,7 +347,7 @@ def estimate(
     weights = channels * config.tile_n * problem.bytes_per_weight
     read = weights + channels * batch * 2
     own = weights / -(-problem.m // config.tile_m)
-    closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)  # of a chunk
+    closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)  # group ends a chunk
     if config.digits:
         row = costs.digits + costs.closing * closings * DIGIT_CLOSING
     elif config.scale_sums and config.blocks_m == 1 and problem.format.sums_codes:
@@ -350,14 +363,14 @@ def estimate(
     seconds, busiest = PHYSICS.launch, ""
     resident = _resident(problem, device, config)
     for load in device.loads(config.grid(problem), config.cluster, resident):
-        issued = -(-load.blocks * warps // SCHEDULERS)  # of the fullest scheduler
-        # A run's first chunks are requested together, however many there are.
+        issued = -(-load.blocks * warps // SCHEDULERS)  # warps of the fullest scheduler
+        # Share of a warp's chunks that are requested together at the start.
         first = min(1.0, (config.stages - 1) / steps)
         ahead = load.blocks * first * weights / 2**20
         slowed = own * (1 + costs.crowding * ahead * (1 - first))
         times = streaming_seconds(device, load, slowed, read)
         times["requests"] = steps / (config.stages - 1) * costs.latency
-        # Hardly anybody else works while warps meet, unless there is another block.
+        # While the warps of a block wait at the barrier that ends a step, only other blocks issue.
         meets = costs.step if config.warps_n > 1 else costs.turn
         met = meets / load.blocks
         times["instructions"] = steps * (config.rows * row * issued + met) / device.clock

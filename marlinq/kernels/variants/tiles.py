@@ -1,4 +1,4 @@
-"""What the kernels built on ``mma.sync`` share: warps side by side and one after the other in K."""
+"""Tiles and costs shared by the kernels built on ``mma.sync``: warps side by side in N and split over K."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.problem import Problem
 from marlinq.kernels.contract.weight_formats import INT4
 
-# Where codes are multiplied as they are (``cuda/mma/quant_group_sums.cuh``): products of a row, one of
-# them of the activations alone, and how many times the instructions of scaling plain sums a group's end
-# takes.
+# Where raw codes are multiplied (``cuda/mma/quant_group_sums.cuh``): ``mma.sync`` per row of 16 channels x 64
+# columns, one of the five summing activations for the zero point; and the cost of a group's end, as a
+# multiple of scaling plain sums.
 CODE_PRODUCTS, CODE_CLOSING = 5, 3
-# The same of integer products (``cuda/mma/integer_digits.cuh``): two accumulators of four are a row's.
+# Cost of a group's end for integer digits (``cuda/mma/integer_digits.cuh``), as a multiple of scaling plain
+# sums.
 DIGIT_CLOSING = 2
-# Issue cycles of the further shifts that a row's bfloat16 codes take, at half rate.
+# Issue cycles per row of 16 channels x 64 columns for the further shifts of bfloat16 codes, at half rate.
 CODE_SHIFTS_BFLOAT16 = 16
 
 
 def unpacking(problem: Problem) -> float:
-    """Issue cycles that a row of weights takes beyond those of 4-bit integers, whose times were measured."""
+    """Issue cycles to unpack a row of 16 channels x 64 columns beyond those of INT4, which was measured."""
     kind = int(problem.bfloat16)
     return 4.0 * (problem.format.unpack[kind] - INT4.unpack[kind])
 
 
 def holds_pairs(problem: Problem, tile_n: int) -> bool:
-    """Whether a block of ``tile_n`` columns has gate and up of the same columns: their tiles take turns."""
+    """Whether blocks of ``tile_n`` columns hold gate and up of the same columns.
+
+    The weight alternates 64 columns of gate and 64 of up.
+    """
     return tile_n % 128 == 0 and problem.n % 128 == 0
 
 
@@ -33,10 +37,10 @@ class WarpTiles:
     """A block of ``warps_n`` times ``warps_k`` warps, each with 64 columns and a part of K.
 
     Attributes:
-        warps_n: warps side by side.
-        warps_k: parts that the block's slice of K has.
-        blocks_m: blocks of eight batch rows.
-        rows: rows of 16 channels that a warp takes at a time.
+        warps_n: warps side by side in N.
+        warps_k: warps that split the block's slice of K.
+        blocks_m: eights of batch rows in a tile.
+        rows: rows of 16 channels in a chunk, which a warp takes at a time.
         cluster: blocks that share a tile, each with a slice of K.
     """
 
@@ -58,7 +62,7 @@ class WarpTiles:
 
     @property
     def chunk(self) -> int:
-        """Channels of K that a warp takes at a time."""
+        """Channels of a chunk, which a warp takes at a time."""
         return 16 * self.rows
 
     @property
@@ -67,7 +71,7 @@ class WarpTiles:
         return self.cluster * self.warps_k
 
     def describe(self) -> str:
-        """Tile and split, for people."""
+        """Tile and split of K as text for messages."""
         return f"tile {self.tile_m}x{self.tile_n}, K in {self.parts} parts over {self.cluster} blocks"
 
     def grid(self, problem: Problem) -> int:
@@ -78,10 +82,15 @@ class WarpTiles:
 def cluster_sizes(
     problem: Problem, device: Device, single: WarpTiles, resident: int, *, every: bool
 ) -> Iterator[int]:
-    """Sizes of clusters that are considered for tiles like ``single``, which has a cluster of one block.
+    """Sizes of clusters worth estimating.
 
-    ``resident`` blocks fit a multiprocessor. With ``every`` also clusters that don't all run at once; for a
-    batch alone they never win.
+    Args:
+        problem: the product.
+        device: the GPU.
+        single: the configuration, with a cluster of one block.
+        resident: blocks that fit on a multiprocessor.
+        every: include clusters that don't all run at once. Only batch-invariant choices need them; otherwise
+            they are never fastest.
     """
     chunks, tiles = -(-problem.k // single.chunk), single.grid(problem)
     fitting = [
@@ -90,5 +99,5 @@ def cluster_sizes(
         if cluster * single.warps_k <= max(chunks, 4)
         and (every or cluster == 1 or device.runs_at_once(tiles, cluster, resident))
     ]
-    # Small clusters leave multiprocessors idle.
+    # Clusters below half the largest that fits leave multiprocessors idle.
     return (size for size in fitting if every or size == 1 or 2 * size >= fitting[-1])

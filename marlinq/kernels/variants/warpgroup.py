@@ -1,4 +1,4 @@
-"""The host's side of the warpgroup kernel (``cuda/kernels/warpgroup.cuh``): variants, resources and cost."""
+"""Host side of the warpgroup kernel (``cuda/kernels/warpgroup.cuh``): configurations, resources, seconds."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ from marlinq.kernels.variants.costs import PHYSICS, overlapped, resident_blocks,
 from marlinq.kernels.variants.stages import chunks_on_their_way, stage_bytes, weight_bytes
 from marlinq.kernels.variants.tiles import holds_pairs
 
-# Smallest batch that it is considered for. It lost on all measured layers at 16 rows, so fewer than nine were
-# not tried; from 17 on it is always expected to win, and from 33 on it did (docs/kernels.md, "Which kernel at
-# which batch").
+# Rows of the smallest batch it is considered for. At 16 rows it lost on all measured layers, so batches below
+# 9 were not tried; from 17 on its estimate is always the least, and from 33 on it measured fastest
+# (docs/kernels.md, "Which kernel at which batch").
 _LEAST_BATCH = 9
-# Batches from here on that are no powers of two, to which servers pad, take what serves many of them
-# (:func:`common`), or a model would need a hundred variants.
+# Rows from which batches that are no power of two use one of the few configurations of :func:`common`; with
+# one of its own for each batch, a model would need about a hundred. (Servers pad batches to powers of two.)
 _COMMON_LEAST = 33
-# Largest tile that works on whole rows: with larger ones it was not measured.
+# Rows of the largest tile with an RMS norm or a residual stream; larger ones were not measured.
 _WHOLE_ROWS_MOST = 64
-# Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
-# that a lane takes, with zero points, where one instruction subtracts and scales, where tiles are split
-# in chunks (a word, with zero points), and where sums are sent.
+# Registers of a consumer thread besides accumulators and operand fragments. The keys are words per lane and
+# row (:attr:`WarpgroupConfig.words`). Zero points, the instruction that subtracts and scales at once,
+# stream-K (with zero points: per word) and sums sent to other blocks each add some.
 _OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
 _ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
 _FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
 _STREAM_K_REGISTERS, _STREAM_K_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
-# Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum; and
-# the tiles where subtracting and scaling at once beats both for float16 (docs/kernels.md, "Scaled
-# sums and scaled codes").
+# Rows of the largest tile whose sums are scaled instead of its weights; in larger tiles scaling sums costs
+# more than it saves on weights. And for float16, rows of the tiles where one instruction that subtracts and
+# scales is faster than either (docs/kernels.md, "Scaled sums and scaled codes").
 _SCALED_SUMS_MOST = 64
 _FUSED_LEAST, _FUSED_MOST = 32, 96
-# Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners
-# (docs/kernels.md, "Hand-over of sums in a cluster").
+# Sums are sent to the blocks that own them up to these rows of a tile, and these rows of a cluster's tiles
+# together (docs/kernels.md, "Hand-over of sums in a cluster").
 _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
-# Instructions that scale an operand's fragment, and those that turn a word into one and scale it at once.
+# Instructions that scale one operand fragment; and those that unpack, subtract and scale eight codes at once.
 _SCALE, _FUSED = 4, 10
-# By the number of multiplying warpgroups and whether the last one does more than copy, for parts of K or for
-# tiles stored apart: registers of a multiplying and of a copying thread when the even share of a launch is
-# not enough (setmaxnreg).
+# Registers of a consumer and of a producer thread after setmaxnreg, for launches whose even share is too
+# small. Keys: number of consumer warpgroups, and whether the producer warpgroup also adds parts of K or
+# stores tiles.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
-# The larger ones save a wave of few tiles; where a batch has more tiles than this, 128 rows were level with
-# them or faster (docs/kernels.md, "Large tiles").
+# Batches of this many tiles and more take tiles of at most 128 rows: measured as fast as larger ones or
+# faster. Larger tiles help only where they save one of few waves (docs/kernels.md, "Large tiles").
 _MANY_TILES, _MANY_TILES_MOST = 8, 128
-# Powers of two from here on were never expected to be faster with tiles of another height.
+# Batches that are powers of two, from 256 rows on, take these tiles; no other had the least estimate.
 _POWER_ROWS, _POWER_TILES_M = 256, (64, 96, 128)
-# This tile, with several groups of columns, saves a wave where it leaves one alone, and was slower by a tenth
-# and more where it left several.
+# Tiles of 176 rows with several warpgroups side by side are used only where all tiles fit in one wave:
+# measured slower by 10 % and more in several waves.
 _FULL_TILE = 176
-# (words, warpgroups_n, parts_k), and the (rows, blocks a multiprocessor) that each is considered with. Of
-# 4,000 random layers, batches and formats on three GPUs hardly one took any other.
+# (words, warpgroups_n, parts_k): the pairs (rows of a chunk, blocks a multiprocessor) considered with them.
+# Of 4,000 random layers, batches and formats on three GPUs, hardly one chose anything else.
 _SHAPES = {
     (4, 1, 2): ((8, 1),),
     (4, 1, 3): ((8, 1),),
@@ -81,9 +81,9 @@ _SHAPES = {
     (1, 2, 1): ((8, 1), (8, 2)),
     (1, 3, 1): ((8, 1), (4, 1)),
 }
-# (tile_m, words, warpgroups_n, parts_k, cluster, stream-K): what serves batches that are no powers of two, so
-# that a model needs few variants. Of ten that ``lab/kernels/choose_common.py`` chooses, without the two that
-# save least for a further variant; they are expected to cost 4 % over the best on average, and up to 44 %.
+# (tile_m, words, warpgroups_n, parts_k, cluster, stream-K): the configurations for batches that are no powers
+# of two. ``lab/kernels/choose_common.py`` chose ten; the two that saved least were dropped. Estimated times
+# are 4 % above the best configuration's on average, 44 % at worst.
 _COMMON = (
     (64, 2, 2, 1, 1, True),
     (96, 2, 2, 1, 1, True),
@@ -95,47 +95,48 @@ _COMMON = (
     (48, 1, 1, 3, 2, False),
 )
 _MAX_STAGES = 12
-# Bytes of weights on their way to a multiprocessor, where its rings hold many more.
+# Bytes of weights in flight to a multiprocessor whose rings have room for many more.
 _ON_THEIR_WAY = 66 * 1024
-# Larger clusters have to run all at once: never faster otherwise, while two slices can fill the last wave.
+# Clusters of more blocks than this are considered only where all of them run at once: otherwise never faster.
+# Clusters of two can fill the last wave.
 _ALWAYS = 2
-_MULTIPLICATIONS = 2048  # of 16-bit numbers a cycle, by a multiprocessor's tensor cores
+_MULTIPLICATIONS = 2048  # 16-bit multiply-adds a cycle of a multiprocessor's tensor cores
 
 
 @dataclass(frozen=True)
 class Costs:
     """Fitted constants of the estimate, from times measured on an H200 (``lab/kernels/fit_costs.py``).
 
-    Cycles are those of :attr:`Device.clock`. A row is 16 channels of a warpgroup's columns.
+    Cycles are those of :attr:`Device.clock`. A row is 16 channels of a warpgroup's columns, a chunk the rows
+    that it takes at a time, a product one ``wgmma`` of 64 columns.
 
     Attributes:
         wave: seconds from a wave's start until its first bytes arrive.
         latency: seconds from a request to its bytes once the ring is full.
-        row: cycles a warpgroup needs for a row (16 channels) to wait, fetch and issue, dequantisation
-            excluded.
-        fragment: cycles a warpgroup needs to dequantise one product's operand A while no other warpgroup
+        row: cycles a warpgroup needs per row to wait, fetch and issue, dequantisation excluded.
+        fragment: cycles a warpgroup needs to dequantise the operand A of one product while no other warpgroup
             runs.
         issue: cycles of a multiprocessor's schedulers per instruction of each warp that dequantises.
         exposed: share of a product's time during which its warpgroup can't dequantise the next operand.
-        operand: cycles of a product's time that don't depend on the rows of the batch.
-        chunk: cycles a warpgroup needs to take a chunk and to release it.
-        sharing: cycles that each further warpgroup sharing the chunk adds to that.
-        drain: cycles to wait for the last products of a chunk whose sums are scaled.
+        operand: cycles of a product that don't depend on the rows of the tile.
+        chunk: cycles a warpgroup needs to wait for a chunk's stage and to release it.
+        sharing: cycles that each further warpgroup of the same chunk adds to ``chunk``.
+        drain: cycles to wait for the last products of a chunk before its sums are scaled.
         collision: share of a queue that a newcomer waits for
             (:func:`marlinq.kernels.variants.costs.round_trip`).
         producer: cycles of the TMA producer per chunk.
-        order: cycles that requesting a chunk's zero points adds to that.
+        order: cycles that requesting a chunk's zero points adds to ``producer``.
         tile: seconds at the end of an unsplit tile, stores excluded.
-        staged: seconds at the end of a tile whose results other warps store during the next tile.
+        staged: seconds at the end of a tile that the producer warpgroup stores during the next tile.
         store: bytes a second at which a multiprocessor rounds and stores an unsplit tile.
         reduction: bytes a second at which a multiprocessor reads sums from its own shared memory.
         remote: bytes a second at which a multiprocessor reads sums from shared memory of its cluster.
-        turn: seconds a thread waits for a read from there, once per four sums that it adds.
+        turn: seconds a thread waits for a read from shared memory of its cluster, once per four sums.
         cluster: seconds of two cluster barriers.
-        member: seconds that each block of a cluster adds to them.
+        member: seconds that each block of a cluster adds to the barriers.
         handover: seconds of a stream-K launch besides its chunks and the transfer of sums through L2.
-        scattered: share of memory time that stream-K tiles add, since neighbours work elsewhere in K and L2
-            no longer holds their words.
+        scattered: share of the time of :func:`_displaced` that is added: reads of stream-K tiles that miss L2
+            since neighbours work elsewhere in K.
         sharpness: exponent p of the p-norm that combines the shares of a launch's time (p = 1: they add; p
             large: the longest counts).
     """
@@ -167,13 +168,27 @@ class Costs:
 
 
 COSTS = Costs()
-# Chunks that a block has at least under stream-K.
+# Fewest chunks of a block under stream-K.
 _LEAST_CHUNKS = 2
 
 
 @dataclass(frozen=True)
 class WarpgroupConfig:
-    """The compile-time parameters of the warpgroup kernel; see its header comment."""
+    """The compile-time parameters of the warpgroup kernel (``cuda/kernels/warpgroup.cuh``).
+
+    Attributes:
+        tile_m: batch rows of a tile.
+        words: 1, 2 or 4: a warp has ``16 * words`` columns, a warpgroup ``64 * words`` and as many products
+            (``wgmma``) per row. Named after the 32-bit words of INT4 that a lane loads per row.
+        warpgroups_n: consumer warpgroups side by side in N.
+        parts_k: consumer warpgroups that split a block's slice of K.
+        rows: rows of 16 channels in a chunk.
+        cluster: blocks that share a tile, each with a slice of K.
+        stages: stages of the ring.
+        min_blocks: blocks that must fit on a multiprocessor at once.
+        most_blocks: largest grid where blocks take tile after tile.
+        stream_k: whether the tiles of the last wave are split evenly over the blocks, in chunks of K.
+    """
 
     tile_m: int
     words: int
@@ -183,8 +198,8 @@ class WarpgroupConfig:
     cluster: int
     stages: int
     min_blocks: int
-    most_blocks: int  # of a launch whose blocks take tile after tile
-    stream_k: bool = False  # the last tiles are split evenly over the blocks, in chunks of K
+    most_blocks: int
+    stream_k: bool = False
 
     variant: ClassVar[str] = "warpgroup"
     header: ClassVar[str] = "kernels/warpgroup.cuh"
@@ -197,12 +212,12 @@ class WarpgroupConfig:
 
     @property
     def multiplying(self) -> int:
-        """Warpgroups that multiply."""
+        """Consumer warpgroups, which multiply."""
         return self.warpgroups_n * self.parts_k
 
     @property
     def threads(self) -> int:
-        """Threads of a block, the copying warpgroup included."""
+        """Threads of a block, with those of the producer warpgroup."""
         return 128 * (self.multiplying + 1)
 
     @property
@@ -212,7 +227,7 @@ class WarpgroupConfig:
 
     @property
     def pushes(self) -> bool:
-        """Whether warps send their sums to the blocks that own them, into memory beside the ring."""
+        """Whether warps send sums into the shared memory of the blocks that add them, beside the ring."""
         rows = self.tile_m * self.cluster
         return self.cluster > 1 and self.tile_m <= _PUSHED_MOST and rows <= _PUSHED_ROWS_MOST
 
@@ -221,18 +236,25 @@ class WarpgroupConfig:
         """Registers a thread is launched with."""
         return registers_of_a_thread(self.threads // 32, self.min_blocks)
 
-    def meets(self, problem: Problem) -> bool:
-        """Whether the sums of a tile meet in shared memory, and a block has one tile."""
+    def joins_sums(self, problem: Problem) -> bool:
+        """Whether the sums of a tile are joined through shared memory; such a block has one tile."""
         return self.parts > 1 or problem.activation is not None
 
-    def apart(self, problem: Problem) -> bool:
-        """Whether warps that don't multiply store tiles: where a block takes several, alone on its
-        multiprocessor."""
-        return not self.meets(problem) and self.min_blocks == 1 and self.tiles(problem) > self.most_blocks
+    def has_store_warps(self, problem: Problem) -> bool:
+        """Whether warps of the producer warpgroup store tiles.
+
+        They do where a block takes several tiles and is alone on its multiprocessor.
+        """
+        return (
+            not self.joins_sums(problem) and self.min_blocks == 1 and self.tiles(problem) > self.most_blocks
+        )
 
     def scaling(self, problem: Problem) -> str:
-        """What scales multiply: sums (SUMS) at the end of a group or of K, fragments (WEIGHTS), or fragments
-        in the instruction that subtracts the zero point (FUSED)."""
+        """Name of the values that scales multiply.
+
+        ``SUMS``: sums, at the end of a group or of K. ``WEIGHTS``: weight fragments. ``FUSED``: weight
+        fragments, in the instruction that subtracts the zero point.
+        """
         if problem.quant_group == 0:
             return "SUMS"
         grown = self._grown(problem)[0]
@@ -248,14 +270,14 @@ class WarpgroupConfig:
         return "SUMS" if sums else "WEIGHTS"
 
     def registers(self, problem: Problem) -> int:
-        """Registers that a multiplying thread needs."""
+        """Registers that a consumer thread needs."""
         return self._registers(problem, self.scaling(problem))
 
     def _registers(self, problem: Problem, scaling: str) -> int:
-        """When scales are taken in that way."""
+        """Registers that a consumer thread needs with :meth:`scaling` as given."""
         sets = 2 if scaling == "SUMS" and problem.quant_group else 1
         needed = self.words * (sets * self.tile_m // 2 + 8) + _OTHER_REGISTERS[self.words]
-        # Words of two rows are held at a time.
+        # A thread holds the words of two rows at a time.
         needed += 2 * self.words * (problem.format.block_words - 1)
         if scaling == "FUSED":
             needed += _FUSED_REGISTERS[self.words]
@@ -266,39 +288,42 @@ class WarpgroupConfig:
         return needed + problem.zeros * _ZERO_REGISTERS[self.words]
 
     def grown_registers(self, problem: Problem) -> tuple[int, int]:
-        """What multiplying and copying threads change to at their start; zeros if the launch gives enough."""
+        """Registers of consumer and producer threads after setmaxnreg; (0, 0) if the launch gives enough."""
         return (0, 0) if self.registers(problem) <= self.launch_registers else self._grown(problem)
 
     def _grown(self, problem: Problem) -> tuple[int, int]:
-        """What a multiplying and a copying thread could change to, needed or not."""
+        """Registers that setmaxnreg could give consumer and producer threads; (0, 0) if it can't be used."""
         if self.min_blocks > 1:
             return 0, 0
-        return _GROWN.get((self.multiplying, self.meets(problem) or self.apart(problem)), (0, 0))
+        return _GROWN.get(
+            (self.multiplying, self.joins_sums(problem) or self.has_store_warps(problem)), (0, 0)
+        )
 
     def fits_registers(self, problem: Problem) -> bool:
-        """Whether the accumulators fit what a thread can get."""
+        """Whether a consumer thread can get the registers it needs."""
         needed = self.registers(problem)
         return needed <= self.launch_registers or needed <= self._grown(problem)[0]
 
     def shared_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory of a block: the aligned ring, then what transposes or is received."""
+        """Bytes of dynamic shared memory of a block: the aligned ring, then room to transpose tiles or to
+        receive sums."""
         ring = self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + 1024
-        if self.meets(problem) and not self.pushes:
-            # Sums take the place of the ring.
+        if self.joins_sums(problem) and not self.pushes:
+            # The sums overwrite the ring, which is no longer needed.
             return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
         return ring + self._bytes_beside_ring(problem)
 
     def activation_box(self, problem: Problem, stride: int) -> ActivationBox | None:
-        """Boxes of a tile's rows."""
+        """Tensor map with boxes of TILE_M rows."""
         return ActivationBox(problem.m, problem.k, stride, self.tile_m)
 
     def activates(self, problem: Problem) -> bool:
-        """Whether a block has gate and up of the same columns, whose sums meet in its shared memory."""
+        """Whether a block holds gate and up of the same columns, whose sums meet in its shared memory."""
         return problem.activation is None or (not self.pushes and holds_pairs(problem, self.tile_n))
 
     def row_variant(self, problem: Problem, *, normed: bool, adds: bool) -> RowVariant | None:
-        """Where a tile's sums meet, in tiles of up to 64 rows."""
-        if self.tile_m > _WHOLE_ROWS_MOST or not self.meets(problem):
+        """The kernel with norm or residual stream: where :meth:`joins_sums`, in tiles of up to 64 rows."""
+        if self.tile_m > _WHOLE_ROWS_MOST or not self.joins_sums(problem):
             return None
         if adds and problem.activation is not None:
             return None
@@ -316,55 +341,55 @@ class WarpgroupConfig:
         return self.variant, self.cluster, self.parts, self.rows, self.scaling(problem)
 
     def describe(self) -> str:
-        """Tile and split, for people."""
+        """Tile and split of K as text for messages."""
         split = f"K in {self.parts} parts over {self.cluster} blocks"
         return f"tile {self.tile_m}x{self.tile_n}, {'stream-K' if self.stream_k else split}"
 
     def _bytes_beside_ring(self, problem: Problem) -> int:
-        """What has a place of its own: sums that are received, or tiles that are transposed."""
+        """Bytes of shared memory beside the ring: for sums received, or for tiles to transpose."""
         if self.pushes:
             slots = -(-self.tile_n // 16 // self.cluster)
             return self.parts * slots * self.tile_m * 64
-        if self.meets(problem):
+        if self.joins_sums(problem):
             return 0
-        # A warp transposes twice eight rows of its columns, or sixteen where those are few.
+        # A warp transposes 16 batch rows of its columns at a time, 32 where it has 16 columns.
         rows = 32 if self.words == 1 else 16
         scratch = 4 * rows * (2 * 16 * self.words + 16)
-        if self.apart(problem):
+        if self.has_store_warps(problem):
             scratch = max(scratch, self.tile_m * (128 * self.words + 16))
         return self.multiplying * scratch
 
     def tiles(self, problem: Problem) -> int:
-        """Tiles of the output."""
+        """Number of tiles of the output."""
         return -(-problem.n // self.tile_n) * -(-problem.m // self.tile_m)
 
     def grid(self, problem: Problem) -> int:
         """Blocks of a launch."""
         tiles = self.tiles(problem)
-        if self.meets(problem):
+        if self.joins_sums(problem):
             return tiles * self.cluster
         if self.stream_k:
             tiles = max(1, tiles * self.chunks(problem) // _LEAST_CHUNKS)
         return min(tiles, self.most_blocks)
 
     def chunks(self, problem: Problem) -> int:
-        """Chunks of K."""
+        """Number of chunks of K."""
         return -(-problem.k // (16 * self.rows))
 
     def handover(self, problem: Problem) -> Handover | None:
-        """What blocks that share a tile leave sums in; None where they don't."""
+        """Device memory for the sums of stream-K tiles; None without stream-K."""
         if not self.stream_k:
             return None
         blocks = self.grid(problem)
         return Handover(floats=blocks * self.tile_m * self.tile_n, flags=blocks)
 
     def window(self, problem: Problem) -> int:
-        """Chunks of a block on their way at once."""
+        """Chunks of a block in flight at once."""
         chunk = weight_bytes(problem, self.tile_n, self.rows)
         return chunks_on_their_way(chunk, self.stages, self.min_blocks, _ON_THEIR_WAY)
 
     def instantiation(self, problem: Problem) -> Instantiation:
-        """What is compiled for the problem."""
+        """Template and configuration struct to compile for ``problem``."""
         consumer_registers, producer_registers = self.grown_registers(problem)
         return Instantiation(
             self.header,
@@ -383,7 +408,7 @@ class WarpgroupConfig:
                 ("WINDOW", self.window(problem)),
                 ("MIN_BLOCKS", self.min_blocks),
                 ("STREAM_K", self.stream_k),
-                ("STORE_WARPS", self.apart(problem)),
+                ("STORE_WARPS", self.has_store_warps(problem)),
                 ("PUSH_SUMS", self.pushes),
                 ("CONSUMER_REGISTERS", consumer_registers),
                 ("PRODUCER_REGISTERS", producer_registers),
@@ -397,14 +422,14 @@ class WarpgroupConfig:
 
 
 def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[WarpgroupConfig]:
-    """The variants worth estimating, all of which fit the device's registers and shared memory.
+    """The configurations worth estimating, all of which fit the device's registers and shared memory.
 
-    With ``batch_invariant`` those whose order of summation is the same for every M, and large clusters that
-    don't all run at once.
+    With ``batch_invariant`` only those whose order of summation is the same for every M, and also large
+    clusters that don't all run at once.
     """
     if not device.has_warpgroups:
         return
-    # A tile that holds the batch, or one of those that split it, each the smallest for its number of tiles.
+    # For each number of tiles that the batch is split into, the smallest tile.
     smallest = next((tile for tile in _TILES_M if tile >= problem.m), _TILES_M[-1])
     tiles_m: dict[int, int] = {}
     heights = _TILES_M if problem.m.bit_count() > 1 or problem.m < _POWER_ROWS else _POWER_TILES_M
@@ -414,13 +439,13 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
             tiles_m.setdefault(count, tile_m)
     variants = [(shape, *beside) for shape, listed in _SHAPES.items() for beside in listed]
     for count, tile_m in tiles_m.items():
-        # Only batches of one tile gain from a second block beside the first.
+        # A second block on a multiprocessor helps only batches of one tile.
         most = 2 if count == 1 else 1
         for (words, warpgroups_n, parts_k), rows, blocks in variants:
             if blocks > most:
                 continue
-            # The smallest tile could not be stored in whole turns; four words with zero points and scales of
-            # all of K spill.
+            # One word: the epilogue stores 16 batch rows at a time. Four words: zero points and scales of all
+            # of K spill.
             if (words == 1 and tile_m % 16) or (words == 4 and problem.zeros and problem.quant_group == 0):
                 continue
             tiles = count * -(-problem.n // (warpgroups_n * words * 64))
@@ -443,7 +468,7 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
 
 
 def common(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
-    """The few variants that serve any batch of more than 32 rows, as far as they fit."""
+    """The few configurations for any batch of more than 32 rows, as far as they fit the device."""
     if not device.has_warpgroups:
         return
     for tile_m, words, warpgroups_n, parts_k, cluster, stream_k in _COMMON:
@@ -457,10 +482,10 @@ def common(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
 
 
 def _worth_stream_k(problem: Problem, config: WarpgroupConfig) -> bool:
-    """Whether an even split of the last tiles is possible, and whole ones don't make whole waves."""
-    if config.meets(problem) or config.grid(problem) == 1 or not config.fits_registers(problem):
+    """Whether stream-K is possible, and the tiles don't make full waves anyway."""
+    if config.joins_sums(problem) or config.grid(problem) == 1 or not config.fits_registers(problem):
         return False
-    # With two blocks a multiprocessor it was never measured to be faster than other splits.
+    # With two blocks a multiprocessor, stream-K never measured faster than other splits.
     if config.min_blocks > 1:
         return False
     return config.tiles(problem) % config.most_blocks != 0
@@ -477,12 +502,12 @@ def _deepest(
     cluster: int,
     min_blocks: int,
 ) -> WarpgroupConfig | None:
-    """The variant with as many stages as shared memory has room for, if it fits with two a part at least."""
-    # NVRTC 13.0 keeps fragments of this shape in local memory.
+    """The configuration with as many stages as fit in shared memory; None if two a part don't fit."""
+    # NVRTC 13.0 puts fragments of this shape into local memory.
     if words == 1 and problem.bfloat16 and problem.quant_group == 32 and not problem.format.fuses:
         return None
     most = device.multiprocessors * min_blocks
-    # The barriers, and what the driver keeps of every block, come on top.
+    # 1024 bytes a block: barriers, and the shared memory that the driver reserves.
     room = device.shared_bytes // min_blocks - 1024
     shallowest = 2 * parts_k
     config = WarpgroupConfig(
@@ -492,7 +517,7 @@ def _deepest(
         return None
     ring = room - 1024 - config._bytes_beside_ring(problem)
     stages = min(_MAX_STAGES, ring // stage_bytes(problem, tile_m, config.tile_n, rows))
-    # A stage belongs to one part, which begins its next chunk before it gives the last one back.
+    # Each part of K has the same number of stages.
     return replace(config, stages=stages // parts_k * parts_k)
 
 
@@ -501,15 +526,22 @@ def _displaced(
 ) -> float:
     """Seconds of device memory for operands of stream-K tiles that miss L2.
 
-    ``weights`` and ``activations`` are the bytes that one tile reads.
+    Blocks that work on whole tiles side by side read the same words at about the same time. Blocks of
+    stream-K start at different places in K, so that one finds in L2 only the bytes that L2 still holds from
+    another.
 
-    They begin anywhere in K, so neighbours share only what stays there, while whole tiles run side by side.
+    Args:
+        problem: the product.
+        device: GPU with the size of L2.
+        config: a stream-K configuration.
+        weights: bytes of weights that one tile reads.
+        activations: bytes of activations that one tile reads.
     """
     tiles, grid = config.tiles(problem), config.grid(problem)
     dealt = tiles - max(tiles // grid - 1, 0) * grid
     rows = -(-problem.m // config.tile_m)
     distinct = activations * min(rows, dealt) + weights * -(-dealt // rows)
-    # Both halves of the chip keep what they read.
+    # L2 has two halves, and each holds a copy of the bytes its multiprocessors read.
     missed = max(0.0, 1 - device.cache_bytes / 2 / distinct)
     return missed * (dealt * (weights + activations) - distinct) / device.bandwidth
 
@@ -520,21 +552,21 @@ def estimate(
     """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
     chunk = 16 * config.rows
     chunks = -(-problem.k // chunk)
-    split = config.meets(problem)
+    split = config.joins_sums(problem)
     resident = config.min_blocks
     if split:
         resident = resident_blocks(problem, device, config, config.registers(problem))
     fed = -(-chunks // config.cluster)
-    turns = -(-fed // config.parts_k)  # of the part with the most chunks
+    turns = -(-fed // config.parts_k)  # chunks of the longest part
     channels = chunks / config.cluster * chunk
     weights = channels * config.tile_n * problem.bytes_per_weight
     activations = channels * config.tile_m * 2
     read = weights + activations
-    # Neighbouring tiles share their weights, which come from device memory once.
+    # Tiles of the same columns share their weights, which come from device memory once per 1,024 batch rows.
     own = weights / min(-(-problem.m // config.tile_m), max(1, 1024 // config.tile_m))
     batch = min(config.tile_m, problem.m)
     products = config.words
-    # 64 rows of weights times 16 channels times the tile's rows, however few those are.
+    # Each product is 64 columns x 16 channels x TILE_M rows, also where the batch has fewer rows.
     columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
     shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
     multiplied, _ = overlapped(shares, costs.sharpness)
@@ -575,10 +607,10 @@ def estimate(
         begun = config.rows * (waited + dequantised + multiplied)
         last = begun + load.blocks * ends / rate
         last += costs.wave + meeting if split else costs.tile
-        earlier = begun + costs.staged if config.apart(problem) else last
+        earlier = begun + costs.staged if config.has_store_warps(problem) else last
         if config.stream_k:
-            # A block's share of the tiles, and sums that go from block to block through L2: those that meet
-            # in a tile are read one after the other.
+            # Tiles a block computes (a fraction), and seconds for a tile's sums to go through L2. A tile
+            # shared by several blocks is added up one block after the other.
             share = config.tiles(problem) / load.grid
             sums = config.tile_m * config.tile_n * 4 * device.multiprocessors / device.cache_bandwidth
             seconds += share * streamed + (math.ceil(share) - 1) * earlier + last
@@ -587,7 +619,7 @@ def estimate(
         else:
             seconds += load.waves * (streamed + earlier)
     if not config.stream_k:
-        # The waves counted a block's last tile as one of the earlier.
+        # Each wave counted the end of a tile as ``earlier``; a block's last tile takes ``last``.
         seconds += last - earlier
     return seconds, busiest
 
