@@ -1,6 +1,6 @@
-"""Which variant runs a problem, and why: decided without a GPU."""
+"""Which kernel and configuration run a product, and why: decided without a GPU."""
 
 from __future__ import annotations
 
-# Registers the kernels that decisions choose from.
+# Importing the package registers the kernels that decisions choose from.
 import marlinq.kernels.variants  # noqa: F401

@@ -1,8 +1,8 @@
-"""Which kernel variant runs a problem, and why: a pure function of shapes and device numbers.
+"""Which kernel and configuration run a product, and why: a function of the product's shape and the GPU's
+rates.
 
-A cost model counts, for every candidate tile, the bytes and the tensor-core work of the busiest
-multiprocessor and adds what a launch costs whatever its size. It needs no GPU, so a decision can be tested
-and explained anywhere.
+Each kernel estimates the seconds of its candidate configurations (``kernels/variants``); the least estimate
+wins, unless a measured choice exists. No GPU is needed, so decisions can be tested and explained anywhere.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.problem import GRANULARITIES, Problem
 
 Estimated = tuple[float, str, Configuration]
-"""Expected seconds, what bounds them, and the configuration."""
+"""Estimated seconds, name of the resource that bounds them, and the configuration."""
 
 DEQUANTIZE = "dequantise"
 """The decision to write the dense weight to memory and let cuBLAS multiply."""
-# What a kernel whose blocks run all at once saves in a chain of dependent launches, unless its clusters are
-# larger than this, which start late and hold the chain up (docs/kernels.md, "Dependent launches").
+# Seconds that a kernel whose blocks all run at once saves in a chain of dependent launches; and the largest
+# cluster with which it does. Larger clusters start late and delay the chain (docs/kernels.md, "Dependent
+# launches").
 _OVERLAP_SECONDS, _OVERLAP_CLUSTER = 1.7e-6, 2
-# Batches up to the last of these are decided for as the next of them.
+# Small batches are rounded up to one of these before a kernel is chosen.
 _FEW_ROWS = (1, 4, 8, 16, 32)
-# The batches whose speed decides in which order a batch-invariant sum is taken.
+# Batches whose times are multiplied to choose the order of batch-invariant sums.
 _TYPICAL_BATCHES = (1, 16, 64, 512)
 
 
 @dataclass(frozen=True)
 class KernelDecision:
-    """What will run and why.
+    """The kernel and configuration chosen for a product, and why.
 
     Attributes:
         kernel: name of a registered kernel on a GPU, ``dequantise`` where cuBLAS multiplies with a
             dense weight, ``reference`` on the CPU.
-        reason: the tile, the split, what bounds it, the expected time.
-        config: the compile-time parameters; None where nothing is compiled.
+        reason: text with tile, split of K, bounding resource and expected time.
+        config: compile-time parameters; None where nothing is compiled.
         grid: blocks of a launch.
-        seconds: the model's estimate.
+        seconds: seconds of a launch, measured or estimated.
     """
 
     kernel: str
@@ -55,11 +56,12 @@ class KernelDecision:
 
 
 def decide(problem: Problem, device: Device) -> KernelDecision:
-    """The fastest variant by the model that meets the demands of the context.
+    """The kernel with the least measured or estimated time that meets the demands of the context
+    (:mod:`marlinq.kernels.contract.demands`).
 
     Raises:
-        UnsupportedError: K or N is not a multiple of 64, the granularity is none of GRANULARITIES, or
-        nothing fits.
+        UnsupportedError: K or N is not a multiple of 64, the granularity is none of GRANULARITIES, or no
+            configuration fits the device.
     """
     return _decide(problem, device, demands(), tuple(VARIANTS.values()))
 
@@ -68,7 +70,7 @@ def decide(problem: Problem, device: Device) -> KernelDecision:
 def _decide(
     problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
 ) -> KernelDecision:
-    # What is registered is part of the question, and so of what is remembered.
+    # ``variants`` are arguments so that the cache notices a newly registered kernel.
     if problem.k % 64 or problem.n % 64:
         raise UnsupportedError(
             f"{problem.format.operator}: K={problem.k} and N={problem.n} must be multiples of 64; "
@@ -110,8 +112,8 @@ def _unmeasured(device: Device) -> str:
 def _dequantized(problem: Problem, device: Device, demanded: Demands) -> KernelDecision | None:
     """The decision to dequantise; None where a kernel multiplies.
 
-    The kernels without ``wgmma`` dequantise a weight again for every 64 rows of a batch, so from some batch
-    on it is faster to do it once. The order of cuBLAS's sums is nobody's to promise.
+    Kernels without ``wgmma`` dequantise a weight again for every 64 rows of a batch, so for large batches it
+    is faster to do it once. Never where batch invariance is demanded: cuBLAS promises no order of its sums.
     """
     seconds = dequantized.estimate(problem, device)
     if demanded.kernel == DEQUANTIZE:
@@ -130,8 +132,10 @@ def _dequantized(problem: Problem, device: Device, demanded: Demands) -> KernelD
 
 
 def bucket(m: int) -> int:
-    """The batch that decides for ``m`` rows, so that nearly equal batches share a variant: the next multiple
-    of the finest tile's height that is worth a variant of its own."""
+    """The number of rows that ``m`` is rounded up to before a kernel is chosen.
+
+    Nearly equal batches so share a configuration, and fewer are compiled.
+    """
     if m <= _FEW_ROWS[-1]:
         return next(rows for rows in _FEW_ROWS if rows >= m)
     step = 16 if m <= 1024 else 64
@@ -139,12 +143,12 @@ def bucket(m: int) -> int:
 
 
 def buckets(most: int) -> tuple[int, ...]:
-    """The batches that decide for all of up to ``most`` rows."""
+    """All values of :func:`bucket` for up to ``most`` rows."""
     return tuple(sorted({bucket(m) for m in range(1, most + 1)}))
 
 
 def model_choice(problem: Problem, device: Device, demanded: Demands) -> Estimated:
-    """What the cost models expect to be fastest."""
+    """The configuration with the least estimate."""
     return _model_choice(problem, device, demanded, tuple(VARIANTS.values()))
 
 
@@ -176,7 +180,7 @@ def _model_choice(
 def _all_estimates(
     problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
 ) -> Iterator[Estimated]:
-    """Every candidate that can do what the problem wants behind the product."""
+    """Estimates of every candidate that can apply the problem's activation."""
     for variant in _considered(problem, device, demanded, variants):
         common = [] if demanded.batch_invariant else list(variant.common_candidates(problem, device))
         for config in common or variant.candidates(problem, device, demanded.batch_invariant):
@@ -185,7 +189,7 @@ def _all_estimates(
 
 
 def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[str, ...]:
-    """Names of the kernels to choose from, all of which suit the batch."""
+    """Names of the kernels to choose from: they suit the batch, the format and the demands."""
     chosen = _considered(problem, device, demanded, tuple(VARIANTS.values()))
     return tuple(variant.name for variant in chosen)
 
@@ -196,19 +200,19 @@ def _considered(
     able = [variant for variant in variants if variant.takes(problem.format)]
     if demanded.kernel is not None:
         return [variant for variant in able if variant.name == demanded.kernel]
-    # Kernels take their sums in different orders.
+    # Kernels sum in different orders, so one of them has to serve every batch.
     if demanded.batch_invariant:
         return [variant for variant in able if variant.any_batch]
     return [variant for variant in able if variant.suits(problem, device, dependent=demanded.dependent)]
 
 
 def gains_by_overlap(config: Configuration) -> bool:
-    """Whether a variant is the sooner done for starting while its predecessor still runs."""
+    """Whether a launch ends earlier for starting while its predecessor still runs."""
     return config.cluster <= _OVERLAP_CLUSTER
 
 
 def blocks_together(problem: Problem, device: Device, config: Configuration) -> int | None:
-    """The fewest blocks a multiprocessor with which all of a launch run at once; None if they never do."""
+    """Fewest blocks a multiprocessor with which all blocks of a launch run at once; None if they never do."""
     grid = config.grid(problem)
     fitting = range(1, config.min_blocks + 1)
     return next((b for b in fitting if grid <= device.resident_blocks(config.cluster, b)), None)
@@ -218,7 +222,8 @@ def blocks_together(problem: Problem, device: Device, config: Configuration) -> 
 def _invariant_order(
     problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
 ) -> tuple[object, ...]:
-    """The order with the best product of times over the typical batches; ``problem.m`` means nothing."""
+    """The order of sums with the least product of times over the typical batches; ``problem.m`` is
+    ignored."""
     totals: dict[tuple[object, ...], float] = {}
     for number, m in enumerate(_TYPICAL_BATCHES):
         best: dict[tuple[object, ...], float] = {}
@@ -245,7 +250,7 @@ def available(device: Device) -> tuple[str, ...]:
 def estimates(
     problem: Problem, device: Device, kernel: str, batch_invariant: bool = False
 ) -> Iterator[Estimated]:
-    """Every candidate of a kernel; with ``batch_invariant`` those that exist for every M."""
+    """Estimates of every candidate of a kernel; with ``batch_invariant`` of those that exist for every M."""
     variant = VARIANTS[kernel]
     for config in variant.candidates(problem, device, batch_invariant):
         yield (*variant.estimate(problem, device, config), config)

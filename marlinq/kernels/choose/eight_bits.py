@@ -1,4 +1,4 @@
-"""From how many rows on a product of FP8 weights takes FP8 activations, and why not at all."""
+"""Number of rows from which a product with FP8 weights also quantises its activations to FP8."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.problem import Problem
 
 _ROWS = (256, 512, 1024, 2048, 4096)
-# Measured on an H200 (lab/kernels/eight_bits.py): seconds of the launches beside the three that move and
-# multiply; the share of the bandwidth that moves bytes; what cuBLAS multiplies a second, as a multiple of
-# what it is taken to reach with 16 bits, with scales of rows and of groups.
+# Measured on an H200 (lab/kernels/eight_bits.py): seconds of launch overhead; share of the memory bandwidth
+# reached.
 _BESIDE, _MOVES = 1.5e-5, 0.82
+# cuBLAS's FP8 rate over its assumed 16-bit rate, by whether scales belong to groups. Measured on an H200.
 _MULTIPLE = {False: 1.95, True: 1.40}
-# How much faster it has to be expected to be: estimates of either side are some per cent off.
+# FP8 activations are used below this share of the 16-bit product's estimate: both estimates are a few per
+# cent off.
 _MARGIN = 0.95
 _ADA, _HOPPER = 89, 90
 _GROUP = 128
@@ -27,11 +28,11 @@ _GROUP = 128
 
 @dataclass(frozen=True)
 class EightBitDecision:
-    """Whether activations are quantised, too.
+    """Whether activations are quantised to FP8.
 
     Attributes:
-        least_rows: rows of a batch from which on they are; None for never.
-        reason: one clause, for people.
+        least_rows: rows of the smallest batch whose activations are; None for never.
+        reason: one clause of text.
     """
 
     least_rows: int | None
@@ -39,7 +40,7 @@ class EightBitDecision:
 
 
 def estimate(problem: Problem, device: Device) -> float:
-    """Seconds of quantising activations, of ordering the weight's bytes for cuBLAS, and of the product."""
+    """Seconds to quantise activations, to order the weight's bytes for cuBLAS, and to multiply."""
     weights, m = problem.n * problem.k, problem.m
     moved = 2 * weights + 3 * m * problem.k
     operands = weights + m * (problem.k + 2 * problem.n)
@@ -49,7 +50,8 @@ def estimate(problem: Problem, device: Device) -> float:
 
 
 def refusal(problem: Problem, activations: Activations | None, device: Device) -> str | None:
-    """Why the product can't take FP8 activations as the checkpoint wants them, in one clause, or None."""
+    """Why the product can't use the FP8 activations that the checkpoint names, in one clause; None if it
+    can."""
     if activations is None:
         return "the checkpoint wants 16-bit activations"
     if activations.element != E4M3 or problem.format.name != E4M3.name:
@@ -73,8 +75,10 @@ def refusal(problem: Problem, activations: Activations | None, device: Device) -
 
 
 def decide_eight_bits(problem: Problem, activations: Activations | None, device: Device) -> EightBitDecision:
-    """For a weight, whatever ``problem.m``: from the batch on from which FP8 activations are expected to
-    be faster, beyond the models' doubt."""
+    """The decision for a weight: the smallest batch for which FP8 activations are estimated to be faster.
+
+    ``problem.m`` is ignored.
+    """
     reason = refusal(problem, activations, device)
     if reason is not None:
         return EightBitDecision(None, reason)

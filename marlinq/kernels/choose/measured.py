@@ -1,4 +1,4 @@
-"""Variants that were measured to be fastest on a GPU, which the model would not choose.
+"""Configurations that measured fastest on a GPU where the cost model would choose another.
 
 ``measured/<gpu>.json`` is written by ``lab/kernels/tune.py`` from sweeps on that GPU:
 
@@ -7,10 +7,9 @@
          "format": "int4", "activation": null, "dependent": false, "kernel": "bulk",
          "config": {"warps_n": 4, ...}, "seconds": 7.4e-06}, ...]}
 
-``m`` is the batch that decides for its bucket (:func:`marlinq.kernels.choose.decision.bucket`). A row that
-is ``dependent`` was measured in all layers of a decode step, whose launches overlap
-(``lab/kernels/step_variants.py``), and holds for such chains alone.
-Nothing is looked up where a context demands more than speed, since the sweeps measured nothing else.
+``m`` is a value of :func:`marlinq.kernels.choose.decision.bucket`. A row that is ``dependent`` was measured
+in all layers of a decode step, whose launches overlap (``lab/kernels/step_variants.py``), and is used only
+for such chains. Where a context demands a kernel or batch invariance, the table is not used.
 """
 
 from __future__ import annotations
@@ -31,18 +30,17 @@ FOLDER = Path(__file__).parent / "measured"
 
 
 class Choice(NamedTuple):
-    """A measured variant, and the median seconds of its launches."""
+    """A measured configuration, and the median seconds of its launches."""
 
     config: Configuration
     seconds: float
 
 
 def measured_choice(problem: Problem, device: Device, dependent: bool = False) -> Choice | None:
-    """What was measured for ``problem`` on this GPU, alone or among dependent launches; None where the model
-    decides.
+    """The measured choice for ``problem`` on this GPU, alone or among dependent launches; None without one.
 
     Raises:
-        ValueError: the GPU's file names a variant that does not fit the GPU.
+        ValueError: the GPU's file names a configuration that does not fit the GPU.
     """
     choice = _choices(device.name).get((problem, dependent)) if device.name else None
     if choice is not None:
@@ -79,10 +77,10 @@ def _choice(row: dict[str, Any]) -> tuple[tuple[Problem, bool], Choice]:
 
 
 def config_of(kernel: str, values: dict[str, Any]) -> Configuration:
-    """A kernel's configuration by the names of its fields.
+    """A kernel's configuration from the names and values of its fields.
 
     Raises:
-        ValueError: it has other fields now.
+        ValueError: the names are not those of the kernel's configuration.
     """
     kind = VARIANTS[kernel].configuration
     expected = set(inspect.signature(kind).parameters)

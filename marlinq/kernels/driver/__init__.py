@@ -1,1 +1,1 @@
-"""From a source to a launch: NVRTC and its cache, the CUDA driver, the GPUs of this machine."""
+"""Compiling kernels with NVRTC, keeping them on disk, and launching them through the CUDA driver."""

@@ -1,9 +1,9 @@
-"""Compiled kernels on disk: found by what they are compiled from, checked by what they hold.
+"""Compiled kernels on disk: looked up by a digest of their inputs, checked by a digest of their bytes.
 
-A cubin's file is named for the SHA-256 of its own bytes. An entry, named for everything that decides the
-result (:func:`marlinq.kernels.driver.compiler.compilation_key`), names the cubin. The entry is written last.
-One that does not hold what it says is compiled again and replaced, with a warning. Whose folder is trusted,
-and how files are read and written: :mod:`marlinq.core.kept`.
+A cubin's file is named by the SHA-256 of its bytes. An entry is a small JSON file, named by the digest of
+source, options and versions (:func:`marlinq.kernels.driver.compiler.compilation_key`), that names the cubin;
+it is written last. A damaged entry or cubin is compiled again and replaced, with a warning.
+:mod:`marlinq.core.kept` decides which folders are trusted, and reads and writes the files.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.driver.compiler import compilation_key, compile_kernel, nvrtc_version
 
 COMPILING = "compiling kernels"
-"""What progress is reported of."""
+"""Name of the task in progress reports."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-# The largest cubins have 200 KB.
+# Largest files that are read; the largest cubin is about 200 KB.
 _MAX_ENTRY_BYTES, _MAX_CUBIN_BYTES = 1 << 16, 1 << 26
 
 
 class KernelSpills(UserWarning):
-    """A variant keeps registers in local memory as this NVRTC compiles it, so it is slower than expected."""
+    """This NVRTC spills a kernel's registers to local memory, so that it is slower than expected."""
 
 
 class DamagedCache(UserWarning):
@@ -41,7 +41,7 @@ class DamagedCache(UserWarning):
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the cache knows of a compiled kernel."""
+    """Contents of an entry: digest of the cubin, registers a thread, bytes of spills and of stack."""
 
     sha256: str
     registers: int
@@ -50,7 +50,7 @@ class _Entry:
 
 
 def entry_path(instantiation: Instantiation, architecture: str) -> Path:
-    """The file that tells what is known of a variant in the cache, once it is compiled."""
+    """Path of a kernel's entry in the cache; the file exists once the kernel is compiled."""
     key = compilation_key(instantiation, architecture)
     return kept_path(f"{instantiation.function}-{architecture}-{key[:32]}.json")
 
@@ -112,8 +112,8 @@ def cached_cubin(instantiation: Instantiation, architecture: str) -> Path:
     """The path of the cubin, compiled now if no process has done so before or the cache is damaged.
 
     Warns:
-        DamagedCache: the cache held something else than was written; it is replaced.
-        KernelSpills: the variant spills registers with this NVRTC.
+        DamagedCache: the cache was damaged; the kernel is compiled again and replaced.
+        KernelSpills: the kernel spills registers with this NVRTC.
 
     Raises:
         EnvironmentProblem: as :func:`marlinq.kernels.driver.compiler.compile_kernel`, or the cache folder
@@ -128,7 +128,7 @@ def cached_cubin(instantiation: Instantiation, architecture: str) -> Path:
 
 
 def replaced_cubin(instantiation: Instantiation, architecture: str, problem: str) -> Path:
-    """As :func:`cached_cubin`, but compiled anew whatever the cache holds, because of ``problem``."""
+    """As :func:`cached_cubin`, but always compiled again; ``problem`` says why, in the warning."""
     path = entry_path(instantiation, architecture)
     warnings.warn(f"{path}: {problem}; the kernel is compiled again", DamagedCache, stacklevel=2)
     return _announced(path, _compile(path, instantiation, architecture), instantiation, architecture)
@@ -155,9 +155,9 @@ def _is_missing(instantiation: Instantiation, architecture: str) -> bool:
 def compile_missing(
     architecture: str, wanted: Sequence[Instantiation], progress: ReportProgress = no_progress
 ) -> int:
-    """Compile what the cache lacks or holds damaged, one thread a core; return how many those were.
+    """Compile the kernels that the cache lacks or holds damaged, in one thread a core; returns their number.
 
-    ``progress`` is called where there is something to compile, after each kernel.
+    ``progress`` is called after each kernel.
     """
     missing = [instantiation for instantiation in wanted if _is_missing(instantiation, architecture)]
     if not missing:

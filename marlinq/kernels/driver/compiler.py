@@ -15,13 +15,20 @@ from marlinq.core.errors import EnvironmentProblem
 from marlinq.kernels.contract.instantiation import CUDA_SOURCES, Instantiation
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
-"""Every architecture the kernels are compiled for in the test suite."""
+"""Architectures that the test suite compiles all kernels for."""
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A cubin and what the assembler said of it: registers a thread, bytes spilled to local memory, and bytes
-    of a thread's stack, where arrays lie that can't be kept in registers."""
+    """A cubin and what ptxas reports of it.
+
+    Attributes:
+        cubin: the compiled kernel.
+        registers: registers a thread.
+        spill_bytes: bytes of registers a thread stores to and loads from local memory.
+        stack_bytes: bytes of a thread's stack, which holds arrays that can't be kept in registers.
+        log: text of NVRTC and ptxas.
+    """
 
     cubin: bytes
     registers: int
@@ -32,7 +39,7 @@ class CompiledKernel:
 
 @lru_cache(maxsize=1)
 def _headers() -> dict[str, bytes]:
-    """The sources by the names that they include each other with."""
+    """Source files by the names in ``#include``."""
     return {
         path.relative_to(CUDA_SOURCES).as_posix(): path.read_bytes()
         for path in sorted(CUDA_SOURCES.rglob("*.cuh"))
@@ -40,7 +47,7 @@ def _headers() -> dict[str, bytes]:
 
 
 def _sources(instantiation: Instantiation) -> dict[str, bytes]:
-    """The headers that an instantiation's text may include; its own may lie elsewhere."""
+    """The headers that an instantiation's text may include, with its own, which may lie in another folder."""
     headers = _headers()
     if instantiation.header not in headers:
         headers = {**headers, instantiation.header: Path(instantiation.header).read_bytes()}
@@ -48,7 +55,7 @@ def _sources(instantiation: Instantiation) -> dict[str, bytes]:
 
 
 def _options(architecture: str) -> tuple[str, ...]:
-    # NVRTC 13.0 takes generic lambdas for host functions unless told otherwise.
+    # Without -default-device NVRTC 13.0 compiles generic lambdas as host functions.
     return (f"-arch={architecture}", "-std=c++17", "-default-device", "--ptxas-options=-v", "-lineinfo")
 
 
@@ -117,8 +124,8 @@ def compile_text(
 def compile_to_ptx(instantiation: Instantiation, architecture: str) -> bytes:
     """As :func:`compile_kernel`, but PTX for a virtual architecture such as ``compute_80``.
 
-    Any later GPU runs it after its driver has assembled it, so what an older GPU executes can be tested on a
-    newer one.
+    The driver of any later GPU assembles and runs it, so kernels for an older GPU can be tested on a newer
+    one.
 
     Raises:
         EnvironmentProblem: as :func:`compile_kernel`.
@@ -136,7 +143,7 @@ def nvrtc_version() -> str:
 
 
 def compilation_key(instantiation: Instantiation, architecture: str) -> str:
-    """A digest of everything that decides the result: sources, text, options, architecture, NVRTC version."""
+    """SHA-256 of all that a cubin depends on: sources, text, options, architecture, NVRTC version."""
     digest = hashlib.sha256(nvrtc_version().encode())
     options = [option.encode() for option in _options(architecture)]
     sources = _sources(instantiation)

@@ -45,7 +45,7 @@ _Structure = TypeVar("_Structure", bound=ctypes.Structure)
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id and a union of 64 bytes, of which we use up to three ints."""
+    """CUlaunchAttribute: an id and a union of 64 bytes, of which up to three ints are used."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -73,7 +73,7 @@ class _Config(ctypes.Structure):
 
 
 class _Thread(threading.local):
-    """What is known of a thread."""
+    """State of a host thread: whether it is known to have a CUDA context."""
 
     def __init__(self) -> None:
         self.has_context = False
@@ -95,9 +95,9 @@ def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch
 
 
 def _find_allocator() -> _Allocator:
-    """What torch's own compiled code calls, which is private, or else the public function.
+    """The private function that torch's compiled code allocates with; the public one if it is gone.
 
-    ``torch.empty_strided`` takes several times as long, which a decode step pays for every product.
+    The public ``torch.empty_strided`` takes several times as long, at every product of a decode step.
     """
     global _allocator  # noqa: PLW0603
     try:
@@ -130,7 +130,7 @@ def _driver() -> Any:
 
 
 class RefusedCubin(Exception):
-    """The driver does not take a file for a cubin of this GPU."""
+    """The driver rejects a file as a cubin for this GPU."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,11 @@ class Function:
 
 
 def load_function(cubin: Path, name: str, device_index: int, shared_bytes: int = 0) -> Function:
-    """Load ``cubin`` on a device and allow its kernel ``name`` that much dynamic shared memory.
+    """Load ``cubin`` on a device and allow its kernel ``name`` ``shared_bytes`` of dynamic shared memory.
 
     Raises:
         EnvironmentProblem: CuPy is missing.
-        RefusedCubin: the file is not there, or no cubin for this GPU.
+        RefusedCubin: the file is missing, or is no cubin for this GPU.
     """
     try:
         import cupy
@@ -163,7 +163,7 @@ def load_function(cubin: Path, name: str, device_index: int, shared_bytes: int =
             if error.status not in _REFUSALS:
                 raise
             raise RefusedCubin(f"the driver refuses {cubin.name} ({error})") from None
-        # CuPy gives the same kernel for the same file, also to those who launch it with less.
+        # CuPy returns the same kernel object for the same file, so the limit must never shrink.
         if shared_bytes > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared_bytes
         handle = ctypes.c_void_p(int(function.kernel.ptr))
@@ -182,25 +182,26 @@ def on_device(index: int) -> AbstractContextManager[object]:
 
 
 def _enter_context(function: Function) -> None:
-    # Neither asking torch for the device nor memory from its cache gives a new thread a context.
+    # A new thread has no context until it makes a CUDA call; torch's device index and cached memory need
+    # none.
     if _current_context() is None:
         _driver().cuCtxSetCurrent(ctypes.c_void_p(function.context))
     _thread.has_context = True
 
 
 class Launch:
-    """A launch in the memory that the driver reads it from, to be started any number of times.
+    """A launch's C structures, filled once, which may be started any number of times.
 
-    The driver reads it while other threads run, so it belongs to whoever took it (:class:`Launches`).
+    Only one thread may use a launch at a time (:class:`Launches`).
 
     Args:
         function: the kernel.
-        config: the grid and what else is asked for; the stream is filled in at every start.
+        config: CUlaunchConfig; the stream is filled in at every start.
         arguments: the kernel's parameters.
 
     Attributes:
-        arguments: may be changed before every start.
-        x: an address for the caller to remember what ``arguments`` hold; 0 at first.
+        arguments: the kernel's parameters; may be changed before every start.
+        x: address of the activations that ``arguments`` were filled for, kept by the caller; 0 at first.
     """
 
     __slots__ = ("_config", "_given", "_index", "_launch", "arguments", "x")
@@ -208,8 +209,7 @@ class Launch:
     def __init__(self, function: Function, config: _Config, arguments: ctypes.Structure) -> None:
         layout = type(arguments)
         start = ctypes.addressof(arguments)
-        # The driver places parameters itself: it puts a tensor map where its alignment in constant memory
-        # wants it, which is not where a C structure has it.
+        # One pointer a parameter: the driver aligns tensor maps in constant memory as C structures would not.
         places = [start + getattr(layout, field[0]).offset for field in layout._fields_]
         pointers = (ctypes.c_void_p * len(places))(*places)
         self.arguments = arguments
@@ -217,7 +217,7 @@ class Launch:
         self._config = config
         self._index = function.device_index
         self._launch = _driver().cuLaunchKernelEx
-        # Made here, since converting them takes longer than the call.
+        # Converted once: ctypes takes longer to convert arguments than the driver to launch.
         self._given = ctypes.byref(config), function.handle, ctypes.byref(pointers), None
 
     def start(self) -> None:
@@ -227,7 +227,7 @@ class Launch:
             RuntimeError: the driver refused the launch.
         """
         config = self._config
-        # torch.cuda.current_stream makes an object, which takes as long as all the rest here.
+        # torch.cuda.current_stream makes an object, which takes as long as all other lines together.
         config.stream = torch._C._cuda_getCurrentRawStream(self._index)
         status = self._launch(*self._given)
         if status != 0:
@@ -238,10 +238,10 @@ class Launch:
 
 
 class Launches:
-    """Launches that differ in a few parameters; as many are kept as were under way at the same time.
+    """A pool of equal launches, as many as were in use at the same time.
 
-    They are handed out rather than locked: a launch blocks while the GPU's queue is full, which must hold up
-    nobody on another stream, and what a signal or a collection runs may launch between any two lines.
+    Callers take a launch and give it back, without a lock: a launch blocks while the GPU's queue is full, and
+    must not block other streams; a signal handler or garbage collection may launch between any two lines.
 
     Args:
         function: the kernel.
@@ -251,8 +251,8 @@ class Launches:
         arguments: the kernel's parameters, one field each; copied.
         dependent: let the kernel start before the stream's previous one has ended; it waits for that one
             itself (``griddepcontrol.wait``).
-        cooperative: all blocks run at once, since they wait for each other; the driver refuses a grid that
-            does not fit. Not together with ``dependent``.
+        cooperative: launch cooperatively: all blocks run at once, and the driver refuses a grid that does not
+            fit. Not together with ``dependent``.
     """
 
     __slots__ = ("_arguments", "_config", "_idle", "function", "give")
@@ -287,7 +287,7 @@ class Launches:
         self.give: Callable[[Launch], None] = self._idle.append
 
     def take(self) -> Launch:
-        """A launch that is the caller's until it is given back; the calling thread can start it."""
+        """A launch that only the caller uses until it gives it back; its thread has a CUDA context."""
         if not _thread.has_context:
             _enter_context(self.function)
         try:
@@ -301,14 +301,14 @@ def _copy(structure: _Structure) -> _Structure:
 
 
 class Capture(NamedTuple):
-    """A capture that a stream is part of: a number that no other has in this process, and its graph."""
+    """A graph capture in progress: its number, unique in this process, and the handle of its graph."""
 
     number: int
     graph: int
 
 
 def capture_of(stream: int) -> Capture | None:
-    """The capture that ``stream`` is part of; None while it runs what it is given.
+    """The capture that ``stream`` is part of; None where it isn't capturing.
 
     Raises:
         RuntimeError: the capture is invalid, or not to be mixed with this stream.
@@ -328,9 +328,9 @@ def capture_of(stream: int) -> Capture | None:
 
 
 def stream_id(stream: int) -> int:
-    """A number that no other stream ever has in this process, unlike the handle.
+    """Number of a stream, never used again in this process, unlike the handle.
 
-    The default stream of a thread (``CU_STREAM_PER_THREAD``) has another in every thread.
+    The default stream of a thread (``CU_STREAM_PER_THREAD``) has a different number in every thread.
 
     Raises:
         RuntimeError: the driver does not know the stream.
@@ -350,12 +350,12 @@ def _libc() -> ctypes.CDLL:
 
 
 class EndOfGraph:
-    """Tells whether a graph is gone with everything instantiated from it.
+    """Tells when a CUDA graph, its copies and its executables have all been destroyed.
 
-    The graph owns a reference of a CUDA user object, which its copies and executables share. When the last
-    one is destroyed and its last launch has ended, the driver calls the object's destructor on a thread of
-    its own, where neither Python nor CUDA may be called. So the destructor is ``sem_post`` of the C library,
-    on memory that is never freed: the driver may call it after the interpreter's end.
+    They share references to a CUDA user object. After the last one is destroyed and its last launch has
+    ended, the driver calls the object's destructor on a thread of its own, where neither Python nor CUDA may
+    be called. So the destructor is the C library's ``sem_post``. Its semaphore is never freed, since the
+    driver may call it after the interpreter's end.
     """
 
     __slots__ = ("_semaphore",)
@@ -365,10 +365,10 @@ class EndOfGraph:
         _libc().sem_init(self._semaphore, 0, 0)
 
     def watch(self, graph: int) -> None:
-        """Begin to wait for the end of ``graph``, which may still be captured.
+        """Begin to watch ``graph``, which may still be capturing.
 
         Raises:
-            RuntimeError: the driver refused; the end may be told although it has not come.
+            RuntimeError: the driver refused; :meth:`has_come` may then answer True too early.
         """
         driver, owned = _driver(), ctypes.c_void_p()
         destructor = ctypes.cast(_libc().sem_post, ctypes.c_void_p)
@@ -383,26 +383,26 @@ class EndOfGraph:
             raise RuntimeError(f"CUDA error {status} at giving a graph memory of its own")
 
     def has_come(self) -> bool:
-        """Whether the graph is gone; True once for every :meth:`watch`."""
+        """Whether the graph has been destroyed; True once for every :meth:`watch`."""
         return bool(_libc().sem_trywait(self._semaphore) == 0)
 
 
 def zeroed_memory(size: int) -> int:
-    """The address of ``size`` bytes of zeros on the current device, inside :func:`on_device`, for good.
+    """Address of ``size`` bytes of zeros on the current device, never freed; call inside :func:`on_device`.
 
-    The current stream may be capturing a graph, of which nothing here becomes a part.
+    The current stream may be capturing a graph; the allocation does not become part of it.
 
     Raises:
         RuntimeError: the device has no such memory left.
     """
     driver = _driver()
     mode, address, stream = ctypes.c_int(_RELAXED), ctypes.c_uint64(), ctypes.c_void_p()
-    # Strict captures, of any thread, forbid to allocate.
+    # A capture in global mode, of any thread, forbids allocations unless this thread's mode is relaxed.
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
         status = driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
         if status == 0:
-            # A stream of its own, which waits for no other and is no part of a capture.
+            # A new stream waits for no other and belongs to no capture.
             status = driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING)
         if status == 0:
             driver.cuMemsetD8Async(address, ctypes.c_ubyte(0), ctypes.c_size_t(size), stream)
@@ -416,7 +416,7 @@ def zeroed_memory(size: int) -> int:
 
 
 def gpu_properties(index: int) -> GpuProperties:
-    """What torch and the driver say of a CUDA device."""
+    """Properties of a CUDA device from torch and the driver."""
     properties = torch.cuda.get_device_properties(index)
     device = ctypes.c_int()
     # torch and the driver number the visible devices alike.
@@ -441,9 +441,9 @@ def _attribute(device: ctypes.c_int, attribute: int) -> int:
 
 
 def active_clusters(function: Function, cluster: int, threads: int, shared_bytes: int) -> int:
-    """How many clusters of ``cluster`` such blocks the device runs at once; 0 where it knows no such size.
+    """Clusters of ``cluster`` blocks that the device runs at once; 0 where it has no clusters of that size.
 
-    The kernel fixes no size itself.
+    The kernel must not be compiled for a fixed cluster size.
 
     Raises:
         RuntimeError: the driver refused the question.
@@ -471,15 +471,15 @@ def encode_tensor_map(
     *,
     swizzled: bool,
 ) -> bytes:
-    """A CUtensorMap: how copies find boxes of a tensor; elements outside it arrive as zeros.
+    """A CUtensorMap, with which TMA copies boxes of a tensor; elements outside the tensor arrive as zeros.
 
     Args:
         address: address of the first element, a multiple of 16.
         element_bytes: 2 or 4.
-        extents: elements a dimension, the contiguous one first.
-        strides: bytes between neighbours of every dimension but the first, multiples of 16.
-        box: elements a dimension that one copy brings, at most 256 each.
-        swizzled: whether rows of 128 bytes land with the 128-byte swizzle.
+        extents: elements per dimension, the contiguous dimension first.
+        strides: bytes between neighbours in every dimension but the first, multiples of 16.
+        box: elements per dimension that one copy brings, at most 256 each.
+        swizzled: whether rows of 128 bytes are stored with the 128-byte swizzle.
 
     Raises:
         RuntimeError: the driver refused the map.

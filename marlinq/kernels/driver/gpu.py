@@ -1,4 +1,4 @@
-"""The numbers of this machine's GPUs that decisions rest on."""
+"""Rates and sizes of this machine's GPUs, from which the cost models estimate times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from marlinq.kernels.driver.module import load_kernel
 
 @lru_cache(maxsize=16)
 def device_numbers(index: int) -> Device:
-    """The numbers of CUDA device ``index`` that decisions rest on.
+    """Rates and sizes of CUDA device ``index``, from torch and the driver.
 
     Raises:
         EnvironmentProblem: the GPU is older than compute capability 8.0.
@@ -32,10 +32,11 @@ def device_numbers(index: int) -> Device:
 
 
 def _clusters(architecture: str, shared_bytes: int, index: int) -> tuple[tuple[int, ...], ...]:
-    """:attr:`Device.clusters`: the driver's answers for blocks that fill a multiprocessor's shared memory."""
+    """:attr:`Device.clusters`, asked of the driver for 1, 2 and 3 blocks that fill a multiprocessor's shared
+    memory."""
     threads = 32
     function = load_kernel(cold_read(threads, unroll=1), architecture, index, shared_bytes)
-    # The driver keeps a kilobyte of every block.
+    # The driver reserves a kilobyte of shared memory for every block.
     rooms = [shared_bytes, *((shared_bytes + 1024) // blocks - 1024 for blocks in (2, 3))]
     try:
         return tuple(

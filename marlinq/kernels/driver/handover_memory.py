@@ -1,14 +1,14 @@
 """Memory through which blocks of a stream-K launch hand over sums (``cuda/reduce/stream_k_fixup.cuh``).
 
-Sums lie in memory of torch's allocator, taken for every launch and given back at once: what takes it next on
-the stream runs later, and a graph keeps what was taken at its capture.
+Sums lie in memory of torch's allocator, taken for every launch and freed at once. Whoever gets that memory
+next on the stream runs later, and a graph keeps the memory that was allocated during its capture.
 
-Flags have to be zero before a launch and are again behind it, so launches that never touch them at the same
-time share them: those of a stream, and those that one stream brought into one graph. Graphs may be replayed
-on any stream, beside others, so each owns a set of flags for as long as the driver knows it
-(:class:`marlinq.kernels.driver.cuda_driver.EndOfGraph`); then the set is another graph's. A stream keeps its
-set.
-Flags don't come from torch's allocator, which during captures and their rehearsals wants its memory back.
+Flags are zero before a launch, and the launch leaves them zero. So launches that never run at the same time
+share a set of flags: all launches of a stream, and all launches that one stream captured into one graph.
+Graphs may be replayed on any stream beside others, so each graph has a set of its own until it is destroyed
+(:class:`marlinq.kernels.driver.cuda_driver.EndOfGraph`); then the set is free for another graph. A stream
+keeps its set for good. Flags don't come from torch's allocator, which reclaims memory after a capture or its
+warm-up.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.driver.cuda_driver import EndOfGraph, capture_of, empty_strided, stream_id, zeroed_memory
 
 _SLAB_BYTES = 1 << 20
-# Words of a set, so that hardly any launch needs more: a launch has one flag a block that runs at once.
+# 32-bit words of a set, one flag for each block that runs at once: hardly any launch needs more.
 _SET_WORDS = 1 << 12
-_LINE = 128  # bytes, which streams don't share
+_LINE = 128  # bytes of a cache line; sets of different streams share none
 _PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD
 
 
 def handover_memory(handover: Handover, device_index: int) -> tuple[Tensor, int]:
-    """The sums, to be kept until the launch is made on the current stream, and the flags' address.
+    """A tensor for the sums, and the address of the flags; call inside
+    :func:`marlinq.kernels.driver.cuda_driver.on_device`.
 
-    Inside :func:`marlinq.kernels.driver.cuda_driver.on_device`.
+    Keep the tensor until the launch is made on the current stream.
     """
     sums = empty_strided((handover.floats,), (1,), torch.float32)
     return sums, _flags(device_index, handover.flags)
@@ -44,7 +45,7 @@ _Key = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class _Set:
-    """Words of zeros, whose owner is a stream or a graph."""
+    """Zeroed words that belong to one stream or one graph."""
 
     address: int
     words: int
@@ -52,7 +53,7 @@ class _Set:
 
 
 class _Pool:
-    """The flags of one device: cut from slabs that are never freed, given out and taken back in sets."""
+    """The sets of flags of one device, cut from slabs that are never freed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +63,8 @@ class _Pool:
         self.sets = 0
 
     def take(self, key: _Key, words: int, graph: int) -> _Set:
-        """A set for a stream, or for a graph (0 for none) until its end; on the current device."""
+        """A set on the current device: for a stream if ``graph`` is 0, else for a graph until it is
+        destroyed."""
         with self._lock:
             self._take_back()
             words = max(words, _SET_WORDS)
@@ -74,7 +76,7 @@ class _Pool:
             return taken
 
     def _take_back(self) -> None:
-        """Make the sets of graphs that are gone free again: their last launch has set all flags to zero."""
+        """Free the sets of graphs that were destroyed; their last launches left all flags zero."""
         kept = []
         for key, one in self._of_graphs:
             if one.end.has_come():
@@ -102,15 +104,15 @@ _owned: dict[_Key, _Set] = {}
 
 
 def _flags(device_index: int, count: int) -> int:
-    """The address of ``count`` words that no launch uses which may run beside one on the current stream."""
+    """Address of ``count`` flags that no launch outside the current stream (or its capture) uses."""
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     capture = capture_of(stream)
     key: _Key
     if capture is None:
         key = device_index, stream_id(stream), 0, 0
     else:
-        # The driver gives no id of a stream that is being captured. A stream outlives its capture, so the
-        # handle is enough within one; only the default stream of a thread shares its handle with others.
+        # The driver gives a capturing stream no id. Its handle is unique during the capture, except that all
+        # threads have the same handle for their default streams.
         thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
         key = device_index, stream, thread, capture.number
     owned = _owned.get(key)

@@ -1,4 +1,4 @@
-"""From a source to a loaded kernel: through the cache, whose entries the driver may refuse."""
+"""Load a kernel onto a device: compiled or from the cache, compiled again if the driver rejects the cubin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load_kernel(
 
     Args:
         instantiation: the kernel.
-        architecture: of the device.
+        architecture: architecture of the device, for example ``sm_90a``.
         device_index: index of the GPU.
         shared_bytes: dynamic shared memory that a block may have.
 

@@ -1,8 +1,8 @@
-"""A note in the kernel cache of what a model's products need, so that it is found out once.
+"""A note in the kernel cache that lists the compiled kernels of a model's products.
 
-Deciding for every batch takes half a second, every time a model is loaded. The note is named for everything
-that the decisions rest on, this package's own files included, and lists the variants' entries in the cache.
-Where all of these are there, nothing is decided or compiled; a damaged one is noticed when it is loaded.
+Deciding for every batch takes half a second each time a model is loaded. The note's file name is a digest of
+all that the decisions depend on, this package's files included. If a note exists and all entries that it
+lists are in the cache, nothing is decided or compiled. A damaged entry is noticed when its kernel is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOM = Path(__file__).parents[1]
 
 
 def is_complete(premises: object) -> bool:
-    """Whether a note with these ``premises`` stands in the cache, and the entries that it lists do, too."""
+    """Whether the cache holds a note for ``premises``, and all entries that it lists."""
     note = read_note(_note(premises))
     try:
         names = load_json(note or b"")
@@ -31,12 +31,12 @@ def is_complete(premises: object) -> bool:
         return False
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return False
-    # Nothing outside the folder is looked at, whatever stands in the note.
+    # Names with a path are refused, so that a note can't point outside the folder.
     return all(Path(name).name == name and is_kept(name) for name in names)
 
 
 def note_complete(premises: object, wanted: Iterable[Instantiation], architecture: str) -> None:
-    """Leave the note: ``wanted`` are all compiled.
+    """Write the note for ``premises``; all of ``wanted`` must be compiled.
 
     Raises:
         EnvironmentProblem: the cache can't be trusted or written.
@@ -52,7 +52,7 @@ def _note(premises: object) -> str:
 
 @lru_cache(maxsize=8)
 def code_digest(room: Path) -> str:
-    """A digest of the files of a part of this package; of this one: decisions, measured choices, sources."""
+    """SHA-256 of all files below ``room``, a folder of this package."""
     digest = hashlib.sha256()
     for path in sorted(path for path in room.rglob("*") if path.suffix in (".py", ".json", ".cuh", ".cu")):
         data = path.read_bytes()

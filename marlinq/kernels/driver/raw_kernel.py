@@ -1,4 +1,4 @@
-"""Any kernel of any source, compiled through the cache and launched with explicit arguments."""
+"""A kernel from any source file, compiled through the cache and launched with explicit arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensor copies find activations and weights (``cuda/tma/producer.cuh``)."""
+"""Tensor maps of activations and weights for TMA copies (``cuda/tma/producer.cuh``)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ActivationMap = ctypes.c_ubyte * TENSOR_MAP_BYTES
 # Maps hold addresses and extents only, so equal arguments give equal maps and the caches never go stale.
 @lru_cache(maxsize=4096)
 def activation_maps(address: int, m: int, k: int, stride: int, tile_m: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """x [M, K] in boxes of 64 columns and a tile's rows, then in boxes of those that whole tiles leave.
+    """Two tensor maps of x [M, K]: with boxes of 64 columns x ``tile_m`` rows, and of 64 x (M % ``tile_m``).
 
-    Rows of 128 bytes land swizzled. No box has rows beyond x: they would arrive as zeros, but later than rows
-    that exist (docs/kernels.md, "Rows beyond the batch").
+    Rows of 128 bytes are stored swizzled. No box reaches beyond M rows: TMA's zero fill was measured slower
+    than loading real rows (docs/kernels.md, "Rows beyond the batch").
 
     Args:
         address: address of the first element, a multiple of 16.
@@ -26,7 +26,7 @@ def activation_maps(address: int, m: int, k: int, stride: int, tile_m: int) -> c
         stride: elements from one row to the next, a multiple of 8.
         tile_m: rows of a tile.
     """
-    # A single row may have any stride, also one that no map can hold.
+    # A single row's stride is meaningless, and may be one that no map can hold.
     row_bytes = 2 * (stride if m > 1 else k)
     maps = b"".join(
         encode_tensor_map(address, 2, (k, m), (row_bytes,), (64, rows), swizzled=True)

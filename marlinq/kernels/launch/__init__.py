@@ -1,1 +1,1 @@
-"""From operands to a running kernel: the driver, prepared launches, plans kept between calls."""
+"""Launching products: arguments from operands, prepared launches, plans kept between calls."""

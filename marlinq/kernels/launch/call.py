@@ -1,4 +1,4 @@
-"""From a product to its launch: decide, compile or load, pack the arguments."""
+"""Launch a product: decide on a kernel, compile or load it, pack its arguments."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ class Call:
     """A launch of one variant on one weight, for any activations of the same shape and strides.
 
     Attributes:
-        launches: launches of the variant, all but complete.
-        box: what :func:`marlinq.kernels.driver.tensor_maps.activation_maps` takes behind the address; None
-            where the kernel takes the address itself.
-        handover: memory in which blocks hand sums to each other, where they do.
+        launches: launches of the kernel, complete but for the addresses of activations and result.
+        box: shape of the activations' tensor map; None where the kernel takes their address.
+        handover: sizes of the memory through which blocks exchange sums; None where they don't.
     """
 
     launches: Launches
@@ -64,7 +63,7 @@ class Call:
             sums, flags = handover_memory(self.handover, self.launches.function.device_index)
             arguments.share(sums.data_ptr(), flags)
             launch.start()
-            # Now the launch is in the stream, and whoever takes the memory comes behind it.
+            # Freed now: whoever gets the memory next is behind this launch in the stream.
             del sums
         self.launches.give(launch)
 
@@ -88,11 +87,12 @@ def _load(instantiation: Instantiation, shared_bytes: int, device_index: int) ->
 
 
 def overlaps(device_index: int, behind_own: bool = False) -> bool:
-    """Whether a kernel that is launched now may begin while its predecessor runs.
+    """Whether a kernel launched now may begin while its predecessor runs (compute capability 9.0 and later).
 
     Args:
-        device_index: index of the GPU; older ones than compute capability 9.0 know no such launch.
-        behind_own: the predecessor allows it, whatever the context says.
+        device_index: index of the GPU.
+        behind_own: the predecessor is a kernel of this package that allows it, also outside of
+            :func:`marlinq.kernels.contract.demands.dependent_launches`.
     """
     return (behind_own or demands().dependent) and device_numbers(device_index).has_clusters
 
@@ -105,7 +105,7 @@ def prepare(
     activation: str | None = None,
     work: RowWork | None = None,
 ) -> Call:
-    """Decide, compile or load, and pack what does not change from call to call.
+    """Decide on a kernel, compile or load it, and pack the arguments that are the same for every call.
 
     Args:
         operands: ``x`` [M, K] and ``out`` [M, N] have unit stride along their rows; rows of ``x`` are
@@ -115,10 +115,10 @@ def prepare(
             :func:`marlinq.kernels.launch.gather.gather_channels` and wrote ``x``: the launch then overlaps
             with it.
         activation: name as in :attr:`marlinq.kernels.contract.problem.Problem.activation`.
-        work: on whole rows.
+        work: RMS norm of the input or addition to the residual stream, within the product.
 
     Raises:
-        UnsupportedError: the decision is for a variant that does no such work.
+        UnsupportedError: the chosen configuration has no kernel with ``work``.
     """
     x = operands.x
     index = x.device.index
@@ -129,8 +129,8 @@ def prepare(
     dependent = overlaps(index, behind_own) and (behind_own or gains_by_overlap(chosen))
     together = blocks_together(problem, device, chosen) if dependent else None
     if together:
-        # Blocks are started where the previous kernel's have ended: without this too many would crowd on the
-        # multiprocessors that are free first, and everybody would wait for those.
+        # Blocks start wherever the previous kernel's blocks have ended. Asking for more shared memory limits
+        # blocks a multiprocessor, or too many would start on the first free ones and finish late.
         shared = max(shared, device.shared_bytes // (together + 1) + 1)
     instantiation = chosen.instantiation(problem)
     plain = chosen.arguments(operands, dependent)

@@ -1,4 +1,4 @@
-"""A product by way of a dense weight: dequantised once, multiplied by torch (cuBLAS on a GPU)."""
+"""A product whose weight is dequantised first and then multiplied by torch (cuBLAS on a GPU)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ WORKSPACE_BYTES = 256 << 20
 def dequantized_gemm(operands: Operands, workspace_bytes: int = WORKSPACE_BYTES) -> None:
     """Run ``out = x @ W + bias`` on the device and current stream of ``x``.
 
-    The dense weight comes from torch's allocator and goes back at once. A larger one than ``workspace_bytes``
-    is multiplied in slices of columns, 64 at least; dequantising takes as much again for a moment.
+    A dense weight larger than ``workspace_bytes`` is multiplied in slices of columns, at least 64 each. While
+    a slice is dequantised, about twice its bytes are in use.
 
     Args:
-        operands: as :func:`marlinq.kernels.launch.call.prepare` takes them.
-        workspace_bytes: bytes of the dense weight, about.
+        operands: the product's tensors, with the strides that :func:`marlinq.kernels.launch.call.prepare`
+            takes.
+        workspace_bytes: bytes of a dense slice, about.
     """
     x, weight, bias, out = operands
     k, n = x.shape[1], out.shape[1]

@@ -1,4 +1,7 @@
-"""Products of FP8 weights with activations that are quantised to FP8: cuBLAS behind two launches of ours."""
+"""Products of FP8 weights with activations quantised to FP8.
+
+One kernel quantises the activations, one orders the weight's bytes, and cuBLAS multiplies.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, address
 ROW_THREADS, PLAIN_THREADS = 256, 256
 _ROWS_TOGETHER = 4
 GROUP = 128
-"""Channels of a row that share a scale, where weights have groups."""
+"""Channels of an activation row that share a scale, where weights have groups."""
 LARGEST, LEAST = 448.0, 1e-30
-"""The largest value of E4M3, and the least magnitude that a scale is made of."""
+"""Largest value of E4M3; and a lower bound of the magnitude that a scale is computed from, so that none is
+0."""
 
 
 class RowArguments(ctypes.Structure):
@@ -58,7 +62,7 @@ def row_instantiation(dtype: torch.dtype, group: int, *, given: bool) -> Instant
 
 
 def instantiations(weight: Operand) -> list[Instantiation]:
-    """What products of the weight compile."""
+    """The kernels that products with ``weight`` launch, besides cuBLAS's."""
     group = weight.granularity.for_channels(weight.padded_shape[0]).channels
     given = weight.input_scale is not None
     return [row_instantiation(weight.scales.dtype, group, given=given), plain_instantiation()]
@@ -75,8 +79,11 @@ def _function(instantiation: Instantiation, device_index: int) -> Function:
 
 
 def quantized_shapes(m: int, k: int, group: int) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Of the codes of activations [m, k], and of their scales; with groups of rows in fours, as cuBLAS counts
-    them, of which those past ``m`` hold anything."""
+    """Shapes of the codes [m, k] and of the scales of quantised activations.
+
+    With groups, scales have rows up to the next multiple of four, as cuBLAS requires; rows from m on are not
+    initialised.
+    """
     rows = -(-m // _ROWS_TOGETHER) * _ROWS_TOGETHER if group else m
     return (rows, k), (k // group, rows) if group else (m,)
 
@@ -87,7 +94,8 @@ def quantize_rows(x: Tensor, group: int, given: Tensor | None = None) -> tuple[T
     Args:
         x: [M, K] float16 or bfloat16 on a GPU, or of any dtype on a CPU; K a multiple of 16 and of ``group``.
         group: channels that share a scale, 128; 0 for a row.
-        given: the scale of everything, float32 []; None for scales of what ``x`` holds. Without ``group``.
+        given: scale of all activations, float32 []; None: scales are computed from ``x``. Only where
+            ``group`` is 0.
 
     Returns:
         Codes float8_e4m3fn [M, K], and scales [M, 1]; with groups [M, K / group], on a GPU with strides
@@ -116,7 +124,7 @@ def _reference_rows(x: Tensor, group: int, given: Tensor | None) -> tuple[Tensor
     parts = x.float().view(m, -1, group or k)
     if given is None:
         amax = parts.abs().amax(-1, keepdim=True).clamp(min=LEAST)
-        # A number over a tensor would be a product with a reciprocal, which rounds twice.
+        # Both sides are tensors: torch divides a number by a tensor through a reciprocal, which rounds twice.
         scales, by = amax / LARGEST, torch.full_like(amax, LARGEST) / amax
     else:
         scales = given.float().expand(m, 1, 1)
@@ -158,7 +166,7 @@ def eight_bit_gemm(x: Tensor, weight: Operand, bias: Tensor | None, input_scale:
     group = weight.granularity.for_channels(weight.padded_shape[0]).channels
     codes, scales = quantize_rows(x, group, input_scale)
     natural = weight.format.in_order(weight.scales).float()
-    # Column-major, as cuBLAS wants the second operand.
+    # cuBLAS takes the second operand column-major.
     plain = plain_bytes(weight).t()
     if not group:
         return torch._scaled_mm(codes, plain, scales, natural, bias, out_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Activations in the channel order of a weight that was quantised in activation order."""
+"""Gather the columns of activations in the order of the weight's rows (activation order)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from marlinq.kernels.launch.call import Call, overlaps
 
 _THREADS = 128
 INSTANTIATION = Instantiation("kernels/gather.cuh", "gather", (("THREADS", _THREADS),))
-"""The kernel."""
+"""The gathering kernel."""
 
 
 class _Arguments(ctypes.Structure):
@@ -69,15 +69,15 @@ def _start(launches: Launches, x: int, order: int, out: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A prepared product and, before it, the gathering of its activations.
+    """A prepared product whose activations are gathered first.
 
     Attributes:
-        launches: from :func:`gathering`.
-        order: the order's address.
+        launches: launches of the gathering kernel (:func:`gathering`).
+        order: address of the channel order, int32 [K].
         rows: M.
         columns: K.
         dtype: dtype of the activations.
-        call: prepared to be launched behind the gathering.
+        call: the product, prepared to be launched behind the gathering kernel.
     """
 
     launches: Launches
@@ -88,7 +88,7 @@ class Gathered:
     call: Call
 
     def start(self, x: int, out: int) -> None:
-        """As :meth:`marlinq.kernels.launch.call.Call.start`; ``x`` has its columns in their own order."""
+        """As :meth:`marlinq.kernels.launch.call.Call.start`; columns of ``x`` are not yet gathered."""
         taken = empty_strided((self.rows, self.columns), (self.columns, 1), self.dtype)
         address = taken.data_ptr()
         _start(self.launches, x, self.order, address)

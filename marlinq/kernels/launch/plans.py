@@ -1,7 +1,7 @@
-"""What calls of the operator with the same weight share, checked and prepared once.
+"""Plans: checks and launches that all calls of an operator with the same weight share.
 
-An eager call costs the host more than many of these products cost the GPU, so whatever depends on the
-weight alone is kept for as long as its tensors live.
+A call through torch's dispatcher takes the host longer than many products take the GPU. So a plan keeps all
+that depends on the weight alone, as long as the weight's tensors live.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from marlinq.kernels.driver.cuda_driver import empty_strided
 from marlinq.kernels.launch.call import Call, dequantizes, prepare
 from marlinq.kernels.launch.gather import Gathered, gathering
 
-_MAX_CALLS = 512  # shapes of activations a weight
+_MAX_CALLS = 512  # shapes of activations that a plan keeps launches for
 
 Key = tuple[object, ...]
-"""The identities of a weight's tensors, which a plan outlives none of, and what else it was checked with."""
+"""Key of a plan: ``id`` of the weight's tensors, none of which it outlives, and the call's other
+arguments."""
 
 Weight = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Words, scales, zero points, bias and order, as the operator takes them."""
 
 
 class _Prepared(NamedTuple):
-    """What calls with activations of one shape share.
+    """A launch for activations of one shape.
 
     Attributes:
-        shape: shape of the result, all N columns.
-        strides: strides of the result.
-        call: the launch; None without rows.
+        shape: shape of the result, with all N columns.
+        strides: strides of the result, in elements.
+        call: the launch; None where there are no rows.
     """
 
     shape: tuple[int, ...]
@@ -53,10 +54,10 @@ class Plan:
     Args:
         weight: words int32, scales [G, N], zero points [G, N] or None, bias [N] or None, order
             int32 [K] or None.
-        granularity: as :class:`marlinq.kernels.contract.operand.Operand` has it.
+        granularity: granularity of the scales.
         out_features: columns to return.
         weight_format: format of the words.
-        evict: called when one of the tensors goes.
+        evict: called when one of the tensors is garbage-collected.
     """
 
     __slots__ = (
@@ -104,7 +105,7 @@ class Plan:
         bias: Tensor | None,
         order: Tensor | None,
     ) -> bool:
-        """Whether the weight's tensors are where they were."""
+        """Whether the weight's tensors have the addresses that the plan was made for."""
         return (
             words.data_ptr() == self._words
             and scales.data_ptr() == self._scales
@@ -122,8 +123,9 @@ class Plan:
         bias: Tensor | None,
         order: Tensor | None,
     ) -> Tensor | None:
-        """[..., columns] in the dtype of ``x``; None where this call needs the operator's checks again."""
-        # Every line here is paid for by every call: lab/kernels/host_cost.py.
+        """[..., columns] in the dtype of ``x``; None where this call has to go through the operator's
+        checks."""
+        # Every eager call runs these lines; lab/kernels/host_cost.py measures their time.
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
                 return self.run(x, words, scales, zeros, bias, order)
@@ -149,7 +151,7 @@ class Plan:
         return out if self._columns is None else out[..., : self._columns]
 
     def _prepare(self, x: Tensor, weight: Weight) -> _Prepared | None:
-        """None where the weight is dequantised for this batch: nothing of that is worth preparing."""
+        """The launch for activations like ``x``; None where the weight is dequantised for this batch."""
         words, scales, zeros, bias, order = weight
         operand = Operand.whole(self._format, self._granularity, words, scales, zeros, order)
         *batch, columns = x.shape
@@ -183,9 +185,9 @@ find = _plans.get
 def remember(
     key: Key, weight: Weight, granularity: Granularity, out_features: int, weight_format: WeightFormat
 ) -> None:
-    """Keep a plan for operands that have been checked, until one of them goes."""
+    """Keep a plan for operands that have been checked, until one of them is garbage-collected."""
     known = find(key)
     if known is None or not known.fits(*weight):
-        # At the interpreter's end tensors may go after this module's names.
+        # Bound now: at the interpreter's end tensors may be collected after this module's names.
         evict = partial(_plans.pop, key)
         _plans[key] = Plan(weight, granularity, out_features, weight_format, evict)

@@ -1,4 +1,4 @@
-"""Compile what products will need before the first of them runs."""
+"""Compile the kernels of a model's products before the first of them runs."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from marlinq.kernels.driver.notes import is_complete, note_complete
 def precompile(
     problems: Iterable[Problem], device_index: int = 0, progress: ReportProgress = no_progress
 ) -> int:
-    """Compile every variant that ``problems`` need on a device and the cache lacks, in parallel.
+    """Compile in parallel every kernel that ``problems`` need on a device and the cache lacks.
 
-    ``progress`` is called after each that is compiled.
+    ``progress`` is called after each kernel.
 
     Returns:
-        How many variants were compiled.
+        Number of kernels compiled.
 
     Raises:
-        EnvironmentProblem: a variant does not compile, or the cache can't be written.
+        EnvironmentProblem: a kernel does not compile, or the cache can't be written.
     """
     device = device_numbers(device_index)
     return compile_missing(device.architecture, _instantiations(problems, device), progress)
 
 
 class LayerShape(NamedTuple):
-    """What decides which variants a weight needs.
+    """Shape and format of a weight, on which the choice of its kernels depends.
 
     Attributes:
         n: columns of the stored weight, padding included: a multiple of 64.
@@ -58,7 +58,7 @@ class LayerShape(NamedTuple):
 
     @classmethod
     def of(cls, operand: Operand) -> LayerShape:
-        """The shape of a weight that is there already."""
+        """The shape of an operand."""
         k, n = operand.padded_shape
         return cls(n, k, operand.granularity.for_channels(k), operand.zeros is not None, operand.format)
 
@@ -71,25 +71,25 @@ def precompile_model(
     most_rows: int = 8192,
     progress: ReportProgress = no_progress,
 ) -> int:
-    """Compile what a model's products need for any batch of up to ``most_rows`` rows, in parallel.
+    """Compile in parallel the kernels of a model's products, for all batches of up to ``most_rows`` rows.
 
-    A model has about 40 variants. To decide which takes half a second, the first time; a note in the cache
-    (:mod:`marlinq.kernels.driver.notes`) saves later calls the trouble. Contexts count: call it inside
-    :func:`dependent_launches` or :func:`batch_invariant` where the products will run inside, too.
+    A model has about 40 kernels. Choosing them takes half a second; later calls read a note in the cache
+    instead (:mod:`marlinq.kernels.driver.notes`). Call it inside :func:`dependent_launches` or
+    :func:`batch_invariant` if the products will run inside of it.
 
     Args:
-        layers: layers of all weights; equal ones count once.
+        layers: shapes of all weights; equal ones count once.
         dtype: float16 or bfloat16, of activations and results.
         device_index: index of the GPU.
         most_rows: rows of the largest batch.
-        progress: called after each variant that is compiled.
+        progress: called after each kernel that is compiled.
 
     Returns:
-        How many variants were compiled.
+        Number of kernels compiled.
 
     Raises:
-        EnvironmentProblem: a variant does not compile, or the cache can't be written.
-        UnsupportedError: a layer that no kernel takes.
+        EnvironmentProblem: a kernel does not compile, or the cache can't be written.
+        UnsupportedError: no kernel multiplies a layer of this shape.
     """
     bfloat16 = dtype == torch.bfloat16
     wanted = sorted(set(layers), key=repr)
@@ -109,7 +109,7 @@ def precompile_model(
 
 
 def _instantiations(problems: Iterable[Problem], device: Device) -> list[Instantiation]:
-    """What the decisions for ``problems`` launch; nothing where a weight is dequantised."""
+    """The kernels chosen for ``problems``, without those whose weight is dequantised."""
     decisions = ((problem, decide(problem, device).config) for problem in problems)
     return list(
         dict.fromkeys(config.instantiation(problem) for problem, config in decisions if config is not None)
@@ -119,11 +119,11 @@ def _instantiations(problems: Iterable[Problem], device: Device) -> list[Instant
 def precompile_instantiations(
     wanted: Iterable[Instantiation], device_index: int = 0, progress: ReportProgress = no_progress
 ) -> int:
-    """As :func:`precompile`, for kernels as they are compiled."""
+    """Compile in parallel those of ``wanted`` that the cache lacks; returns their number."""
     return compile_missing(device_numbers(device_index).architecture, list(dict.fromkeys(wanted)), progress)
 
 
 def precompile_variants(variants: Iterable[tuple[Problem, Configuration]], device_index: int = 0) -> int:
-    """As :func:`precompile`, for chosen configurations."""
+    """Compile in parallel the kernels of given configurations; returns the number of kernels compiled."""
     wanted = dict.fromkeys(config.instantiation(problem) for problem, config in variants)
     return compile_missing(device_numbers(device_index).architecture, list(wanted))

@@ -1,4 +1,4 @@
-"""A kernel with its grid and arguments, before anything is compiled or loaded."""
+"""A launch described by kernel, grid and arguments, before the kernel is compiled or loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VECTOR = 8
 
 
 class Prepared(NamedTuple):
-    """One launch.
+    """One launch of a kernel that may not be compiled yet.
 
     Attributes:
         instantiation: the kernel.
@@ -54,8 +54,8 @@ def bind(prepared: Prepared, device_index: int, *, dependent: bool) -> Launch:
     Args:
         prepared: launch to make.
         device_index: index of the GPU.
-        dependent: whether the kernel may start before the stream's previous one has ended, which it waits for
-            itself; nothing on a GPU older than compute capability 9.0.
+        dependent: whether the kernel may start before the stream's previous one has ended, and waits for that
+            one itself; ignored on GPUs before compute capability 9.0.
 
     Raises:
         EnvironmentProblem: as :func:`marlinq.kernels.driver.module.load_kernel`.
@@ -74,7 +74,7 @@ def bind(prepared: Prepared, device_index: int, *, dependent: bool) -> Launch:
 def precompile_prepared(
     wanted: Iterable[Prepared], device_index: int, progress: ReportProgress = no_progress
 ) -> int:
-    """Compile, in parallel, what the cache lacks; returns how many kernels those were.
+    """Compile in parallel the kernels that the cache lacks; returns their number.
 
     Raises:
         EnvironmentProblem: a kernel does not compile, or the cache can't be written.
@@ -84,12 +84,12 @@ def precompile_prepared(
 
 
 def address(tensor: Tensor | None) -> int:
-    """Of the first element; 0 for None."""
+    """Address of a tensor's first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def check_rows(**tensors: Tensor | None) -> None:
-    """Whether kernels can load the rows of 16-bit tensors in vectors of 16 bytes.
+    """Check that kernels can load the rows of 16-bit tensors in vectors of 16 bytes.
 
     Raises:
         ValueError: a tensor has another dtype, is not aligned, or has strides that are no multiple of 8.

@@ -1,4 +1,4 @@
-"""Words of other layouts in the kernels' own order, on a GPU, in one launch a weight."""
+"""Reorder the words of GPTQ, AWQ and compressed-tensors into Marlin tiles on a GPU, one launch a weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.driver.module import load_kernel
 
 THREADS = 128
-"""Of a block, which makes a tile."""
+"""Threads of a block; a block writes one tile of 16 channels x 64 columns."""
 TILE_K, TILE_N = 16, 64
 
 SOURCES = {
@@ -22,7 +22,8 @@ SOURCES = {
     "compressed-tensors": "Source::ALONG_K_TRANSPOSED",
     "awq": "Source::ALONG_N_INTERLEAVED",
 }
-"""How a family of layouts (:attr:`marlinq.formats.Layout.family`) packs 4-bit codes."""
+"""Enumerator of the order of 4-bit codes in words, by family of layouts
+(:attr:`marlinq.formats.Layout.family`)."""
 
 
 class Arguments(ctypes.Structure):

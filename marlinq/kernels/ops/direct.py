@@ -1,4 +1,4 @@
-"""When an operator may be called past torch's dispatcher, which takes as long as the driver's launch."""
+"""Whether an operator may bypass torch's dispatcher, which takes as long as the driver's launch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ def _always_dispatched() -> bool:
 
 
 nobody_watches: Callable[[], bool] = _nobody_watches if _complete else _always_dispatched
-"""Whether nothing that works through torch's dispatcher would miss a call of this thread: no gradients, no
-mode of functions or dispatch (fake tensors, exports, counters), no profiler, no ``vmap`` or its like, no
-trace.
+"""Whether the current thread has nothing active that intercepts operators through torch's dispatcher.
 
-A compiler's own tracing is another question: ``torch.compiler.is_dynamo_compiling``.
+Such are gradients, function and dispatch modes (fake tensors, exports, counters), profilers, ``vmap`` and
+other transforms, and traces. ``torch.compile`` is not covered: ask ``torch.compiler.is_dynamo_compiling``.
 """
 
 if not _complete:

@@ -25,7 +25,7 @@ _SCHEMA = (
 
 
 class GemmArguments(NamedTuple):
-    """The operator's arguments, as :func:`marlinq.kernels.w4a16_gemm` takes them."""
+    """The operator's arguments, described at :func:`marlinq.kernels.w4a16_gemm`."""
 
     x: Tensor
     words: Tensor
@@ -38,7 +38,7 @@ class GemmArguments(NamedTuple):
 
     @property
     def weight(self) -> plans.Weight:
-        """Tensors of the weight."""
+        """The weight's tensors: words, scales, zero points, bias and order."""
         return self.words, self.scales, self.zeros, self.bias, self.order
 
     def operand(self, weight_format: WeightFormat) -> Operand:
@@ -47,7 +47,8 @@ class GemmArguments(NamedTuple):
         return Operand.whole(weight_format, granularity, self.words, self.scales, self.zeros, self.order)
 
     def result(self, weight_format: WeightFormat) -> tuple[Tensor, Tensor]:
-        """Memory for all N columns, which the kernels write, and the view of it that the operator returns."""
+        """A new tensor of all N columns, for the kernels to write, and its view with ``out_features``
+        columns."""
         columns = self.words.shape[1] // weight_format.row_words
         out = self.x.new_empty((*self.x.shape[:-1], columns))
         return out, out[..., : self.out_features]
@@ -57,8 +58,8 @@ class GemmOperator:
     """``torch.ops.marlinq.<operator>`` of a weight format; arguments as :func:`marlinq.kernels.w4a16_gemm`.
 
     Attributes:
-        format: the weight's.
-        overload: what to call; without its name torch would look for the fitting overload at every call.
+        format: weight format of the words.
+        overload: the operator's default overload; calling it directly spares torch the search for one.
     """
 
     def __init__(self, weight_format: WeightFormat) -> None:
@@ -80,14 +81,15 @@ class GemmOperator:
         out_features: int,
         order: Tensor | None = None,
     ) -> Tensor | None:
-        """The product by the weight's plan; None where there is none, or it does not serve this call."""
+        """The product by the weight's plan; None without a plan, or where it does not fit this call."""
         plan = plans.find(
             (id(words), id(scales), id(zeros), id(bias), id(order), group_size, out_features, x.dtype, self)
         )
         return None if plan is None else plan.run(x, words, scales, zeros, bias, order)
 
     def cuda(self, *given: Any) -> Tensor:
-        """The product on a GPU; of :class:`GemmArguments`, like :meth:`cpu` and :meth:`meta`."""
+        """The product on a GPU; ``given``, also of :meth:`cpu` and :meth:`meta`, are
+        :class:`GemmArguments`."""
         planned = self.planned(*given)
         if planned is not None:
             return planned
@@ -114,7 +116,8 @@ class GemmOperator:
         if order is not None:
             if rows.shape[0]:
                 rows = gather_channels(rows if rows.stride(1) == 1 else rows.contiguous(), order)
-        # The kernels copy 16-byte pieces of rows, and the rows of a tensor map don't overlap.
+        # Copied where kernels can't read it: they load 16-byte pieces of rows, and rows of a tensor map must
+        # not overlap.
         elif rows.stride(1) != 1 or row % 8 or row < rows.shape[1] or rows.data_ptr() % 16:
             rows = (
                 rows.contiguous()
@@ -152,7 +155,7 @@ def _check(weight_format: WeightFormat, arguments: GemmArguments) -> None:
             raise ValueError(f"order: expected int32 [{k}], found {order.dtype} {list(order.shape)}")
     elif x.shape[-1] != k:
         raise ValueError(f"x: expected {k} columns (K of the weight), found {x.shape[-1]}")
-    # A group as long as K is stored like a single one.
+    # One group of K channels is stored like one scale per column.
     groups = 1 if group_size < 1 else k // group_size
     for name, value in (("scales", scales), ("zeros", zeros)):
         if value is not None and (value.shape != (groups, n) or value.dtype != x.dtype):

@@ -1,4 +1,4 @@
-"""The GEMM of every weight format that has kernels, by its name."""
+"""The torch operators that multiply by quantised weights, one for each weight format with kernels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8
 from marlinq.kernels.ops.direct import nobody_watches
 from marlinq.kernels.ops.gemm import GemmOperator
 
-# A compiler that traces this reads True, and takes the operator.
+# True while torch.compile traces, so that compiled code calls the operator itself.
 _traced = torch.compiler.is_dynamo_compiling
 
 
 def _gemm(operator: GemmOperator) -> Callable[..., Tensor]:
-    """The operator as a function, past torch's dispatcher where nobody watches."""
+    """A function that calls the operator, and bypasses torch's dispatcher where nothing intercepts it."""
     overload, find_planned = operator.overload, operator.planned
 
     def gemm(
@@ -53,7 +53,7 @@ def _gemm(operator: GemmOperator) -> Callable[..., Tensor]:
             UnsupportedError: a shape or dtype the kernel can't run.
             EnvironmentProblem: CuPy, NVRTC or the driver is missing.
         """
-        # A subclass may hold its values elsewhere.
+        # A subclass of Tensor may hold its values elsewhere, and goes through the dispatcher.
         if not _traced() and type(x) is Tensor and nobody_watches():
             planned = find_planned(x, words, scales, zeros, bias, group_size, out_features, order)
             if planned is not None:

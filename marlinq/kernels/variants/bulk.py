@@ -26,7 +26,7 @@ from marlinq.kernels.variants.tiles import (
     unpacking,
 )
 
-# Largest batch that it is considered for: it has no larger tile.
+# Rows of its largest tile, hence of the largest batch it is considered for.
 _MOST_BATCH = 16
 # Registers a thread needs to avoid spills (tests/kernels/test_compile.py), by (BLOCKS_M, zero points); and
 # further registers, by BLOCKS_M, when a chunk holds several groups.

@@ -1,6 +1,7 @@
 """All layers of a decode step of one row in one launch (``cuda/kernels/persistent.cuh``).
 
-It needs compute capability 9.0. For more rows a chain of kernels is faster, and there is no variant for them.
+It needs compute capability 9.0. For more rows a chain of kernels is faster, so it has no configuration for
+them.
 """
 
 from marlinq.kernels.launch.persistent.config import (

@@ -1,4 +1,4 @@
-"""The variant of the persistent kernel for a decode step, its shared memory, and what no variant computes."""
+"""Configurations of the persistent kernel: their shared memory, the choice among them, and refusals."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch.persistent.operands import LayerOperands, Model
 
 PARTS = 4
-"""Parts of K, which as many blocks multiply (``cuda/persistent/shape.cuh``)."""
+"""Parts of K; each is multiplied by another block (``cuda/persistent/shape.cuh``)."""
 UNIT = 128
-"""Channels of a unit of K."""
-_ALIGNMENT = 1024  # bytes that aligning the ring may cost
+"""Channels of a unit, the piece in which K is divided."""
+_ALIGNMENT = 1024  # bytes lost at most by aligning the ring
 _STATIC_BYTES = 512  # bytes of static shared memory at most
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """A variant of the kernel, and the sizes of its parts of shared memory.
+    """Compile-time parameters of the persistent kernel.
 
     Attributes:
         team: warps that share a stage of the ring.
-        teams: teams that take turns with the stages.
+        teams: teams that take the stages in turns.
         stages: stages of the ring.
         window: stages whose copies may be in flight at once.
-        slots: sets of two tiles whose sums wait to be added; each has a warp that adds them.
+        slots: buffers, each for the partial sums of two tiles and with a warp that adds them.
         activation_bytes: bytes of shared memory for activations.
         head_dim: channels D of a head.
         granularity: a group of 32, 64 or 128 channels, of all weights.
         zeros: True if weights have zero points.
         bfloat16: True for BF16 activations, False for FP16.
-        stream_units: units of 128 channels that a block keeps of the residual stream, at most.
-        softcap: True if scores are capped.
+        stream_units: units of 128 channels of the residual stream that a block keeps, at most.
+        softcap: True if attention scores are capped.
         post_norms: True if norms follow the output projection and the down projection.
     """
 
@@ -102,7 +102,7 @@ class StepConfig:
 def persistent_refusal(
     layers: Sequence[LayerOperands], model: Model, architecture: str, shared_bytes: int
 ) -> str | None:
-    """Why a decode step of one row can't run as one launch, one clause for people; None if it can.
+    """Why a decode step of one row can't run as one launch, in one clause; None if it can.
 
     Args:
         layers: every layer of a model, in order.
@@ -141,7 +141,7 @@ def persistent_refusal(
 
 
 def choose_for(layer: LayerOperands, model: Model, *, bfloat16: bool, shared_bytes: int) -> StepConfig | None:
-    """:func:`choose` for the layers of a model; ``layer`` is any of them."""
+    """The configuration for the layers of a model (:func:`choose`); ``layer`` is any of them."""
     return choose(
         [operand.channels for operand in layer.operands],
         model,
@@ -165,7 +165,7 @@ def choose(
     team: int = 4,
     teams: int = 2,
 ) -> StepConfig | None:
-    """The variant for products of these K; None if shared memory is too small.
+    """The configuration for products with these K; None if shared memory is too small.
 
     Args:
         channels: K of qkv, output, gate_up and down.
@@ -176,7 +176,7 @@ def choose(
         bfloat16: True for BF16 activations, False for FP16.
         shared_bytes: bytes of shared memory that a block may have.
         team: warps that share a stage of the ring, 2 or 4.
-        teams: teams that take turns with the stages, 1 or 2.
+        teams: teams that take the stages in turns, 1 or 2.
     """
     most = max(max(part_units(k)) for k in channels)
     quant_group = granularity.channels
@@ -217,7 +217,7 @@ def choose(
 
 
 def prepare_instantiation(bfloat16: bool) -> Instantiation:
-    """The kernel that writes the first messages before a launch."""
+    """The kernel that runs before each launch and writes its first messages."""
     element = "Bfloat16" if bfloat16 else "Half"
     return Instantiation("persistent/prepare.cuh", "prepare_step", (("Element", element),))
 
@@ -240,6 +240,6 @@ def chunk_positions(head_dim: int, team: int) -> int:
 
 
 def part_units(channels: int) -> list[int]:
-    """Units of 128 channels in every part of K."""
+    """Units of 128 channels in each part of K."""
     units = -(-channels // UNIT)
     return [units * (part + 1) // PARTS - units * part // PARTS for part in range(PARTS)]

@@ -34,19 +34,19 @@ class PersistentLayers:
         hidden: [1, H] in the activations' dtype; a launch replaces it by the last layer's output.
         lengths: int32 [1], positions in the cache; the launch appends at that position and doesn't change it.
         grid: blocks, a multiple of four; by default as many as the GPU has multiprocessors.
-        config: the variant; chosen by default.
+        config: the configuration; by default the one that :func:`choose_for` gives.
         progress: called after each kernel that is compiled.
 
     Attributes:
-        config: the variant that is launched.
+        config: the configuration that is launched.
         grid: blocks of a launch.
         arguments: parameter of the persistent kernel.
         prepare_arguments: parameters of the kernel that writes the first messages.
         descriptors: uint8, the ``StepLayer`` structures of all layers, on the device.
-        messages: int32, memory through which blocks hand each other numbers.
+        messages: int32, memory through which blocks exchange activations and sums.
 
     Raises:
-        ValueError: no variant fits the shared memory.
+        ValueError: no configuration fits the shared memory.
         EnvironmentProblem: CuPy or NVRTC is missing.
     """
 

@@ -1,4 +1,4 @@
-"""The persistent kernel's global memory: its arguments, its layers, and room for messages.
+"""The persistent kernel's global memory: arguments, descriptors of layers, and messages between blocks.
 
 The structures mirror ``cuda/persistent/arguments.cuh``.
 """
@@ -17,9 +17,9 @@ from marlinq.kernels.launch.persistent.config import PARTS, UNIT, StepConfig, ch
 from marlinq.kernels.launch.persistent.operands import Activation, LayerOperands, Model
 
 MAX_SPLITS = 16
-"""Parts of the context at most."""
+"""Parts at most that attention splits the context into."""
 _PRODUCTS = 4
-_WIDTHS = (1, 2, 4)  # tiles of 64 columns in a set
+_WIDTHS = (1, 2, 4)  # tiles of 64 columns in a set, which a block computes together
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 _Map = ctypes.c_ubyte * TENSOR_MAP_BYTES
@@ -158,7 +158,7 @@ def step_arguments(
 
 
 def _box_units(channels: int, team: int, width: int) -> int:
-    """Units of K that one copy of ``width`` tiles brings."""
+    """Units of K in a box, which one TMA copy of ``width`` tiles brings."""
     units = part_units(channels)
     return next(
         size for size in (4, 2, 1) if size <= max(team // width, 1) and not any(n % size for n in units)
@@ -195,7 +195,7 @@ def make_messages(
         "attention_weight": MAX_SPLITS * model.heads,
         **{f"parts{index}": PARTS * operand.columns for index, operand in enumerate(layer.operands)},
     }
-    # The kernel reads vectors of four.
+    # The kernel reads four words at a time.
     sizes = {name: -(-size // 4) * 4 for name, size in sizes.items()}
     memory = torch.full((sum(sizes.values()),), -1, dtype=torch.int32, device=hidden.device)
     places, at = {}, memory.data_ptr()

@@ -13,7 +13,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class BiasedOperand(NamedTuple):
-    """A weight and what is added to its product.
+    """A weight and the bias of its product.
 
     Attributes:
         weight: quantised weight without padding or order, with scales of groups.
@@ -41,13 +41,13 @@ class LayerOperands:
     Attributes:
         qkv: projections of queries, keys and values, columns ``[q | k | v]``.
         output: projection behind the attention.
-        gate_up: gate and up projections, columns in turns of 64, ``[g0 u0 g1 u1 ...]``.
+        gate_up: gate and up projections; 64 columns of gate, 64 of up and so on, ``[g0 u0 g1 u1 ...]``.
         down: last projection of the MLP.
         attention_gamma: float32 [H], factors of the norm before qkv, offset included.
         mlp_gamma: float32 [H], factors of the norm before gate_up, offset included.
-        keys: the cache of keys [1, KV, L, D], contiguous. Finite everywhere: positions past the length are
-            read, with weight 0.
-        values: the cache of values, as ``keys``.
+        keys: cache of keys [1, KV, L, D], contiguous. Must be finite everywhere: positions past the length
+            are read and multiplied by 0.
+        values: cache of values [1, KV, L, D], contiguous and finite like ``keys``.
         cosines: float32 [positions, D/2] of the rotary embedding.
         sines: float32 [positions, D/2] of the rotary embedding.
         query_gamma: float32 [D], factors of the queries' norm, or None.
@@ -75,7 +75,7 @@ class LayerOperands:
 
     @property
     def operands(self) -> tuple[BiasedOperand, BiasedOperand, BiasedOperand, BiasedOperand]:
-        """The four weights in the order of their use."""
+        """The four weights in the order in which a layer uses them."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
