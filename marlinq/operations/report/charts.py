@@ -108,14 +108,6 @@ def heat_map(
     return _drawing(marks, left + len(columns) * width + 8, bottom + 22, title)
 
 
-def legend(ramp: Ramp, low: str, high: str, middle: str = "") -> Element:
-    """The steps of a ramp with what its ends, and its middle, mean."""
-    boxes = [tag("span", class_=f"box {ramp.kind}{step}") for step in range(STEPS)]
-    if middle:
-        boxes.insert(STEPS // 2 + 1, tag("span", middle))
-    return tag("p", tag("span", low), boxes, tag("span", high), class_="legend")
-
-
 def bars(shares: Sequence[float], hints: Sequence[str], title: str, *, width: int, height: int) -> Element:
     """A histogram: a bar for each share, the highest as high as there is room."""
     most = max(shares, default=0.0) or 1.0
@@ -170,31 +162,26 @@ def band(
     return _drawing(marks, width, height + 1, title)
 
 
-def stack(parts: Sequence[tuple[str, float, str]]) -> Element:
-    """A bar split by share, and a legend below.
+def share_bar(parts: Sequence[tuple[str, float, str]]) -> Element:
+    """A bar split by share.
 
     Args:
         parts: name, size and the size in words of each.
     """
     total = sum(size for _, size, _ in parts) or 1.0
-    pieces, items = [], []
+    pieces = []
     start = 0.0
     for index, (name, size, words) in enumerate(parts):
-        colour = f"p{index % 8}"
         share = size / total
-        hint = f"{name}: {words}, {share:.1%}"
+        hint = tag("title", f"{name}: {words}, {share:.1%}")
         pieces.append(
-            tag("rect", tag("title", hint), x=start * 1000, y=0, width=share * 1000, height=20, class_=colour)
+            tag("rect", hint, x=start * 1000, y=0, width=share * 1000, height=20, class_=f"p{index % 8}")
         )
         start += share
-        items.append(
-            tag("li", tag("span", class_=f"box {colour}"), f" {name} ", tag("b", words), f" {share:.1%}")
-        )
-    picture = tag(
+    return tag(
         "svg", pieces, viewBox="0 0 1000 20", preserveAspectRatio="none", class_="stack", role="img",
         aria_label="; ".join(f"{name} {words}" for name, _, words in parts),
     )  # fmt: skip
-    return tag("div", picture, tag("ul", items, class_="parts"))
 
 
 def _drawing(marks: Sequence[Element], width: float, height: float, title: str) -> Element:

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from marlinq.operations.report.charts import band, bars
 from marlinq.operations.report.figures import BINS_PER_OCTAVE, OCTAVES, CheckpointFigures, ModuleFigures
-from marlinq.operations.report.markup import Element, tag
+from marlinq.operations.report.markup import Element
 
 _WIDTH, _HEIGHT = 212, 74
 
 
-def codes_section(checkpoints: Sequence[CheckpointFigures], labels: Sequence[str] = ()) -> Element:
+class Chart(NamedTuple):
+    """A drawing with its title and what is said of it; None where there is nothing to draw."""
+
+    title: str
+    drawing: Element | None
+    caption: str
+
+
+def code_charts(figures: CheckpointFigures) -> list[Chart]:
     """How often each code occurs, a histogram for each projection."""
-    sampled = min(figures.sampled for figures in checkpoints)
-    extent = "all codes" if sampled >= 1 else f"{sampled:.2g} of the codes, evenly spread"
-    text = (
-        f"How often each code occurs ({extent}). The outermost codes hold what was clipped; a module that "
-        "leaves codes unused wastes its range."
-    )
-    parts = []
-    for index, figures in enumerate(checkpoints):
-        charts = [_code_chart(name, modules) for name, modules in _kinds(figures).items()]
-        parts.append(_group(labels, index, charts))
-    return tag("section", tag("h2", "Codes"), tag("p", text, class_="faint"), parts)
+    return [_code_chart(name, modules) for name, modules in _kinds(figures).items()]
 
 
-def scales_section(checkpoints: Sequence[CheckpointFigures], labels: Sequence[str] = ()) -> Element:
-    """All magnitudes of scales, and their course through the blocks for each projection."""
-    text = (
-        "Magnitudes of the scales. First all of them, by quarter octaves; then for each projection the "
-        "median (line) and the middle 90 % (band) from the first block to the last, on one logarithmic axis."
-    )
+def scale_charts(checkpoints: Sequence[CheckpointFigures]) -> list[list[Chart]]:
+    """All magnitudes of scales, and their course through the blocks for each projection, by checkpoint."""
     values = [
         value
         for figures in checkpoints
@@ -42,17 +37,10 @@ def scales_section(checkpoints: Sequence[CheckpointFigures], labels: Sequence[st
         if value > 0
     ]
     limits = (min(values), max(values)) if values else (1e-6, 1.0)
-    parts = []
-    for index, figures in enumerate(checkpoints):
-        charts = [_all_scales(figures)]
-        charts += [_course(name, modules, limits) for name, modules in _kinds(figures).items()]
-        parts.append(_group(labels, index, charts))
-    return tag("section", tag("h2", "Scales"), tag("p", text, class_="faint"), parts)
-
-
-def _group(labels: Sequence[str], index: int, charts: Sequence[Element]) -> list[Element]:
-    title = [tag("h3", labels[index], style="margin-top:14px")] if labels else []
-    return [*title, tag("div", charts, class_="grid")]
+    return [
+        [_all_scales(figures), *(_course(name, modules, limits) for name, modules in _kinds(figures).items())]
+        for figures in checkpoints
+    ]
 
 
 def _kinds(figures: CheckpointFigures) -> dict[str, list[ModuleFigures]]:
@@ -68,7 +56,7 @@ def _kinds(figures: CheckpointFigures) -> dict[str, list[ModuleFigures]]:
     return found
 
 
-def _code_chart(name: str, modules: Sequence[ModuleFigures]) -> Element:
+def _code_chart(name: str, modules: Sequence[ModuleFigures]) -> Chart:
     counts = np.sum([module.codes for module in modules], axis=0)
     total = max(1, int(counts.sum()))
     shares = [int(count) / total for count in counts]
@@ -77,10 +65,10 @@ def _code_chart(name: str, modules: Sequence[ModuleFigures]) -> Element:
     unused = sum(1 for share in shares if share == 0)
     caption = f"{ends:.2%} at the ends" + (f", {unused} codes unused" if unused else "")
     chart = bars(shares, hints, f"Codes of {name}", width=_WIDTH, height=_HEIGHT)
-    return tag("figure", tag("h3", name), chart, tag("figcaption", caption))
+    return Chart(name, chart, caption)
 
 
-def _all_scales(figures: CheckpointFigures) -> Element:
+def _all_scales(figures: CheckpointFigures) -> Chart:
     counts = np.sum([module.scales.bins for module in figures.modules], axis=0)
     used = np.nonzero(counts)[0]
     first, last = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 1)
@@ -92,18 +80,18 @@ def _all_scales(figures: CheckpointFigures) -> Element:
     negative = signs / max(1, sum(module.scales.counted for module in figures.modules))
     caption = f"{edges[0]:.2g} to {edges[-1]:.2g}" + (f", {negative:.0%} negative" if negative else "")
     chart = bars(shares, hints, "All scales", width=_WIDTH, height=_HEIGHT)
-    return tag("figure", tag("h3", "all"), chart, tag("figcaption", caption))
+    return Chart("all", chart, caption)
 
 
-def _course(name: str, modules: Sequence[ModuleFigures], limits: tuple[float, float]) -> Element:
+def _course(name: str, modules: Sequence[ModuleFigures], limits: tuple[float, float]) -> Chart:
     ordered = sorted(modules, key=lambda module: module.block or 0)
     points = [(module.scales.low, module.scales.middle, module.scales.high) for module in ordered]
     points = [point for point in points if min(point) > 0]
     middle = sorted(point[1] for point in points)
     if not points:
-        return tag("figure", tag("h3", name), tag("figcaption", "no scale above 0"))
+        return Chart(name, None, "no scale above 0")
     if len(points) == 1:
         points = points * 2
     caption = f"median {middle[0]:.2g} to {middle[-1]:.2g}"
     chart = band(points, limits, f"Scales of {name} through the blocks", width=_WIDTH, height=_HEIGHT)
-    return tag("figure", tag("h3", name), chart, tag("figcaption", caption))
+    return Chart(name, chart, caption)

@@ -1,4 +1,4 @@
-"""HTML and SVG out of elements, so that no text reaches a page unescaped.
+"""SVG out of elements, so that no text reaches a drawing unescaped.
 
 Names and settings come from checkpoints, which are hostile input. Nothing here takes markup as a string: a
 string is text and is escaped, markup is what :func:`tag` returns.
@@ -14,14 +14,17 @@ from html import escape
 from marlinq.core.safe_text import escaped
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
-_VOID = ("meta", "rect", "line", "path", "br")
+_VOID = ("rect", "line", "path")
 
 
 @dataclass(frozen=True)
 class Element:
-    """A finished piece of a page."""
+    """A finished piece of a page; templates take it as it is."""
 
     markup: str
+
+    def __html__(self) -> str:
+        return self.markup
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Element:

@@ -1,83 +1,101 @@
-"""The page: one file without scripts that needs nothing from anywhere."""
+"""The page: one file without scripts that needs nothing from anywhere.
+
+``page.html.jinja`` lays it out, this module gives it values. Names and settings come from checkpoints, which
+are hostile input: the template escapes every value but finished drawings
+(:mod:`marlinq.operations.report.markup`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+from marlinq.core.safe_text import escaped
 from marlinq.core.version import __version__
 from marlinq.methods.quantity import ErrorQuantity
-from marlinq.operations.report.charts import Ramp, heat_map, legend, stack
-from marlinq.operations.report.distributions import codes_section, scales_section
+from marlinq.operations.report.charts import STEPS, Ramp, heat_map, share_bar
+from marlinq.operations.report.distributions import code_charts, scale_charts
 from marlinq.operations.report.evaluation import TASK_COLUMNS
 from marlinq.operations.report.figures import CheckpointFigures, ModuleFigures, TimeFigures, cell_error
-from marlinq.operations.report.markup import Element, style_sheet, tag
+from marlinq.operations.report.markup import Element, style_sheet
 from marlinq.operations.report.style import style_rules
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 GENERATOR = "marlinq report"
 """What the page's ``generator`` says before the version: how a file is known to be a report."""
 
 _WORST = 12
 _KEPT = 12
-# Nothing may be loaded and no script may run, whatever a name held.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_ENDS = 6  # places whose error changes most, at either end
 
 
 def page(checkpoints: Sequence[CheckpointFigures]) -> str:
     """The report of one checkpoint, or of two side by side, as HTML."""
-    first = checkpoints[0]
-    if len(checkpoints) == 1:
-        title = first.name
-        body = [_heading(first), _tiles(first), *_about_one(first)]
-    else:
-        title = " and ".join(_labels(checkpoints))
-        body = [*_comparison(checkpoints)]
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="generator", content=f"{GENERATOR} {__version__}"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("title", f"{title}: quantisation report"),
-        style_sheet(style_rules()),
+    labels = _labels(checkpoints)
+    pair = len(checkpoints) > 1
+    sampled = min(figures.sampled for figures in checkpoints)
+    titles = labels if pair else [""]
+    return _template().render(
+        checkpoints=list(checkpoints),
+        one=None if pair else checkpoints[0],
+        labels=labels,
+        maps=_two_maps(checkpoints) if pair else _one_map(checkpoints[0]),
+        ratios=_ratios(checkpoints[0], checkpoints[1], labels) if pair else None,
+        extent="all codes" if sampled >= 1 else f"{sampled:.2g} of the codes, evenly spread",
+        codes=list(zip(titles, map(code_charts, checkpoints), strict=True)),
+        scales=list(zip(titles, scale_charts(checkpoints), strict=True)),
+        task_columns=TASK_COLUMNS,
+        shares=share_bar,
+        legend_of=_legend_of,
+        steps=STEPS,
+        style=style_sheet(style_rules()),
+        generator=f"{GENERATOR} {__version__}",
+        version=__version__,
     )
-    foot = tag(
-        "footer", f"Made by marlinq {__version__}. report.csv has every module, report.json every figure."
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        # What is not printable is shown in letters; markup comes from elements alone.
+        finalize=lambda value: escaped(value) if type(value) is str else value,
     )
-    return (
-        "<!doctype html>\n" + tag("html", head, tag("body", tag("main", body, foot)), lang="en").markup + "\n"
-    )
+    environment.filters |= {
+        "glance": _glance,
+        "kept_rows": _kept_rows,
+        "percent": percent,
+        "recipe_rows": _recipe_rows,
+        "size_parts": lambda figures: [(name, count, size(count)) for name, count in figures.sizes.items()],
+        "subtitle": _subtitle,
+        "tiles": _tiles,
+        "time_line": _time_line,
+        "time_parts": lambda time: [(name, seconds, duration(seconds)) for name, seconds in time.stages],
+        "tokens_seen": _tokens_seen,
+        "warnings": _warnings,
+        "worst_modules": _worst_modules,
+    }
+    return environment.get_template("page.html.jinja")
 
 
-def _about_one(figures: CheckpointFigures) -> list[Element | None]:
-    return [
-        _notes(figures),
-        _evaluation_section(figures),
-        _error_section(figures),
-        _worst_section(figures),
-        codes_section([figures]),
-        scales_section([figures]),
-        _token_section(figures),
-        _time_section(figures),
-        _size_section([figures]),
-        _recipe_section([figures]),
-        _kept_section(figures),
-    ]
-
-
-def _heading(figures: CheckpointFigures) -> Element:
+def _subtitle(figures: CheckpointFigures) -> str:
     quality = figures.recipe.get("quality")
     recipe = f", recipe {quality}" if quality else ""
     kinds = sorted({module.scheme for module in figures.modules})
     others = len(kinds) - 1
     more = f" and {others} other kind{'s' if others > 1 else ''}" if others else ""
-    return tag(
-        "header",
-        tag("h1", figures.name),
-        tag("p", f"{figures.architecture} in {figures.format}{recipe}: {kinds[0]}{more}", class_="sub"),
-    )
+    return f"{figures.architecture} in {figures.format}{recipe}: {kinds[0]}{more}"
 
 
-def _tiles(figures: CheckpointFigures) -> Element:
+def _tiles(figures: CheckpointFigures) -> list[tuple[str, str]]:
     tokens = figures.calibration.get("tokens")
     facts = [
         (size(figures.nbytes), f"on disk; {size(figures.wide_bytes)} in 16 bits"),
@@ -91,14 +109,10 @@ def _tiles(figures: CheckpointFigures) -> Element:
         facts.append((f"{_grouped(tokens)}", f"calibration tokens in {documents} documents"))
     if figures.time:
         facts.append((duration(figures.time.total), f"on {figures.time.device}"))
-    return tag(
-        "div",
-        [tag("div", tag("b", value), tag("span", label), class_="tile") for value, label in facts],
-        class_="tiles",
-    )
+    return facts
 
 
-def _notes(figures: CheckpointFigures) -> Element | None:
+def _warnings(figures: CheckpointFigures) -> list[str]:
     lines = [*figures.notes, *_other_errors(figures)]
     fallbacks: dict[str, list[ModuleFigures]] = {}
     for module in figures.modules:
@@ -110,9 +124,7 @@ def _notes(figures: CheckpointFigures) -> Element | None:
         lines.append(f"Fallback in {found[0].name}{more}: {found[0].fallback if not more else what}")
     bad = [module for module in figures.modules if module.scales.bad]
     lines += [f"{module.name}: {module.scales.bad} scales are NaN or infinite" for module in bad[:_WORST]]
-    if not lines:
-        return None
-    return tag("section", tag("h2", "Worth knowing"), [tag("p", line, class_="warn") for line in lines])
+    return lines
 
 
 def _other_errors(figures: CheckpointFigures) -> list[str]:
@@ -139,182 +151,136 @@ def _meaning(figures: CheckpointFigures) -> str:
     return figures.quantity.meaning
 
 
-def error_map(figures: CheckpointFigures, ramp: Ramp) -> Element:
+def _error_map(figures: CheckpointFigures, ramp: Ramp) -> Element:
     """The errors by projection and block."""
     cells = {}
     for (projection, block), modules in figures.cells().items():
         error = cell_error(modules)
         experts = f", worst of {len(modules)} experts" if len(modules) > 1 else ""
         cells[projection, block] = error, f"block {block}, {projection}: {percent(error)}{experts}"
-    picture = heat_map(
+    return heat_map(
         figures.projections, figures.blocks, cells, ramp, f"{figures.error_label} by projection and block"
     )
-    return tag("div", picture, class_="scroll")
 
 
-def _error_section(figures: CheckpointFigures) -> Element | None:
+class ErrorMap(NamedTuple):
+    """The errors of one checkpoint: its name beside another's, the drawing, its colours, what an error is."""
+
+    label: str
+    drawing: Element
+    ramp: Ramp
+    meaning: str
+
+
+class ErrorMaps(NamedTuple):
+    """A section of maps; ``together`` they have one scale. ``outside`` are modules in no decoder block."""
+
+    title: str
+    note: str
+    maps: list[ErrorMap]
+    together: bool
+    outside: list[ModuleFigures]
+
+
+def _one_map(figures: CheckpointFigures) -> ErrorMaps | None:
     if not figures.errors:
         return None
     ramp = Ramp.over(figures.errors)
-    outside = [module for module in figures.worst if module.block is None]
-    return tag(
-        "section",
-        tag("h2", f"{figures.error_label.capitalize()} of each module"),
-        tag(
-            "p",
-            f"{_meaning(figures)} A column is a decoder block.",
-            class_="faint",
-        ),
-        error_map(figures, ramp),
-        legend(ramp, percent(ramp.low), percent(ramp.high)),
-        [tag("p", f"{module.name}: {percent(module.error)}") for module in outside[:_WORST]],
+    return ErrorMaps(
+        f"{figures.error_label.capitalize()} of each module",
+        f"{_meaning(figures)} A column is a decoder block.",
+        [ErrorMap("", _error_map(figures, ramp), ramp, "")],
+        together=True,
+        outside=[module for module in figures.worst if module.block is None][:_WORST],
     )
 
 
-def _worst_section(figures: CheckpointFigures) -> Element | None:
-    worst = figures.worst[:_WORST]
-    if not worst:
+def _two_maps(checkpoints: Sequence[CheckpointFigures]) -> ErrorMaps | None:
+    known = [figures for figures in checkpoints if figures.errors]
+    if not known:
         return None
-    middle = _medians(figures)
-    top = worst[0].error or 1.0
-    rows = []
-    for module in worst:
-        error = module.error or 0.0
-        usual = middle[module.projection]
-        rows.append(
-            tag(
-                "tr",
-                tag("td", tag("span", class_="meter", style=f"width:{100 * error / top:.0f}px"), class_="m"),
-                tag("td", module.name, class_="w"),
-                tag("td", percent(error), class_="n"),
-                tag("td", f"{error / usual:.1f}×" if usual > 0 else "", class_="n"),
-                tag("td", f"{module.in_features} × {module.out_features}", class_="n"),
-                tag("td", module.scheme),
-            )
-        )
-    return tag(
-        "section",
-        tag("h2", "Worst modules"),
-        tag(
-            "div",
-            _table(
-                ("", "module", f"{figures.error_label}|", "of its kind's median|", "K × N|", "stored as"),
-                rows,
-            ),
-            class_="scroll",
-        ),
+    together = _comparable(known)
+    common = Ramp.over([error for figures in known for error in figures.errors])
+    maps = []
+    for label, figures in zip(_labels(checkpoints), checkpoints, strict=True):
+        if figures.errors:
+            ramp = common if together else Ramp.over(figures.errors)
+            maps.append(ErrorMap(label, _error_map(figures, ramp), ramp, _meaning(figures)))
+    note = (
+        f"{_meaning(known[0])} One scale for both."
+        if together
+        else "The two runs report different quantities, which can't be compared: each map has its own scale."
     )
+    return ErrorMaps("Error of each module", note, maps, together, [])
 
 
-def _medians(figures: CheckpointFigures) -> dict[str, float]:
+def _worst_modules(figures: CheckpointFigures) -> list[tuple[ModuleFigures, str, str]]:
+    """Module, width of its bar in pixels, and its error as a multiple of its kind's median."""
     by_kind: dict[str, list[float]] = {}
     for module in figures.worst:
         by_kind.setdefault(module.projection, []).append(module.error or 0.0)
-    return {kind: sorted(errors)[len(errors) // 2] for kind, errors in by_kind.items()}
+    rows = []
+    for module in figures.worst[:_WORST]:
+        error = module.error or 0.0
+        usual = sorted(by_kind[module.projection])[len(by_kind[module.projection]) // 2]
+        width = 100 * error / (figures.worst[0].error or 1.0)
+        rows.append((module, f"{width:.0f}", f"{error / usual:.1f}×" if usual > 0 else ""))
+    return rows
 
 
-def _evaluation_section(figures: CheckpointFigures) -> Element | None:
-    found = figures.evaluation
-    if found is None:
-        return None
-    measures = [tag("tr", tag("th", label), tag("td", value)) for label, value in found.measures()]
-    parts = [_table((), measures)] if measures else []
-    if tasks := found.task_rows():
-        rows = [
-            tag(
-                "tr", [tag("td", cell, class_="n" if number > 1 else None) for number, cell in enumerate(row)]
-            )
-            for row in tasks
-        ]
-        head = [f"{name}|" if number > 1 else name for number, name in enumerate(TASK_COLUMNS)]
-        parts.append(tag("div", _table(head, rows), class_="scroll"))
-    return tag("section", tag("h2", "Evaluation"), parts)
-
-
-def _token_section(figures: CheckpointFigures) -> Element | None:
+def _tokens_seen(figures: CheckpointFigures) -> str | list[tuple[str, ...]]:
+    """A sentence where all modules saw as many tokens; else a row for each projection."""
     seen = [module for module in figures.modules if module.tokens is not None]
     counts = {module.tokens for module in seen}
-    if not seen:
-        return None
     if len(counts) == 1:
-        text = f"Every module saw {counts.pop():,} tokens."
-        return tag("section", tag("h2", "Tokens seen"), tag("p", text))
+        return f"Every module saw {counts.pop():,} tokens."
     rows = []
     for projection in dict.fromkeys(module.projection for module in seen):
         tokens = sorted(module.tokens or 0 for module in seen if module.projection == projection)
-        starved = sum(1 for count in tokens if count == 0)
-        cells = (
-            f"{tokens[0]:,}",
-            f"{tokens[len(tokens) // 2]:,}",
-            f"{tokens[-1]:,}",
-            f"{starved:,}" if starved else "",
-        )
-        rows.append(tag("tr", tag("td", projection), [tag("td", cell, class_="n") for cell in cells]))
-    table = _table(("projection", "fewest|", "median|", "most|", "modules that saw none|"), rows)
-    return tag("section", tag("h2", "Tokens seen"), tag("div", table, class_="scroll"))
+        starved = tokens.count(0)
+        shown = (tokens[0], tokens[len(tokens) // 2], tokens[-1])
+        rows.append((projection, *(f"{count:,}" for count in shown), f"{starved:,}" if starved else ""))
+    return rows
 
 
-def _time_section(figures: CheckpointFigures) -> Element | None:
-    time = figures.time
-    if time is None:
-        return None
-    return tag("section", tag("h2", "Time"), _time(time))
-
-
-def _time(time: TimeFigures) -> list[Element]:
+def _time_line(time: TimeFigures) -> str:
     ranks = f", {time.ranks} processes" if time.ranks > 1 else ""
     blocks = sorted(time.blocks)
     each = f"; a block took {duration(blocks[len(blocks) // 2])} (median of {len(blocks)})" if blocks else ""
-    line = f"{duration(time.total)} on {time.device}{ranks}{each}."
-    return [tag("p", line), stack([(name, seconds, duration(seconds)) for name, seconds in time.stages])]
+    return f"{duration(time.total)} on {time.device}{ranks}{each}."
 
 
-def _size_section(checkpoints: Sequence[CheckpointFigures]) -> Element:
-    parts = []
-    for label, figures in zip(_labels(checkpoints), checkpoints, strict=True):
-        if len(checkpoints) > 1:
-            parts.append(tag("h3", label))
-        parts.append(stack([(name, count, size(count)) for name, count in figures.sizes.items()]))
-    return tag("section", tag("h2", "Size"), parts)
+def _legend_of(parts: Sequence[tuple[str, float, str]]) -> list[tuple[str, str, str]]:
+    """Name, size in words and share of each part."""
+    total = sum(size for _, size, _ in parts) or 1.0
+    return [(name, words, f"{size / total:.1%}") for name, size, words in parts]
 
 
-def _recipe_section(checkpoints: Sequence[CheckpointFigures]) -> Element | None:
+def _recipe_rows(checkpoints: Sequence[CheckpointFigures]) -> list[tuple[str, list[str]]]:
     sources = [
         {**figures.recipe, **{f"calibration {key}": value for key, value in figures.calibration.items()},
          **figures.environment}
         for figures in checkpoints
     ]  # fmt: skip
-    keys = list(dict.fromkeys(key for source in sources for key in source))
-    if not keys:
-        return None
-    rows = []
-    for key in keys:
-        values = [source.get(key, "") for source in sources]
-        differs = "other" if len(set(values)) > 1 else None
-        rows.append(tag("tr", tag("th", key), [tag("td", value) for value in values], class_=differs))
-    header = ("", *_labels(checkpoints)) if len(checkpoints) > 1 else ()
-    return tag("section", tag("h2", "Recipe and environment"), _table(header, rows))
+    keys = dict.fromkeys(key for source in sources for key in source)
+    return [(key, [source.get(key, "") for source in sources]) for key in keys]
 
 
-def _kept_section(figures: CheckpointFigures) -> Element | None:
+def _kept_rows(figures: CheckpointFigures) -> list[tuple[str, str]]:
     reasons: dict[str, list[str]] = {}
     for name, reason in figures.kept.items():
         reasons.setdefault(reason, []).append(name)
-    if not reasons:
-        return None
-    rows = []
-    for reason, names in list(reasons.items())[:_KEPT]:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        rows.append(
-            tag("tr", tag("td", ", ".join(names[:3]) + more), tag("td", reason or "no reason is recorded"))
+    return [
+        (
+            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+            reason or "no reason is recorded",
         )
-    return tag("section", tag("h2", "Not quantised"), _table((), rows))
+        for reason, names in list(reasons.items())[:_KEPT]
+    ]
 
 
-def _comparison(checkpoints: Sequence[CheckpointFigures]) -> list[Element | None]:
-    labels = _labels(checkpoints)
-    one, other = checkpoints
-    rows = [
+def _glance(checkpoints: Sequence[CheckpointFigures]) -> list[tuple[str, list[str]]]:
+    return [
         ("format", [figures.format for figures in checkpoints]),
         ("size", [size(figures.nbytes) for figures in checkpoints]),
         ("bits per weight", [f"{figures.bits_per_weight:.2f}" for figures in checkpoints]),
@@ -322,23 +288,6 @@ def _comparison(checkpoints: Sequence[CheckpointFigures]) -> list[Element | None
         *_error_rows(checkpoints),
         ("worst module", [figures.worst[0].name if figures.worst else "unknown" for figures in checkpoints]),
         ("time", [duration(figures.time.total) if figures.time else "unknown" for figures in checkpoints]),
-    ]
-    facts = [tag("tr", tag("th", name), [tag("td", value) for value in values]) for name, values in rows]
-    return [
-        tag(
-            "header",
-            tag("h1", f"{labels[0]} and {labels[1]}"),
-            tag("p", "Two checkpoints side by side", class_="sub"),
-        ),
-        tag("section", tag("h2", "At a glance"), _table(("", *labels), facts)),
-        *[_notes(figures) for figures in checkpoints],
-        _two_maps(checkpoints),
-        _ratio_section(one, other, labels),
-        codes_section(checkpoints, labels),
-        scales_section(checkpoints, labels),
-        _two_times(checkpoints, labels),
-        _size_section(checkpoints),
-        _recipe_section(checkpoints),
     ]
 
 
@@ -363,37 +312,19 @@ def _error_rows(checkpoints: Sequence[CheckpointFigures]) -> list[tuple[str, lis
     return rows
 
 
-def _two_maps(checkpoints: Sequence[CheckpointFigures]) -> Element | None:
-    known = [figures for figures in checkpoints if figures.errors]
-    if not known:
-        return None
-    together = _comparable(known)
-    parts = []
-    ramp = Ramp.over([error for figures in known for error in figures.errors])
-    for label, figures in zip(_labels(checkpoints), checkpoints, strict=True):
-        if not figures.errors:
-            continue
-        if not together:
-            ramp = Ramp.over(figures.errors)
-        parts += [tag("h3", label), error_map(figures, ramp)]
-        if not together:
-            parts.append(legend(ramp, percent(ramp.low), percent(ramp.high)))
-            parts.append(tag("p", _meaning(figures), class_="faint"))
-    note = (
-        f"{_meaning(known[0])} One scale for both."
-        if together
-        else "The two runs report different quantities, which can't be compared: each map has its own scale."
-    )
-    return tag(
-        "section",
-        tag("h2", "Error of each module"),
-        tag("p", note, class_="faint"),
-        parts,
-        legend(ramp, percent(ramp.low), percent(ramp.high)) if together else None,
-    )
+class ErrorRatios(NamedTuple):
+    """How the errors changed: in words, as a map, and the places at both ends."""
+
+    text: str
+    drawing: Element
+    ramp: Ramp
+    low: str
+    high: str
+    falls: list[tuple[str, str]]
+    rises: list[tuple[str, str]]
 
 
-def _ratio_section(one: CheckpointFigures, other: CheckpointFigures, labels: Sequence[str]) -> Element | None:
+def _ratios(one: CheckpointFigures, other: CheckpointFigures, labels: Sequence[str]) -> ErrorRatios | None:
     if not _comparable((one, other)):
         return None
     mine, theirs = one.cells(), other.cells()
@@ -417,35 +348,9 @@ def _ratio_section(one: CheckpointFigures, other: CheckpointFigures, labels: Seq
         "Each run's errors are measured on its own text."
     )
 
-    def listed(entries: Sequence[tuple[tuple[str, int], float]]) -> Element:
-        rows = [
-            tag("tr", tag("td", f"block {key[1]}, {key[0]}"), tag("td", f"{ratio:.2f}×", class_="n"))
-            for key, ratio in entries
-        ]
-        return _table((), rows)
-
-    return tag(
-        "section",
-        tag("h2", "What changed"),
-        tag("p", text, class_="faint"),
-        tag("div", picture, class_="scroll"),
-        legend(ramp, f"{ramp.low:.2f}×", f"{ramp.high:.2f}×"),
-        tag(
-            "div",
-            tag("figure", tag("h3", "Falls most"), listed(ordered[:6])),
-            tag("figure", tag("h3", "Rises most"), listed(ordered[::-1][:6])),
-            class_="pair",
-            style="margin-top:14px",
-        ),
-    )
-
-
-def _two_times(checkpoints: Sequence[CheckpointFigures], labels: Sequence[str]) -> Element | None:
-    parts: list[Element] = []
-    for label, figures in zip(labels, checkpoints, strict=True):
-        if figures.time is not None:
-            parts += [tag("h3", label), *_time(figures.time)]
-    return tag("section", tag("h2", "Time"), parts) if parts else None
+    listed = [(f"block {block}, {projection}", f"{ratio:.2f}×") for (projection, block), ratio in ordered]
+    low, high = f"{ramp.low:.2f}×", f"{ramp.high:.2f}×"
+    return ErrorRatios(text, picture, ramp, low, high, listed[:_ENDS], listed[::-1][:_ENDS])
 
 
 def _labels(checkpoints: Sequence[CheckpointFigures]) -> list[str]:
@@ -454,14 +359,6 @@ def _labels(checkpoints: Sequence[CheckpointFigures]) -> list[str]:
     if len(set(names)) == len(names):
         return names
     return [f"{name} ({number})" for number, name in enumerate(names, start=1)]
-
-
-def _table(header: Sequence[str], rows: Sequence[Element]) -> Element:
-    """A table; a title that ends in ``|`` is that of a column of numbers."""
-    head = [
-        tag("th", title.removesuffix("|"), class_="n" if title.endswith("|") else None) for title in header
-    ]
-    return tag("table", tag("thead", tag("tr", head)) if header else None, tag("tbody", rows))
 
 
 def percent(value: float | None) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jinja2 import UndefinedError
 
 from marlinq.cli import main
 from marlinq.core.errors import OutputError, UnsupportedError, UsageError
 from marlinq.operations.quantize import quantize
-from marlinq.operations.report import report, tables
+from marlinq.operations.report import page, report, tables
 from marlinq.operations.report.charts import STEPS, Ramp
 from marlinq.operations.report.figures import place
 from marlinq.operations.report.markup import tag
@@ -378,7 +380,17 @@ def test_ramps() -> None:
     assert Ramp.over([]).step(1.0) == "s4"
 
 
-def test_only_text_and_elements_make_a_page() -> None:
+def test_the_template_escapes_every_value() -> None:
+    assert not re.search(
+        r"\|\s*safe\b|autoescape", (Path(page.__file__).parent / "page.html.jinja").read_text()
+    )
+    template = page._template().environment.from_string("{{ text }} {{ drawing }}")
+    assert template.render(text="<b>\x1b&", drawing=tag("b", "<")) == "&lt;b&gt;\\x1b&amp; <b>&lt;</b>"
+    with pytest.raises(UndefinedError):
+        template.render(text="")
+
+
+def test_only_text_and_elements_make_a_drawing() -> None:
     assert tag("p", "<&>", tag("b", "x"), title='"').markup == '<p title="&quot;">&lt;&amp;&gt;<b>x</b></p>'
     with pytest.raises(ValueError, match="not the name of an attribute"):
         tag("p", **{"x onload=": "1"})
