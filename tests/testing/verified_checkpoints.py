@@ -29,12 +29,12 @@ SHARD_BYTES = 100_000
 
 
 def save_original(folder: Path, *, seed: int = 0, tied: bool = False, kv_heads: int = 2) -> Path:
-    """A random float32 Llama: hidden 128, 3 layers."""
+    """A random float32 Llama: hidden 128, 2 layers."""
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         max_position_embeddings=64,

@@ -362,7 +362,7 @@ def _plain_linears(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> dic
         module, _, suffix = name.rpartition(".")
         count = siblings.get(_BLOCK.sub(".*.", module), 0)
         if suffix == "weight" and count:
-            found[module] = f"the same module is quantised in {count} other blocks"
+            found[module] = f"the same module is quantised in {count} other block{'s' * (count > 1)}"
     return found
 
 

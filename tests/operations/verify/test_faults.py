@@ -112,7 +112,7 @@ FAULTS = {
         lambda folder, layout: faults.remove_tensor(folder, f"{VICTIM}.{WORDS[layout]}"), STRUCTURE
     ),
     "missing norm": Fault(
-        lambda folder, layout: faults.remove_tensor(folder, "model.layers.2.input_layernorm.weight"),
+        lambda folder, layout: faults.remove_tensor(folder, "model.layers.0.input_layernorm.weight"),
         STRUCTURE,
     ),
     "missing tensor, still in the index": Fault(
@@ -228,7 +228,7 @@ def test_every_bit_is_seen_by_the_manifest(quantized, tmp_path):
     data = bytearray(shard.read_bytes())
     generator = torch.Generator().manual_seed(0)
     start = faults.header_bytes(shard)
-    for place in torch.randint(start * 8, len(data) * 8, (16,), generator=generator).tolist():
+    for place in torch.randint(start * 8, len(data) * 8, (4,), generator=generator).tolist():
         data[place // 8] ^= 1 << place % 8
         shard.write_bytes(data)
         assert "manifest" in failed(verify(folder))
@@ -286,6 +286,6 @@ def test_siblings_stand_in_for_an_unknown_architecture(quantized, tmp_path):
     config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "no-such-model"'))
     report = verify(folder)
     assert failed(report) == {"coverage", "loads"}
-    assert "same module is quantised in 2 other blocks" in report.render()
+    assert "same module is quantised in 1 other block" in report.render()
     assert next(check for check in report.checks if check.name == "tensors").status == "warning"
     assert Checkpoint.open(folder).config["model_type"] == "no-such-model"

@@ -121,10 +121,8 @@ def _codes(q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[Finding]:
         tail = Tail.fit(
             values[odd:large], sizes.numel() - odd, floor=_CODE_FLOOR, least_spread=_LEAST_CODE_SPREAD
         )
-        expected = [
-            math.exp(min(float(log_expected(tail.log_chance(size), run.weights)), 50.0))
-            for size in values[:odd].double()
-        ]
+        chances = log_expected(tail.log_chance(values[:odd].double()), run.weights)
+        expected = [math.exp(min(chance, 50.0)) for chance in chances.tolist()]
         if expected[-1] < WARNING:
             break
     else:
