@@ -1,27 +1,20 @@
-"""What recognition and the tokenizer's files came to, kept beside the compiled kernels for later processes.
+"""A note of what recognition came to (:mod:`marlinq.core.notes`).
 
-An entry is named for everything that it rests on, versions and this package's own files included, and begins
-with the digest of what follows. One that is damaged counts as none. Nothing decodes on its word alone: an
-anatomy that was read from here is compared with transformers' forward as one that was just found is, since
-the note of a passed comparison (:mod:`marlinq.runtime.step.passed`) is named for the anatomy, too.
+Nothing decodes on its word alone: an anatomy that was read from here is compared with transformers' forward
+as one that was just found is, since the note of a passed comparison (:mod:`marlinq.runtime.step.passed`) is
+named for the anatomy, too.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
-from marlinq.core.kept import read_note, write_note
-from marlinq.core.plain_values import load_json
-from marlinq.kernels.driver.notes import code_digest
+from marlinq.core.notes import note, note_name, noted
 from marlinq.models.anatomy import (
     MLP,
     Anatomy,
@@ -38,14 +31,12 @@ from marlinq.models.anatomy import (
 )
 from marlinq.models.recognise import recognise
 
-_PACKAGE = Path(__file__).parents[1]
 _KINDS = {
     kind.__name__: kind
     for kind in (Anatomy, Attention, DeltaNet, Groups, Layer, Mixture, MLP, Norm, Rotary, Router, Slices)
 }
 # No field of a part is called so.
 _KIND = "class"
-_Value = TypeVar("_Value")
 
 
 def recognise_once(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognised:
@@ -57,38 +48,16 @@ def recognise_once(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unreco
     if not kind.__module__.startswith("transformers."):
         return recognise(model, blocks_name)
     config = model.config.to_json_string()
-    name = entry_name("anatomy", (kind.__module__, kind.__qualname__, config, model.dtype, blocks_name))
-    kept = read_entry(name, _anatomy)
+    versions = torch.__version__, transformers.__version__
+    premises = kind.__module__, kind.__qualname__, config, model.dtype, blocks_name, versions
+    name = note_name("anatomy", premises, ("models",))
+    kept = noted(name, _anatomy)
     if kept is not None:
         return kept
     found = recognise(model, blocks_name)
     if isinstance(found, Anatomy):
-        write_entry(name, _plain(found))
+        note(name, _plain(found))
     return found
-
-
-def entry_name(what: str, premises: object) -> str:
-    """The file name of an entry that rests on ``premises``, whose ``repr`` tells them apart."""
-    versions = torch.__version__, transformers.__version__
-    key = hashlib.sha256(repr((premises, versions, code_digest(_PACKAGE / "models"))).encode()).hexdigest()
-    return f"{what}-{key[:32]}.json"
-
-
-def read_entry(name: str, made_of: Callable[[Any], _Value]) -> _Value | None:
-    """What ``made_of`` makes of an entry's value; None where there is none, or a damaged one."""
-    digest, _, content = (read_note(name) or b"").partition(b"\n")
-    if digest != hashlib.sha256(content).hexdigest().encode():
-        return None
-    try:
-        return made_of(load_json(content))
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def write_entry(name: str, value: object) -> None:
-    """Keep a plain value; nothing where the folder can't be written, since it can be found out again."""
-    content = json.dumps(value).encode()
-    write_note(name, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
 
 def _plain(value: object) -> object:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import transformers
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from marlinq.calibration import load_tokenizer
 from marlinq.core import boundaries
-from marlinq.runtime.remembered import entry_name, read_entry, write_entry
+from marlinq.core.notes import note, note_name, noted
 
 _THIS = Path(__file__)
 _FILE = "tokenizer.json"
@@ -89,7 +90,7 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False, kept: bool = 
         folder: path of the checkpoint.
         trust_remote_code: run code that the checkpoint brings.
         kept: a :class:`FileTokenizer` may stand for it where it is known to do the same, which is remembered
-            in the cache of kernels (:mod:`marlinq.runtime.remembered`).
+            beside the compiled kernels (:mod:`marlinq.core.notes`).
 
     Raises:
         CheckpointError: it can't be read.
@@ -102,16 +103,17 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False, kept: bool = 
         content = path.read_bytes()
         others = [each for each in sorted(folder.iterdir()) if each.suffix in _SUFFIXES and each.is_file()]
         digests = [(each.name, _digest(each)) for each in others if each != path]
-        premises = hashlib.sha256(content).hexdigest(), digests, tokenizers.__version__, _digest(_THIS)
-        name = entry_name("tokenizer", premises)
-        changes = read_entry(name, dict)
+        versions = tokenizers.__version__, transformers.__version__
+        premises = hashlib.sha256(content).hexdigest(), digests, versions, _digest(_THIS)
+        name = note_name("tokenizer", premises, ())
+        changes = noted(name, dict)
         if changes is not None:
             return FileTokenizer(folder, content, changes)
     loaded = load_tokenizer(folder)
     with boundaries.tokenizer(folder):
         changes = _changes(content, loaded)
     if changes is not None:
-        write_entry(name, changes)
+        note(name, changes)
     return loaded
 
 

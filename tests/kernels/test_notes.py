@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.granularity import Granularity
+from marlinq.core.notes import note
 from marlinq.kernels import LayerShape, batch_invariant, precompile_model
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.instantiation import Instantiation
@@ -71,8 +73,11 @@ def missing_entry(cache: Path) -> None:
 
 def note_of(text: str) -> Callable[[Path], None]:
     def replace(cache: Path) -> None:
-        (note,) = (cache / "kernels").glob("complete-*")
-        note.write_text(text)
+        (path,) = (cache / "kernels").glob("complete-*")
+        path.write_text(text)
+        if text:
+            # Whole, with a value that is none of this note's.
+            note(path.name, json.loads(text))
 
     return replace
 
@@ -100,7 +105,7 @@ def test_whatever_decisions_rest_on_makes_another_note(
     with batch_invariant():
         prepare()
     assert len(asked) == 4
-    monkeypatch.setattr(notes, "code_digest", lambda _: "other files")
+    monkeypatch.setattr("marlinq.core.notes.code_digest", lambda _: "other files")
     prepare()
     monkeypatch.setattr(notes, "nvrtc_version", lambda: "other")
     prepare()

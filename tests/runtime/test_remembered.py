@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from marlinq.core.notes import note
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.recognise import recognise
@@ -64,7 +65,7 @@ def test_what_it_rests_on_is_part_of_its_name(
     for model in (llama, *others):
         once(model)
     assert len(found_anew) == 4
-    monkeypatch.setattr(remembered, "code_digest", lambda _: "other files")
+    monkeypatch.setattr("marlinq.core.notes.code_digest", lambda _: "other files")
     once(llama)
     assert len(found_anew) == 5
     monkeypatch.setattr(remembered.transformers, "__version__", "0")
@@ -87,9 +88,7 @@ def test_a_damaged_entry_is_found_anew_and_replaced(
         entry.write_bytes(content.replace(b'"eps": 1', b'"eps": 2'))
     else:
         # Whole, but of another kind.
-        remembered.write_entry(
-            entry.name, {"class": "Rotary", "module": "x", "frequencies": "y", "channels": 3}
-        )
+        note(entry.name, {"class": "Rotary", "module": "x", "frequencies": "y", "channels": 3})
     assert once(model) == first
     assert len(found_anew) == 2
     assert entry.read_bytes() == content

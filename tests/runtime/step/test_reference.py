@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from marlinq.models.anatomy import Anatomy, Layer, Norm, Unrecognised
 from marlinq.models.recognise import anatomy_of
 from marlinq.runtime import QuantLinear, load, marlin_operand
-from marlinq.runtime.step import passed, probe
+from marlinq.runtime.step import probe
 from marlinq.runtime.step import reference as reference_module
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.join import join_modules
@@ -340,7 +340,7 @@ def test_agreement_holds_for_later_processes_until_anything_changes(
     assert refusal(wrong) is not None
     assert len(compared) == 4
     assert len(list(tmp_path.rglob("probe-*"))) == 1
-    monkeypatch.setattr(passed, "code_digest", lambda _: "other files")
+    monkeypatch.setattr("marlinq.core.notes.code_digest", lambda _: "other files")
     assert refusal(anatomy) is None
     assert len(compared) == 5
 
