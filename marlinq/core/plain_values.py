@@ -94,7 +94,8 @@ def load_yaml(text: bytes) -> Any:
     """The value of one YAML document in UTF-8: mappings with text as keys, lists, text, numbers, truth values
     and null.
 
-    Tags, anchors and aliases are refused, as are keys that stand twice. A date is text.
+    Tags, anchors and aliases are refused, as are keys that stand twice. A date is text, and so is ``2:4``,
+    which YAML 1.1 reads as 124, a number to the base of 60.
 
     Raises:
         ValueError: it is no such document, or too large.
@@ -182,7 +183,7 @@ class _Document:
             return None
         if tag == f"{_TAG}bool":
             return _WORDS[text.lower()]
-        if tag not in (f"{_TAG}int", f"{_TAG}float"):
+        if tag not in (f"{_TAG}int", f"{_TAG}float") or ":" in text:
             return text
         if len(text) > MAX_DIGITS:
             raise ValueError(f"a number of {len(text)} characters, at most {MAX_DIGITS} expected")

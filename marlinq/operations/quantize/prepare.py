@@ -32,6 +32,7 @@ from marlinq.models import (
 from marlinq.operations.quantize.allocation.allocate import measure_sensitivities
 from marlinq.operations.quantize.allocation.chosen import Allocation
 from marlinq.operations.quantize.allocation.kept import kept_allocation
+from marlinq.operations.quantize.allocation.sizes import check_allocation
 from marlinq.operations.quantize.allocation.units import fuses
 from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of
@@ -168,6 +169,10 @@ def plan_run(
             ).best(recipe)
         recipe = replace(recipe, allocation=allocation.modules)
     plan = plan_of(recipe)
+    if recipe.allocation:
+        bits, nbytes = check_allocation(checkpoint, blueprint, recipe, plan)
+        # Those of an interrupted run's files are not believed.
+        allocation = allocation and replace(allocation, bits=bits, nbytes=nbytes)
     _warn(checkpoint, blueprint, recipe, plan)
     texts = planned_text(recipe, checkpoint, blueprint, device) if plan.method.calibrated else []
     tokens = sum(text.tokens for text in texts)

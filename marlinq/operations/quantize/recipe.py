@@ -443,7 +443,9 @@ class Recipe:
             )
 
     def _is_other_target(self, changes: Mapping[str, Any]) -> bool:
-        return any(key in changes and changes[key] != getattr(self, key) for key in _ALLOCATED_FOR)
+        """Whether ``changes`` ask for another allocation; one that was not chosen for a target stays."""
+        wanted = any(changes.get(key, getattr(self, key)) != NONE for key in _TARGETS)
+        return wanted and any(key in changes and changes[key] != getattr(self, key) for key in _ALLOCATED_FOR)
 
     @property
     def wants_allocation(self) -> bool:
@@ -626,10 +628,11 @@ class Recipe:
                 raise UsageError(
                     f"recipe: unknown key {key!r}; expected one of {', '.join(known)} with method {method}"
                 )
+        changes = cls._one_target(changes)
         kept = recipe.options if recipe and recipe.method == method else options()
         chosen = {key: value for key, value in changes.items() if key in names}
         if recipe is not None and recipe.allocation and recipe._is_other_target(changes):
-            # It was chosen for another target.
+            # It was chosen for another target, loader or format.
             changes = {"allocation": {}, **changes}
         # A list is how YAML and JSON write a tuple.
         rest: dict[str, Any] = {
@@ -639,6 +642,15 @@ class Recipe:
         }
         rest["options"] = replace(kept, **chosen)
         return replace(recipe, **rest) if recipe else cls(**rest)
+
+    @classmethod
+    def _one_target(cls, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``changes`` with a size as a number of bytes, and without the target that a new one replaces."""
+        size = changes.get("target_size")
+        if isinstance(size, str):
+            changes = {**changes, "target_size": kinds(cls)["target_size"].parse("target_size", size)}
+        given = [key for key in _TARGETS if changes.get(key, NONE) != NONE]
+        return {key: NONE for key in _TARGETS if len(given) == 1} | dict(changes)
 
 
 def as_recipe(value: Recipe | Mapping[str, Any] | None) -> Recipe:
@@ -695,7 +707,7 @@ def common_group_size(in_features: Iterable[int]) -> int | None:
 
 
 _TARGETS = ("target_bits", "target_size")
-_ALLOCATED_FOR = (*_TARGETS, "served_by")
+_ALLOCATED_FOR = (*_TARGETS, "served_by", "format")
 _SHARED = ("scheme", "group_size", "symmetric", "sparsity")
 """The keys that every method has and an override may change."""
 

@@ -149,7 +149,7 @@ class QuantizeReport(Shown):
         most = max(tokens.values())
         if tokens[least] < most:
             middle = sorted(tokens.values())[len(tokens) // 2]
-            seen = f"{middle} tokens in the middle, {most} at most, {tokens[least]} at least in {least}"
+            seen = f"{middle} tokens (median), {most} at most, {tokens[least]} at least in {least}"
             rows.append(("modules saw", seen))
         return rows
 

@@ -4,6 +4,7 @@
     sensitivity   Units, text                     -> nats a token that each option costs, alone in the model
     knapsack      bytes and costs, budget         -> the exact choice
     allocate      recipe with a target            -> Allocation, which the recipe keeps
+    sizes         recipe with an allocation       -> its bits and bytes, or why it does not suit the model
 
 ``--target-bits`` and ``--target-size`` say how much the choice may take. It is made before anything else is
 planned, so that every later stage sees a recipe with rules per module and nothing else: ``--plan`` reports

@@ -15,15 +15,16 @@ from marlinq.core.display import size_text
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.core.settings import NONE
-from marlinq.models import Blueprint, ModelInstance, TensorNames
-from marlinq.operations.quantize.allocation.chosen import Allocation, Uniform
+from marlinq.models import Blueprint, ModelInstance
+from marlinq.operations.quantize.allocation.chosen import Allocation, Uniform, target_text
 from marlinq.operations.quantize.allocation.knapsack import Item, choose
 from marlinq.operations.quantize.allocation.sensitivity import MeasuringText, measure
-from marlinq.operations.quantize.allocation.units import Unit, dense_bytes, units_of
+from marlinq.operations.quantize.allocation.sizes import Frame, frame_of
+from marlinq.operations.quantize.allocation.units import Unit, units_of
 from marlinq.operations.quantize.budget import Work, measuring_tokens
 from marlinq.operations.quantize.candidates import CANDIDATES
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products
-from marlinq.operations.quantize.planning import OutputPlan, packed_tensors
+from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.text import (
     SELF,
@@ -35,25 +36,6 @@ from marlinq.operations.quantize.text import (
 
 _LONGEST_DOCUMENT = 512
 _BATCH_TOKENS = 2048
-
-
-@dataclass(frozen=True)
-class Frame:
-    """What is not chosen.
-
-    Attributes:
-        weights: weights that mean bits are taken over.
-        fixed: bytes of those that overrides decide.
-        rest: bytes of all other tensors of the output, but for the units.
-    """
-
-    weights: int
-    fixed: int
-    rest: int
-
-    def bits(self, nbytes: int) -> float:
-        """Mean bits where the units take ``nbytes``."""
-        return 8 * (nbytes + self.fixed) / self.weights
 
 
 @dataclass(frozen=True)
@@ -88,11 +70,9 @@ class Sensitivities:
         )
         if choice is None:
             raise AssertionError("a budget of at least the smallest options holds them")
-        bits = recipe.target_bits
-        target = size_text(int(recipe.target_size)) if bits == NONE else f"{bits:g} bits"
         return Allocation(
             modules=with_choice(recipe, self.units, choice.items).allocation,
-            target=target,
+            target=target_text(recipe),
             bits=self.frame.bits(choice.nbytes),
             nbytes=self.frame.rest + choice.nbytes,
             kl=choice.cost,
@@ -146,7 +126,8 @@ def measure_sensitivities(
     units = units_of(checkpoint, blueprint, recipe)
     smallest = [min(range(len(unit.options)), key=lambda i: unit.options[i].nbytes) for unit in units]
     plan = plan_of(with_choice(recipe, units, smallest))
-    frame = _frame(checkpoint, blueprint, recipe, plan, units, smallest)
+    free = {each.name for unit in units for each in unit.projections}
+    frame, _ = frame_of(checkpoint, blueprint, recipe, plan, free)
     _budget(recipe, units, frame)
     documents = _documents(checkpoint, blueprint, recipe, device, trust_remote_code, progress, message)
     solved, weighed = (documents[::2], documents[1::2]) if len(documents) > 1 else (documents, documents)
@@ -182,31 +163,6 @@ def with_choice(recipe: Recipe, units: Sequence[Unit], chosen: Sequence[int]) ->
     return replace(recipe, allocation={name: tuple(members) for name, members in found.items() if members})
 
 
-def _frame(
-    checkpoint: Checkpoint,
-    blueprint: Blueprint,
-    recipe: Recipe,
-    plan: OutputPlan,
-    units: Sequence[Unit],
-    chosen: Sequence[int],
-) -> Frame:
-    names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
-    free = {each.name for unit in units for each in unit.projections}
-    weights, fixed = sum(unit.weights for unit in units), 0
-    for projection in blueprint.projections():
-        decided = any(override.matches(projection.name) for override in recipe.overrides)
-        if projection.name in free or not decided:
-            continue
-        planned = plan.modules.get(projection.name)
-        weights += projection.in_features * projection.out_features
-        if planned is None:
-            fixed += dense_bytes(checkpoint, names, projection)
-        else:
-            fixed += sum(tensor.nbytes for tensor in packed_tensors(planned))
-    taken = sum(unit.options[index].nbytes for unit, index in zip(units, chosen, strict=True))
-    return Frame(weights, fixed, sum(tensor.nbytes for tensor in plan.tensors) - taken)
-
-
 def _budget(recipe: Recipe, units: Sequence[Unit], frame: Frame) -> int:
     """Bytes that the units may take.
 
@@ -214,24 +170,23 @@ def _budget(recipe: Recipe, units: Sequence[Unit], frame: Frame) -> int:
         UsageError: the smallest options take more, or the largest no more than is asked for.
     """
     least, most = (sum(pick(each.nbytes for each in unit.options) for unit in units) for pick in (min, max))
+    budget = frame.budget(recipe)
     if recipe.target_bits != NONE:
-        budget = int(float(recipe.target_bits) * frame.weights / 8) - frame.fixed
         asked, ends = f"--target-bits {recipe.target_bits:g}", [frame.bits(size) for size in (least, most)]
         # Rounded inwards: both ends can be asked for.
-        spelled = [f"{ends[0] + 0.0005:.3f}", f"{ends[1] - 0.0005:.3f} bits"]
+        reachable = f"{ends[0] + 0.0005:.3f} to {ends[1] - 0.0005:.3f} bits"
     else:
-        budget = int(recipe.target_size) - frame.rest
-        asked = f"--target-size {size_text(int(recipe.target_size))}"
-        spelled = [f"{frame.rest + least} bytes", f"{frame.rest + most - 1}"]
+        sizes = [frame.rest + least, frame.rest + most - 1]
+        asked = f"--target-size of {recipe.target_size} bytes"
+        reachable = f"{sizes[0]} to {sizes[1]} bytes ({size_text(sizes[0])} to {size_text(sizes[1])})"
     if budget < least:
         raise UsageError(
             f"{asked}: too small for the schemes that {recipe.served_by} takes in {recipe.format}; reachable "
-            f"are {spelled[0]} to {spelled[1]}"
+            f"are {reachable}"
         )
     if budget >= most:
         raise UsageError(
-            f"{asked}: all modules fit unquantised, so nothing is left to choose; reachable are {spelled[0]} "
-            f"to {spelled[1]}"
+            f"{asked}: all modules fit unquantised, so nothing is left to choose; reachable are {reachable}"
         )
     return budget
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from marlinq.core.display import size_text
+from marlinq.core.settings import NONE
+from marlinq.operations.quantize.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Allocation:
 
     Attributes:
         modules: a recipe's ``allocation``.
-        target: the option and its value, such as ``--target-bits 4.5``.
+        target: bits or bytes that were asked for, such as ``4.5 bits``.
         bits: mean bits of a weight of the decoder's linears, those that overrides decide among them.
         nbytes: bytes of the output's tensors.
         kl: estimated mean KL divergence of the choice, nats a token.
@@ -71,3 +73,9 @@ class Allocation:
             f"rounding errors, added up over {self.units} units; the choice is {rounding}"
         )
         return [*rows, ("estimated by", how)]
+
+
+def target_text(recipe: Recipe) -> str:
+    """The target of ``recipe`` for people: ``4.5 bits`` or ``6.00 GB``."""
+    bits = recipe.target_bits
+    return size_text(int(recipe.target_size)) if bits == NONE else f"{bits:g} bits"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from marlinq.checkpoint import CheckpointWriter, kept_json
 from marlinq.core.errors import OutputError, UsageError
-from marlinq.operations.quantize.allocation.chosen import Allocation, Uniform
+from marlinq.operations.quantize.allocation.chosen import Allocation, Uniform, target_text
 from marlinq.operations.quantize.candidates import read_allocation
 from marlinq.operations.quantize.recipe import Recipe
 
 _FILE = "allocation.json"
+_NUMBERS = {"int": int, "float": float, "bool": bool}
+_MOST = 1 << 63
 
 
 def keep_allocation(writer: CheckpointWriter, allocation: Allocation, recipe: Recipe) -> None:
@@ -23,7 +25,8 @@ def keep_allocation(writer: CheckpointWriter, allocation: Allocation, recipe: Re
 def kept_allocation(out: Path, recipe: Recipe) -> Allocation | None:
     """What an unfinished run of ``out`` chose, or None where it kept nothing.
 
-    What was kept is no more than trusted: it becomes part of the recipe, by which the journal knows its run.
+    The modules become part of the recipe, by which the journal knows its run; sizes are taken from the plan.
+    Only estimates are believed.
 
     Raises:
         OutputError: that run had another recipe, or what it kept is damaged.
@@ -33,9 +36,13 @@ def kept_allocation(out: Path, recipe: Recipe) -> Allocation | None:
         return None
     try:
         asked, values = kept["recipe"], dict(kept["allocation"])
-        values["modules"] = read_allocation(values["modules"])
-        values["uniform"] = {name: Uniform(**each) for name, each in values["uniform"].items()}
-        found = Allocation(**values)
+        uniform = {name: Uniform(**each) for name, each in values.pop("uniform").items()}
+        modules = read_allocation(values.pop("modules"))
+        found = Allocation(**values | {"target": target_text(recipe)}, modules=modules, uniform=uniform)
+        _check_numbers(found)
+        for each in uniform.values():
+            _check_numbers(each)
+        read_allocation(dict.fromkeys(uniform, ()))
     except (TypeError, KeyError, ValueError, AttributeError, UsageError):
         raise OutputError(f"{out}.partial/{_FILE}: is damaged; remove {out}.partial and start over") from None
     if asked != _asked(recipe):
@@ -44,6 +51,19 @@ def kept_allocation(out: Path, recipe: Recipe) -> Allocation | None:
             "command, or remove the folder"
         )
     return found
+
+
+def _check_numbers(values: Allocation | Uniform) -> None:
+    """Refuse numbers of another type than their field's, below 0, absurdly large, infinite or NaN.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for field in fields(values):
+        value: Any = getattr(values, field.name)
+        wanted: Any = _NUMBERS.get(str(field.type))
+        if wanted is not None and (type(value) is not wanted or not 0 <= value < _MOST):
+            raise ValueError(field.name)
 
 
 def forget_allocation(writer: CheckpointWriter) -> None:

@@ -78,13 +78,7 @@ def units_of(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) -> tu
     """
     names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
     server = server_named(recipe.served_by)
-    wanted, _ = wanted_modules(blueprint, names, recipe)
-    free = [
-        projection
-        for projection, _ in wanted
-        if projection.name != blueprint.head
-        and not any(override.matches(projection.name) for override in recipe.overrides)
-    ]
+    free = free_projections(blueprint, names, recipe)
     units = tuple(
         _unit(checkpoint, names, recipe, server, blueprint, name, members)
         for name, members in _together(free, server).items()
@@ -101,6 +95,17 @@ def units_of(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) -> tu
             "choose another --for or --format"
         )
     return units
+
+
+def free_projections(blueprint: Blueprint, names: TensorNames, recipe: Recipe) -> list[Projection]:
+    """The projections whose scheme is chosen, in the order of the tree. ``recipe`` has no allocation yet."""
+    wanted, _ = wanted_modules(blueprint, names, recipe)
+    return [
+        projection
+        for projection, _ in wanted
+        if projection.name != blueprint.head
+        and not any(override.matches(projection.name) for override in recipe.overrides)
+    ]
 
 
 def _together(projections: Iterable[Projection], server: Server | None) -> dict[str, list[Projection]]:

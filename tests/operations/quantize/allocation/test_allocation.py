@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +18,11 @@ from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import operation, plan_quantize, quantize
 from marlinq.operations.quantize.allocation import allocate as allocating
+from marlinq.operations.quantize.allocation import kept as kept_allocations
 from marlinq.operations.quantize.allocation.sensitivity import MeasuringText, measure
 from marlinq.operations.quantize.allocation.units import units_of
 from marlinq.operations.quantize.planning import plan_output
+from marlinq.operations.quantize.prepare import plan_run
 from marlinq.operations.quantize.recipe import Override, Recipe
 from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.verify import verify
@@ -96,6 +98,70 @@ def test_an_interrupted_run_takes_its_allocation_over(
     assert folder_bytes(out) == folder_bytes(run.out)
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"kl": None},
+        {"kl": "0.1"},
+        {"kl": float("inf")},
+        {"kl": -1.0},
+        {"units": 10**400},
+        {"exact": 1},
+        {"uniform": {"int8": {"bits": "x", "nbytes": 1, "kl": 0.1}}},
+        {"uniform": {"\x1b[2J": {"bits": 1.0, "nbytes": 1, "kl": 0.1}}},
+    ],
+)
+def test_forged_allocations_of_unfinished_runs_are_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forged: dict[str, object]
+) -> None:
+    assert run.report.allocation is not None
+    kept = {"recipe": kept_allocations._asked(TARGET), "allocation": asdict(run.report.allocation)}
+    monkeypatch.setattr(kept_allocations, "kept_json", lambda *_: kept)
+    assert kept_allocations.kept_allocation(tmp_path, TARGET) == run.report.allocation
+    # The target is the recipe's, whatever was kept.
+    kept["allocation"] |= {"target": ["a"]}
+    assert kept_allocations.kept_allocation(tmp_path, TARGET) == run.report.allocation
+    kept["allocation"] |= forged
+    with pytest.raises(OutputError, match="is damaged; remove"):
+        kept_allocations.kept_allocation(tmp_path, TARGET)
+
+
+def test_sizes_of_an_unfinished_run_are_those_of_its_plan(run: Run, tmp_path: Path) -> None:
+    assert run.report.allocation is not None
+    forged = replace(run.report.allocation, bits=1.0, nbytes=5)
+    checkpoint = Checkpoint.open(run.source)
+    decisions = plan_run(
+        checkpoint,
+        TARGET,
+        CPU,
+        trust_remote_code=False,
+        progress=lambda *_: None,
+        message=lambda _: None,
+        allocation=forged,
+    )
+    assert decisions.allocation == run.report.allocation
+
+
+@pytest.mark.parametrize(
+    ("allocation", "target", "line"),
+    [
+        ({}, {"target_bits": 4.6}, "takes 4.9.* bits a weight, .* bytes, more than the 4.6 bits asked for"),
+        ({}, {"target_bits": "none", "target_size": 50_000}, "more than the 0.05 MB asked for"),
+        ({"int8": ("model.layers.0",)}, {}, "has no scheme for model.layers.1.self_attn.q_proj"),
+        ({"int8": ("model", "model.layers.77")}, {"target_bits": "none"}, "'model.layers.77' is no linear"),
+        ({"int8": ("model", "")}, {"target_bits": "none"}, "'' is no linear of the model"),
+    ],
+)
+def test_an_allocation_that_suits_another_model(
+    run: Run, tmp_path: Path, allocation: dict[str, object], target: dict[str, object], line: str
+) -> None:
+    assert run.report.allocation is not None
+    recipe = TARGET.replace(**target).replace(allocation=allocation or run.report.allocation.modules)
+    with pytest.raises(UsageError, match=line) as caught:
+        plan_quantize(run.source, tmp_path / "out", recipe=recipe, device="cpu")
+    assert "leave out the allocation, and one is chosen" in str(caught.value)
+
+
 def test_a_plan_says_what_a_run_chooses(run: Run, tmp_path: Path) -> None:
     size = run.report.output_bytes
     recipe = TARGET.replace(target_bits="none", target_size=size)
@@ -117,6 +183,7 @@ def test_a_plan_says_what_a_run_chooses(run: Run, tmp_path: Path) -> None:
         ({"target_bits": 4.2, "overrides": (Override.parse("down=skip"),)}, "reachable are"),
         ({"target_bits": "none", "target_size": 100_000}, "too small for the schemes"),
         ({"target_bits": "none", "target_size": 10**9}, "nothing is left to choose; reachable are"),
+        ({"target_bits": "none", "target_size": "3.9GiB"}, "--target-size of 4187593113 bytes: all modules"),
     ],
 )
 def test_targets_out_of_reach(

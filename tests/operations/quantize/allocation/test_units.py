@@ -127,7 +127,8 @@ def test_overrides_win_and_are_in_no_unit(llama: tuple[Checkpoint, Blueprint]) -
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"target_size": 1000}, "target_size: target_bits is given too; keep one"),
+        ({"target_bits": 4.5, "target_size": 1000}, "target_size: target_bits is given too; keep one"),
+        ({"target_size": "6 parsecs"}, "target_size: expected a size such as 6GB or 512MiB"),
         ({"scheme": "int8"}, "scheme: target_bits chooses the scheme of each module; leave it out"),
         ({"group_size": 64}, "group_size: target_bits chooses the scheme of each module"),
         ({"format": "awq"}, "target_bits: awq does not hold schemes that differ between modules; expected"),
@@ -168,3 +169,21 @@ def test_an_allocation_is_dropped_with_its_target() -> None:
     assert chosen.replace(target_bits=5.0, seed=1).allocation == {"int8": ("a",)}
     for change in ({"target_bits": 6.0}, {"served_by": "marlinq"}):
         assert chosen.replace(**change).wants_allocation
+
+
+def test_another_target_takes_the_place_of_a_recipes() -> None:
+    sized = TARGET.replace(target_size="3KiB")
+    assert (sized.target_bits, sized.target_size) == ("none", 3072)
+    assert Recipe.from_dict({**sized.to_dict(), "target_size": "3072"}) == sized
+    assert sized.replace(target_bits=4.5).target_size == "none"
+
+
+def test_an_allocation_stays_with_its_target_loader_and_format() -> None:
+    chosen = TARGET.replace(allocation={"int8": ("x",)})
+    assert chosen.replace(seed=3).allocation
+    for changes in ({"target_bits": 6.0}, {"target_size": 9}, {"served_by": "sglang"}, {"format": "gptq"}):
+        assert not chosen.replace(**changes).allocation
+    # Nothing would choose another.
+    by_hand = chosen.replace(target_bits="none")
+    assert by_hand.allocation
+    assert by_hand.replace(format="gptq", served_by="sglang").allocation
