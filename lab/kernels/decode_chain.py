@@ -29,9 +29,12 @@ from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.raw_kernel import INT32, POINTER, RawKernel
 from marlinq.operations.bench.hardware import hardware_line
-from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, random_weight
+from marlinq.operations.bench.peers import PEERS
+from marlinq.operations.bench.peers.base import Contender, Run
+from marlinq.operations.bench.peers.own import Marlinq
 from marlinq.operations.bench.shapes import MODELS, Layer
 from marlinq.operations.bench.timing import capture, time_in_turn
+from marlinq.operations.bench.weights import random_weight
 
 _GLUE = str(Path(__file__).with_name("chain_glue.cuh").resolve())
 _THREADS = 128

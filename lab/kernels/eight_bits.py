@@ -20,9 +20,9 @@ from marlinq.kernels.choose.eight_bits import decide_eight_bits, estimate
 from marlinq.kernels.contract.weight_formats import E4M3
 from marlinq.kernels.launch.eight_bits import plain_bytes, quantize_rows
 from marlinq.kernels.ops.eight_bits import fp8_a8_gemm
-from marlinq.operations.bench.peers import random_weight
 from marlinq.operations.bench.shapes import Layer, layers_of
 from marlinq.operations.bench.timing import capture, copies_for, time_in_turn
+from marlinq.operations.bench.weights import random_weight
 
 BATCHES = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 CUDA = torch.device("cuda", 0)

@@ -38,9 +38,9 @@ from marlinq.kernels.experts.choose import (
     decisions,
 )
 from marlinq.kernels.experts.launch import Workspace, instantiations, layer_steps, shape_of, start
-from marlinq.operations.bench.expert_peers import Routing
 from marlinq.operations.bench.expert_shapes import EXPERT_LAYERS, ExpertsLayer
 from marlinq.operations.bench.experts import even_routings
+from marlinq.operations.bench.peers.base import Routing
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.operations.bench.timing import capture, launches_for, time_in_turn
 

@@ -32,9 +32,9 @@ from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
 from marlinq.operations.bench.hardware import hardware_line
-from marlinq.operations.bench.peers import Weight, random_weight
 from marlinq.operations.bench.shapes import MODELS, layers_of
 from marlinq.operations.bench.timing import capture, copies_for, launches_for, time_in_turn
+from marlinq.operations.bench.weights import Weight, random_weight
 
 Candidate = tuple[float, str, str, Configuration]
 # Two variants differ by rounding alone: each is within 1e-3 of the exact product.

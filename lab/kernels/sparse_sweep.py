@@ -23,10 +23,11 @@ from marlinq.kernels import device_numbers
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.sparse import SparseConfig, SparseOperand, candidates, choose
 from marlinq.kernels.sparse.launch import launch, prepare
-from marlinq.operations.bench.peers import Marlinq, random_weight
+from marlinq.operations.bench.peers.own import Marlinq
+from marlinq.operations.bench.peers.sparse import operand_of
 from marlinq.operations.bench.shapes import Layer
-from marlinq.operations.bench.sparse import operand_of, pruned
 from marlinq.operations.bench.timing import capture, copies_for, time_in_turn
+from marlinq.operations.bench.weights import pruned, random_weight
 
 _LAUNCHES = 20
 

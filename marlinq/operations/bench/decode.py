@@ -21,8 +21,8 @@ from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import Blueprint, build_blueprint
 from marlinq.models.heads import key_channels
-from marlinq.operations.bench.decode_peers import PEERS, CompiledTransformers, dense_twin
 from marlinq.operations.bench.hardware import hardware_line
+from marlinq.operations.bench.peers.transformers import PEERS, CompiledTransformers, dense_twin
 from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
 from marlinq.operations.bench.trace import StepProfile, profile_steps
 from marlinq.runtime import LoadedModel, StepDecision, load

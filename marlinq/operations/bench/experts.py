@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,31 +18,21 @@ from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.experts import ExpertWeights, reference_experts
 from marlinq.kernels.experts.choose import ExpertsShape, decide_experts
 from marlinq.kernels.experts.launch import precompile_experts, shape_of
-from marlinq.operations.bench.expert_peers import (
-    EXPERT_PEERS,
-    ExpertsContender,
-    MarlinqExperts,
-    Routing,
-    RunLayer,
-)
+from marlinq.operations.bench.contest import Launch, attempted, check_and_time, first_and_last
 from marlinq.operations.bench.expert_shapes import ExpertsLayer, layers_named
 from marlinq.operations.bench.hardware import hardware_line
-from marlinq.operations.bench.kernels import _one_line, scheme_named
-from marlinq.operations.bench.report import OURS, Cell, KernelBench
+from marlinq.operations.bench.kernels import scheme_named
+from marlinq.operations.bench.peers import EXPERT_PEERS
+from marlinq.operations.bench.peers.base import ExpertsContender, Routing
+from marlinq.operations.bench.peers.own import MarlinqExperts
+from marlinq.operations.bench.report import Cell, KernelBench
 from marlinq.operations.bench.synthetic_experts import random_experts
-from marlinq.operations.bench.timing import (
-    capture,
-    cold_read_seconds,
-    launches_for,
-    peak_rate,
-    time_in_turn,
-)
+from marlinq.operations.bench.timing import cold_read_seconds, peak_rate
 
 DEFAULT_EXPERT_BATCHES = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Once more rounding than a single product, whose bounds are half of these (marlinq.operations.bench.kernels).
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-_PEER_SLACK = 4.0
 _CHECKED = 2
 _DRAWS = 20
 # Bytes of an H200's L2 that routings in a row must leave behind before experts come again.
@@ -71,7 +62,7 @@ def bench_experts(
         models: names of :data:`marlinq.operations.bench.expert_shapes.EXPERT_LAYERS`.
         batches: rows of activations.
         device: as in :func:`marlinq.core.devices.resolve_device`; a GPU.
-        against: names of :data:`marlinq.operations.bench.expert_peers.EXPERT_PEERS`.
+        against: names of :data:`marlinq.operations.bench.peers.EXPERT_PEERS`.
         dtype: float16 or bfloat16.
         scheme: element of the weights, a key of :data:`marlinq.operations.bench.kernels.SCHEMES`.
         group_size: 32, 64, 128 or -1; None is what the scheme has, else 128.
@@ -144,9 +135,7 @@ def bench_experts(
             notes.append(f"{layer.name} took {time.perf_counter() - begun:.0f} s to make and pack")
             bandwidth = (weights.gate_up.words.nbytes + weights.gate_up.scales.nbytes) / cold[layer.name]
             for m in batches:
-                cell = _cell(ready, layer, weights, m, bandwidth, peak, explain, notes)
-                if cell is not None:
-                    cells.append(cell)
+                cells.append(_cell(ready, layer, weights, m, bandwidth, peak, explain, notes))
                 progress("experts", len(cells), len(layers) * len(batches))
     timed = tuple(c.name for c in contenders if any(c.name in cell.seconds for cell in cells))
     notes.append(
@@ -170,18 +159,14 @@ def bench_experts(
 def _load(
     contenders: Sequence[ExpertsContender], layer: ExpertsLayer, weights: ExpertWeights, notes: list[str]
 ) -> list[ExpertsContender]:
-    ready = []
-    for contender in contenders:
-        try:
-            contender.load(layer, weights)
-        except Exception as error:
-            # A peer may fail in any way of its own; the report says how.
-            if contender.name == OURS:
-                raise
-            notes.append(f"{contender.name} could not pack {layer.name}: {_one_line(error)}")
-            continue
-        ready.append(contender)
-    return ready
+    def loaded(contender: ExpertsContender) -> ExpertsContender:
+        contender.load(layer, weights)
+        return contender
+
+    made = [
+        attempted(one.name, f"could not pack {layer.name}", notes, partial(loaded, one)) for one in contenders
+    ]
+    return [contender for contender in made if contender is not None]
 
 
 def even_routings(layer: ExpertsLayer, m: int, device: torch.device, expert_bytes: int) -> list[Routing]:
@@ -222,7 +207,7 @@ def _cell(
     peak: float,
     explain: bool,
     notes: list[str],
-) -> Cell | None:
+) -> Cell:
     device, dtype = weights.down.words.device, weights.down.scales.dtype
     expert_bytes = (weights.gate_up.nbytes + weights.down.nbytes) // layer.experts
     routings = even_routings(layer, m, device, expert_bytes)
@@ -231,35 +216,24 @@ def _cell(
     nbytes = touched + 2 * m * 2 * layer.hidden
     floor = max(touched / bandwidth, 2.0 * m * columns * layer.hidden / peak)
     x = torch.randn(m, layer.hidden, dtype=dtype, device=device)
-    rows = torch.tensor(sorted({*range(min(m, _CHECKED)), *range(max(0, m - _CHECKED), m)}), device=device)
+    rows = first_and_last(m, _CHECKED, device)
     first = routings[0]
     expected = reference_experts(x[rows].float(), first.ids[rows], first.weights[rows], weights, "silu")
-    errors: dict[str, float] = {}
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
-    launches = launches_for(1.5 * floor)
-    for contender in contenders:
-        try:
-            run = contender.prepare(m, routings)
 
-            def launch(index: int, run: RunLayer = run) -> Tensor:
-                return run(index % len(routings), x)
+    def ready(contender: ExpertsContender) -> Launch:
+        run = contender.prepare(m, routings)
+        return lambda index: run(index % len(routings), x)
 
-            error = float((launch(0)[rows].float() - expected).norm() / expected.norm())
-            limit = _TOLERANCE[dtype] * (1.0 if contender.name == OURS else _PEER_SLACK)
-            if not error < limit:
-                notes.append(
-                    f"{contender.name} is wrong on {layer.name} M={m}: relative error {error:.2g}, at most "
-                    f"{limit:.0e} expected; not timed"
-                )
-                continue
-            graphs[contender.name] = capture(launch, launches), launches
-        except Exception as failure:
-            # As above: a peer's failure is part of the result, ours is not.
-            if contender.name == OURS:
-                raise
-            notes.append(f"{contender.name} failed on {layer.name} M={m}: {_one_line(failure)}")
-            continue
-        errors[contender.name] = error
+    seconds, errors = check_and_time(
+        {contender.name: partial(ready, contender) for contender in contenders},
+        place=f"{layer.name} M={m}",
+        expected=expected,
+        rows=rows,
+        shape=(m, layer.hidden),
+        tolerance=_TOLERANCE[dtype],
+        floor=floor,
+        notes=notes,
+    )
     reason = None
     if explain:
         shape = shape_of(x, first.ids, weights)
@@ -271,7 +245,7 @@ def _cell(
         k=layer.hidden,
         nbytes=nbytes,
         floor_seconds=floor,
-        seconds=time_in_turn(graphs, 1.5 * floor),
+        seconds=seconds,
         errors=errors,
         reason=reason,
     )

@@ -5,32 +5,31 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from marlinq.core.devices import resolve_device
+from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import UsageError
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.core.sparsity import SPARSITIES
 from marlinq.kernels import GEMMS, GROUP_SIZES, Problem, explain, precompile
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
+from marlinq.operations.bench.contest import Launch, attempted, check_and_time, first_and_last
 from marlinq.operations.bench.hardware import hardware_line
-from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, Weight, random_weight
+from marlinq.operations.bench.peers import PEERS
+from marlinq.operations.bench.peers.base import Contender, Run
+from marlinq.operations.bench.peers.own import Marlinq
+from marlinq.operations.bench.peers.sparse import SparseContender
 from marlinq.operations.bench.report import OURS, Cell, KernelBench
 from marlinq.operations.bench.shapes import Layer, dividing_group_size, layers_of
-from marlinq.operations.bench.sparse import SparseContender, pruned
-from marlinq.operations.bench.timing import (
-    capture,
-    cold_read_seconds,
-    copies_for,
-    launches_for,
-    peak_rate,
-    time_in_turn,
-)
+from marlinq.operations.bench.timing import cold_read_seconds, copies_for, peak_rate
+from marlinq.operations.bench.weights import Weight, pruned, random_weight
 
 SCHEMES: dict[str, tuple[WeightFormat, int | None]] = {
     "int4": (INT4, None),
@@ -59,8 +58,6 @@ def scheme_named(name: str, *, asymmetric: bool) -> tuple[WeightFormat, int | No
 DEFAULT_BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
-# Peers round in other places; only a wrong product is off by this much.
-_PEER_SLACK = 4.0
 _CHECKED_ROWS = 8
 _CPU_BATCH, _CPU_REPEATS = 16, 3
 
@@ -91,10 +88,34 @@ class _Setting:
         )
         return pruned(made) if self.sparse else made
 
-    def reason(self, layer: Layer, m: int) -> str | None:
-        if not self.explain:
-            return None
-        return explain(self.device, self.problem(layer, m)).reason
+    def cell(
+        self, weight: Weight, m: int, floor: float | None, seconds: dict[str, float], errors: dict[str, float]
+    ) -> Cell:
+        layer = weight.layer
+        nbytes = weight.nbytes + 2 * m * (layer.n + layer.k)
+        reason = explain(self.device, self.problem(layer, m)).reason if self.explain else None
+        return Cell(layer.name, m, layer.n, layer.k, nbytes, floor, seconds, errors, reason)
+
+    def report(
+        self,
+        contenders: Iterable[str],
+        cells: Sequence[Cell],
+        notes: Sequence[str],
+        cold: dict[str, float],
+        peak: float | None,
+    ) -> KernelBench:
+        return KernelBench(
+            hardware=hardware_line(self.device),
+            dtype=dtype_name(self.dtype),
+            weights=self.weight_format.name,
+            group_size=self.granularity.group_size,
+            asymmetric=self.asymmetric,
+            contenders=tuple(name for name in contenders if any(name in cell.seconds for cell in cells)),
+            cold_read_seconds=cold,
+            peak_rate=peak,
+            cells=tuple(cells),
+            notes=tuple(notes),
+        )
 
 
 def bench_kernels(
@@ -167,9 +188,9 @@ def bench_kernels(
     )
     ordered = tuple(sorted(set(batches)))
     if chosen.type == "cpu":
-        return _on_cpu(setting, layers, ordered, dtype, progress)
+        return _on_cpu(setting, layers, ordered, progress)
     with torch.cuda.device(chosen), torch.no_grad():
-        return _on_gpu(setting, layers, ordered, tuple(dict.fromkeys(against)), dtype, progress)
+        return _on_gpu(setting, layers, ordered, tuple(dict.fromkeys(against)), progress)
 
 
 def _on_gpu(
@@ -177,7 +198,6 @@ def _on_gpu(
     layers: tuple[Layer, ...],
     batches: tuple[int, ...],
     against: tuple[str, ...],
-    dtype: str,
     progress: ReportProgress,
 ) -> KernelBench:
     notes: list[str] = []
@@ -213,24 +233,12 @@ def _on_gpu(
         for m in batches:
             cells.append(_cell(setting, weight, runs, x[:m], dense, cold[layer.name], peak, notes))
             progress("kernels", len(cells), total)
-    timed = tuple(c.name for c in contenders if any(c.name in cell.seconds for cell in cells))
     rests = "no rests: at the power limit" if setting.sustained else "as long at rest after each: full clock"
     notes.append(
         "L2 cold (rotating copies of weights), graph replay, contenders in turn, medians; random values; "
         + rests
     )
-    return KernelBench(
-        hardware=hardware_line(setting.device),
-        dtype=dtype,
-        weights=setting.weight_format.name,
-        group_size=setting.granularity.group_size,
-        asymmetric=setting.asymmetric,
-        contenders=timed,
-        cold_read_seconds=cold,
-        peak_rate=peak,
-        cells=tuple(cells),
-        notes=tuple(notes),
-    )
+    return setting.report([one.name for one in contenders], cells, notes, cold, peak)
 
 
 def _prepare(
@@ -239,13 +247,10 @@ def _prepare(
     runs: dict[str, tuple[Run, int]] = {}
     for contender in contenders:
         copies = copies_for(contender.nbytes(weight), weight.words.device)
-        try:
-            runs[contender.name] = contender.prepare(weight, copies, batches), copies
-        except Exception as error:
-            # A peer may fail in any way of its own; the report says how.
-            if contender.name == OURS:
-                raise
-            notes.append(f"{contender.name} could not prepare {weight.layer.name}: {_one_line(error)}")
+        made = partial(contender.prepare, weight, copies, batches)
+        run = attempted(contender.name, f"could not prepare {weight.layer.name}", notes, made)
+        if run is not None:
+            runs[contender.name] = run, copies
     return runs
 
 
@@ -261,69 +266,29 @@ def _cell(
 ) -> Cell:
     layer, m = weight.layer, x.shape[0]
     floor = max(cold, 2.0 * m * layer.n * layer.k / peak)
-    # The first and the last rows stand for all: a wrong tile shows at either end.
-    rows = torch.tensor(
-        sorted({*range(min(m, _CHECKED_ROWS)), *range(max(0, m - _CHECKED_ROWS), m)}), device=x.device
+    rows = first_and_last(m, _CHECKED_ROWS, x.device)
+
+    def ready(run: Run, copies: int) -> Launch:
+        return lambda index: run(index % copies, x)
+
+    seconds, errors = check_and_time(
+        {name: partial(ready, *prepared) for name, prepared in runs.items()},
+        place=f"{layer.name} M={m}",
+        expected=x[rows].float() @ dense,
+        rows=rows,
+        shape=(m, layer.n),
+        tolerance=_TOLERANCE[setting.dtype],
+        floor=floor,
+        notes=notes,
+        sustained=setting.sustained,
     )
-    expected = x[rows].float() @ dense
-    errors: dict[str, float] = {}
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
-    launches = launches_for(1.5 * floor)
-    for name, (run, copies) in runs.items():
-
-        def launch(index: int, run: Run = run, copies: int = copies) -> Tensor:
-            return run(index % copies, x)
-
-        try:
-            error = _error(launch, rows, expected, (m, layer.n))
-            limit = _TOLERANCE[setting.dtype] * (1.0 if name == OURS else _PEER_SLACK)
-            if not error < limit:
-                notes.append(
-                    f"{name} is wrong on {layer.name} M={m}: relative error {error:.2g}, at most {limit:.0e} "
-                    "expected; not timed"
-                )
-                continue
-            graphs[name] = capture(launch, launches), launches
-        except Exception as failure:
-            # As above: a peer's failure is part of the result, ours is not.
-            if name == OURS:
-                raise
-            notes.append(f"{name} failed on {layer.name} M={m}: {_one_line(failure)}")
-            continue
-        errors[name] = error
-    return Cell(
-        layer=layer.name,
-        m=m,
-        n=layer.n,
-        k=layer.k,
-        nbytes=weight.nbytes + 2 * m * (layer.n + layer.k),
-        floor_seconds=floor,
-        seconds=time_in_turn(graphs, 1.5 * floor, sustained=setting.sustained),
-        errors=errors,
-        reason=setting.reason(layer, m),
-    )
-
-
-def _error(launch: Callable[[int], Tensor], rows: Tensor, expected: Tensor, shape: tuple[int, int]) -> float:
-    # The allocator hands the freed block out again, so that elements nobody writes are found to be NaN.
-    poison = torch.full(shape, torch.nan, dtype=torch.float16, device=expected.device)
-    del poison
-    out = launch(0)
-    if tuple(out.shape) != shape:
-        return float("inf")
-    return float((out[rows].float() - expected).norm() / expected.norm())
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return setting.cell(weight, m, floor, seconds, errors)
 
 
 def _on_cpu(
     setting: _Setting,
     layers: tuple[Layer, ...],
     batches: tuple[int, ...],
-    dtype: str,
     progress: ReportProgress,
 ) -> KernelBench:
     smallest: dict[str, Layer] = {}
@@ -363,29 +328,7 @@ def _on_cpu(
                 out = gemm(x, *operands)
                 seconds.append(time.perf_counter() - start)
             expected = x.float() @ dense
-            cells.append(
-                Cell(
-                    layer=layer.name,
-                    m=m,
-                    n=layer.n,
-                    k=layer.k,
-                    nbytes=weight.nbytes + 2 * m * (layer.n + layer.k),
-                    floor_seconds=None,
-                    seconds={OURS: statistics.median(seconds)},
-                    errors={OURS: float((out.float() - expected).norm() / expected.norm())},
-                    reason=setting.reason(layer, m),
-                )
-            )
+            error = float((out.float() - expected).norm() / expected.norm())
+            cells.append(setting.cell(weight, m, None, {OURS: statistics.median(seconds)}, {OURS: error}))
             progress("kernels", len(cells), len(smallest) * len(few))
-    return KernelBench(
-        hardware=hardware_line(setting.device),
-        dtype=dtype,
-        weights=setting.weight_format.name,
-        group_size=setting.granularity.group_size,
-        asymmetric=setting.asymmetric,
-        contenders=(OURS,),
-        cold_read_seconds={},
-        peak_rate=None,
-        cells=tuple(cells),
-        notes=tuple(notes),
-    )
+    return setting.report((OURS,), cells, notes, {}, None)

@@ -25,9 +25,9 @@ from marlinq.kernels.contract import weight_formats
 from marlinq.models import Blueprint, Experts, Projection, build_blueprint
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.kernels import SCHEMES
-from marlinq.operations.bench.peers import random_weight
 from marlinq.operations.bench.shapes import Layer
 from marlinq.operations.bench.synthetic_experts import random_experts
+from marlinq.operations.bench.weights import random_weight
 from marlinq.runtime import OPERATORS, Decision, LoadedModel, Setting, decide
 from marlinq.runtime.decision import Candidate
 from marlinq.runtime.grouped_experts import GroupedExperts, activation_name

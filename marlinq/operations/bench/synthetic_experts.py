@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
-from marlinq.operations.bench.peers import random_weight
 from marlinq.operations.bench.shapes import Layer
+from marlinq.operations.bench.weights import random_weight
 
 
 def random_experts(
@@ -21,7 +22,7 @@ def random_experts(
     device: torch.device,
     weight_format: WeightFormat,
 ) -> ExpertWeights:
-    """Codes and scales as those of :func:`marlinq.operations.bench.peers.random_weight`."""
+    """Codes and scales as those of :func:`marlinq.operations.bench.weights.random_weight`."""
     kind = weight_format, granularity, asymmetric, dtype, device
     return ExpertWeights(
         _product(layer.experts, 2 * layer.inner, layer.hidden, *kind),
@@ -53,3 +54,9 @@ def _product(
     zeros = None if made.zeros is None else made.zeros.view(experts, k // channels, n)
     words = made.words.view(experts, k // weight_format.row_channels, n * weight_format.row_words)
     return StoredExperts(weight_format, granularity, words, scales, zeros)
+
+
+def gate_then_up(layer: ExpertsLayer, weights: ExpertWeights) -> Tensor:
+    """The stored columns, of which gate and up take turns in blocks of 16, in the order gate, then up."""
+    blocks = torch.arange(2 * layer.inner, device=weights.down.words.device).view(-1, 2, 16)
+    return blocks.transpose(0, 1).reshape(-1)

@@ -9,9 +9,9 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.experts import reference_experts
-from marlinq.operations.bench.expert_peers import CublasExperts, GroupedExperts
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.experts import even_routings
+from marlinq.operations.bench.peers.dense import CublasExperts, GroupedExperts
 from marlinq.operations.bench.synthetic_experts import random_experts
 
 LAYER = ExpertsLayer("small", 8, 3, 128, 64)

@@ -16,9 +16,13 @@ from marlinq.core.progress import no_progress
 from marlinq.kernels import GROUP_SIZES, compile_kernel
 from marlinq.kernels.contract.instantiation import cold_read
 from marlinq.kernels.contract.weight_formats import INT4
-from marlinq.operations.bench import Cell, KernelBench, bench_kernels, kernels
-from marlinq.operations.bench.peers import PEERS, Marlinq, Run, Weight, _pack_rows, random_weight
+from marlinq.operations.bench import Cell, KernelBench, bench_kernels, contest, kernels
+from marlinq.operations.bench.peers import PEERS
+from marlinq.operations.bench.peers.base import Run
+from marlinq.operations.bench.peers.humming import pack_rows
+from marlinq.operations.bench.peers.own import Marlinq
 from marlinq.operations.bench.shapes import MODELS, Layer, dividing_group_size, layers_of
+from marlinq.operations.bench.weights import Weight, random_weight
 from tests.testing.architectures import QUICK_FIRST
 
 CPU = torch.device("cpu")
@@ -117,7 +121,7 @@ def test_contenders_agree(dtype: torch.dtype, tolerance: float) -> None:
 
 def test_pack_rows_puts_the_first_code_lowest() -> None:
     codes = torch.randint(16, (3, 16), dtype=torch.uint8)
-    words = _pack_rows(codes)
+    words = pack_rows(codes)
     assert words.shape == (3, 2)
     fields = [(words >> 4 * position) & 15 for position in range(8)]
     assert torch.equal(torch.stack(fields, dim=-1).reshape(3, 16).to(torch.uint8), codes)
@@ -250,14 +254,14 @@ def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernels, "peak_rate", lambda device, dtype: 1e12)
     monkeypatch.setattr(kernels, "cold_read_seconds", lambda words, scales: 1e-6)
     monkeypatch.setattr(kernels, "copies_for", lambda size, device: 2)
-    monkeypatch.setattr(kernels, "capture", lambda launch, launches: launch(launches - 1))
+    monkeypatch.setattr(contest, "capture", lambda launch, launches: launch(launches - 1))
     monkeypatch.setattr(
-        kernels,
+        contest,
         "time_in_turn",
         lambda graphs, expected, sustained: dict.fromkeys(graphs, (4 if sustained else 2) * expected),
     )
     setting = kernels._Setting(CPU, torch.float16, INT4, Granularity.group(64), True, explain=False)
-    found = kernels._on_gpu(setting, (Layer("l", 64, 128),), (1, 20), faults, "float16", no_progress)
+    found = kernels._on_gpu(setting, (Layer("l", 64, 128),), (1, 20), faults, no_progress)
     assert found.contenders == ("marlinq", "none")
     assert [each.floor_seconds for each in found.cells] == [1e-6, 1e-6]
     assert [each.ratio("none") for each in found.cells] == pytest.approx([3, 3])
@@ -270,7 +274,7 @@ def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch
     assert "no cell is more than 3% behind" in text
     assert "as long at rest after each" in text
     sustained = replace(setting, sustained=True)
-    found = kernels._on_gpu(sustained, (Layer("l", 64, 128),), (1,), ("none",), "float16", no_progress)
+    found = kernels._on_gpu(sustained, (Layer("l", 64, 128),), (1,), ("none",), no_progress)
     assert found.cells[0].ratio("none") == pytest.approx(6)
     assert "no rests: at the power limit" in found.render()
 

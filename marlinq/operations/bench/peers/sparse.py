@@ -1,4 +1,4 @@
-"""The sparse kernel as a contender beside the dense one, on weights that both can multiply with."""
+"""This package's sparse kernel beside the dense one, on weights that both can multiply with."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ from torch import Tensor
 from marlinq.core.scheme import INT4, Scheme
 from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.core.weight import QuantizedWeight
-from marlinq.formats.layouts.marlin import pack_tiles
 from marlinq.kernels.sparse import GROUPS, SparseOperand, sparse_gemm, sparse_operand
-from marlinq.operations.bench.peers import Run, Weight
-
-
-def pruned(weight: Weight) -> Weight:
-    """A random weight with two of every four channels kept, at random places."""
-    codes = weight.codes()
-    kept = TWO_OF_FOUR.largest(torch.rand(codes.shape, device=codes.device))
-    words = pack_tiles(torch.where(kept, codes, INT4.midpoint))
-    return replace(weight, operand=replace(weight.operand, words=words))
+from marlinq.operations.bench.peers.base import Run
+from marlinq.operations.bench.weights import Weight
 
 
 class SparseContender:
-    """Products on sparse tensor cores; the weight has to be :func:`pruned`."""
+    """Products on sparse tensor cores; the weight has to be a pruned one."""
 
     name = "sparse"
     any_format = False

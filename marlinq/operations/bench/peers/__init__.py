@@ -1,0 +1,25 @@
+"""What the kernels are measured against: each contender packs the same codes and scales in its own way.
+
+A peer is one file: a :class:`~marlinq.operations.bench.peers.base.Contender` for products, an
+:class:`~marlinq.operations.bench.peers.base.ExpertsContender` for routed layers, or both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from marlinq.operations.bench.peers.base import Contender, ExpertsContender
+from marlinq.operations.bench.peers.dense import Cublas, CublasExperts, GroupedExperts
+from marlinq.operations.bench.peers.humming import Humming, HummingExperts
+from marlinq.operations.bench.peers.own import ActivationOrder, BatchInvariant
+from marlinq.operations.bench.peers.tinygemm import Tinygemm
+
+PEERS: dict[str, Contender] = {
+    peer.name: peer for peer in (Cublas(), Humming(), Tinygemm(), BatchInvariant(), ActivationOrder())
+}
+"""Contenders of products by name."""
+
+EXPERT_PEERS: dict[str, Callable[[], ExpertsContender]] = {
+    contender.name: contender for contender in (HummingExperts, CublasExperts, GroupedExperts)
+}
+"""Contenders of routed layers by name."""

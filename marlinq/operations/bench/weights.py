@@ -1,0 +1,123 @@
+"""A random weight as kernels and their peers take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4 as INT4_ELEMENT
+from marlinq.core.sparsity import TWO_OF_FOUR
+from marlinq.formats.layouts.marlin import pack_tiles
+from marlinq.kernels import Operand
+from marlinq.kernels.contract.weight_formats import E4M3, INT4, WeightFormat
+from marlinq.operations.bench.shapes import Layer
+
+MIDPOINT = 8
+"""Code of zero in a symmetric 4-bit weight."""
+_EVEN_EXPONENTS = 0xF7F7F7F7 - 2**32
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A random weight as the kernel takes it. Codes and scales in channel order are those of 4 bits."""
+
+    layer: Layer
+    operand: Operand
+
+    @property
+    def words(self) -> Tensor:
+        """Words of the weight format."""
+        return self.operand.words
+
+    @property
+    def scales(self) -> Tensor:
+        """[G, N] in stored order."""
+        return self.operand.scales
+
+    @property
+    def zeros(self) -> Tensor | None:
+        """Zero points like the scales, or None."""
+        return self.operand.zeros
+
+    @property
+    def group_size(self) -> int:
+        """What peers call the granularity: 32, 64, 128 or -1."""
+        return self.operand.granularity.group_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of words, scales and zero points."""
+        return self.words.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def dense(self) -> Tensor:
+        """[K, N] float32."""
+        return self.operand.dequantize(torch.float32)
+
+    def codes(self) -> Tensor:
+        """[K, N] uint8."""
+        ones = torch.ones_like(self.scales[:1])
+        values = self.operand.format.dequantize(self.words, ones, None, torch.float32)
+        return (values + MIDPOINT).to(torch.uint8)
+
+    def natural_scales(self) -> Tensor:
+        """[G, N] in channel order."""
+        return self._natural(self.scales)
+
+    def natural_zeros(self) -> Tensor | None:
+        """[G, N] uint8 in channel order."""
+        return None if self.zeros is None else self._natural(self.zeros).to(torch.uint8)
+
+    def _natural(self, stored: Tensor) -> Tensor:
+        # Code 9 with zero 8 dequantises to the scale itself, channel by channel.
+        nine = torch.full(
+            (stored.shape[0], self.words.shape[1]),
+            0x99999999 - 2**32,
+            dtype=torch.int32,
+            device=stored.device,
+        )
+        return self.operand.format.dequantize(nine, stored, None, torch.float32)[::16].to(stored.dtype)
+
+
+def random_weight(
+    layer: Layer,
+    granularity: Granularity,
+    *,
+    asymmetric: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_format: WeightFormat,
+) -> Weight:
+    """Random codes, and scales that keep the products of unit activations near one.
+
+    4-bit codes are 1..15 with mean 8. Code 0 is left out because a peer has a faster route for symmetric
+    weights without it. Its place goes to 8, so that weights have no mean: through a chain of layers that
+    would grow without bound.
+    """
+    groups = granularity.groups(layer.k)
+    rows, columns = layer.k // weight_format.row_channels, layer.n * weight_format.row_words
+    words = torch.randint(-(2**31), 2**31, (rows, columns), dtype=torch.int32, device=device)
+    if weight_format == INT4:
+        words |= (~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111) << 3
+    elif weight_format == E4M3:
+        # Even exponents only, since the last one has the codes of NaN.
+        words &= _EVEN_EXPONENTS
+    deviation = float(weight_format.values(words[:, : weight_format.tile_words], torch.float32).std())
+    unit = weight_format.scale_factor(dtype) / (deviation * layer.k**0.5)
+    scales = (unit * (0.5 + torch.rand(groups, layer.n, device=device))).to(dtype)
+    middle = int(weight_format.midpoint)
+    points = (
+        torch.randint(middle // 2, middle * 3 // 2, (groups, layer.n), device=device) if asymmetric else None
+    )
+    zeros = None if points is None else points.to(dtype)
+    return Weight(layer, Operand.whole(weight_format, granularity, words, scales, zeros))
+
+
+def pruned(weight: Weight) -> Weight:
+    """A random weight with two of every four channels kept, at random places."""
+    codes = weight.codes()
+    kept = TWO_OF_FOUR.largest(torch.rand(codes.shape, device=codes.device))
+    words = pack_tiles(torch.where(kept, codes, INT4_ELEMENT.midpoint))
+    return replace(weight, operand=replace(weight.operand, words=words))
