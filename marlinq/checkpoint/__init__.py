@@ -5,13 +5,8 @@ from __future__ import annotations
 from marlinq.checkpoint.ahead import ReadAhead, lock_ring_early
 from marlinq.checkpoint.behind import CopyBehind, WriteBehind
 from marlinq.checkpoint.bitmasks import BITMASK_FORMAT, with_dense_weights
-from marlinq.checkpoint.derived import (
-    TRANSPOSED_WEIGHTS,
-    DerivedCheckpoint,
-    dequantized,
-    dtype_contradiction,
-    model_dtype,
-)
+from marlinq.checkpoint.dequantized import TRANSPOSED_WEIGHTS, dequantized
+from marlinq.checkpoint.derived import DerivedCheckpoint, dtype_contradiction, model_dtype
 from marlinq.checkpoint.header import TensorInfo, TensorPlan
 from marlinq.checkpoint.quantization_config import (
     read_quantization_config,
@@ -20,6 +15,7 @@ from marlinq.checkpoint.quantization_config import (
 )
 from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears, misplaced
 from marlinq.checkpoint.reader import EVALUATION, MANIFEST, Checkpoint
+from marlinq.checkpoint.stacked import StackingWriter, check_stacks
 from marlinq.checkpoint.tying import own_head, same_values, says_tied, says_untied, untied_config
 from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter, check_place, kept_json
 
@@ -35,10 +31,12 @@ __all__ = [
     "DerivedCheckpoint",
     "QuantizedCheckpoint",
     "ReadAhead",
+    "StackingWriter",
     "TensorInfo",
     "TensorPlan",
     "WriteBehind",
     "check_place",
+    "check_stacks",
     "dequantized",
     "dtype_contradiction",
     "floating_linears",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from marlinq.checkpoint.quantization_config import read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
+from marlinq.checkpoint.stacked import with_parts
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, ConversionRefused, MarlinqError, UnsupportedError
 from marlinq.core.rules import Keep
@@ -37,7 +38,7 @@ class QuantizedCheckpoint:
     """An open quantised checkpoint.
 
     Attributes:
-        checkpoint: the folder.
+        checkpoint: the folder; experts that it holds in one tensor are tensors of their own here.
         config: its quantization_config.
         format: its format.
         modules: every quantised module and what is stored for it, in file order.
@@ -74,6 +75,8 @@ class QuantizedCheckpoint:
         if config is None:
             return None
         form = FORMATS[config.format]
+        if form.stacked:
+            checkpoint = with_parts(checkpoint)
         modules: dict[str, ModuleSpec] = {}
         layouts: dict[str, Layout] = {}
         for name, info in checkpoint.tensors.items():

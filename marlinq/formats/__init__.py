@@ -7,6 +7,7 @@ from marlinq.formats.layouts import (
     AWQ,
     COMPRESSED_24,
     COMPRESSED_FLOATS,
+    COMPRESSED_MXFP4,
     DEEPSEEK_FP4,
     GPTQ,
     GPTQ_24,
@@ -39,6 +40,7 @@ for _form in (
     Format("gptq-marlin-24", "gptq", (GPTQ_24,)),
     Format("fp8", "fp8", (*HUGGING_FACE_FP8, DEEPSEEK_FP4)),
     Format("modelopt", "modelopt", MODELOPT),
+    Format("gpt-oss", "mxfp4", (COMPRESSED_MXFP4,), stacked=True),
     Format(
         "gptqmodel-fp8",
         "fp8",

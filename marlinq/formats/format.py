@@ -21,12 +21,14 @@ class Format:
         layouts: layouts of its modules, one scheme each or several. Where two hold a scheme, a reader takes
             the one whose tensors are there and a writer the first.
         read_only: why no checkpoint is written in this format; None for one that is.
+        stacked: files hold the experts of a layer in one tensor (:mod:`marlinq.formats.stacks`).
     """
 
     name: str
     dialect: str
     layouts: tuple[Layout, ...]
     read_only: str | None = None
+    stacked: bool = False
 
     @property
     def suffixes(self) -> tuple[str, ...]:

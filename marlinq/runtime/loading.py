@@ -166,6 +166,8 @@ def load(
     with timings.stage("open"):
         checkpoint = with_dense_weights(Checkpoint.open(path, revision=revision, progress=progress))
         quantized = QuantizedCheckpoint.of(checkpoint)
+        if quantized is not None:
+            checkpoint = quantized.checkpoint
     with timings.stage("device"):
         placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)
     if exact is None:

@@ -14,6 +14,7 @@ from marlinq.formats.dialects.fp8 import FP8Dialect
 from marlinq.formats.dialects.gptq import GPTQDialect
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.dialects.modelopt import ModelOptDialect
+from marlinq.formats.dialects.mxfp4 import MXFP4Dialect
 from marlinq.formats.dialects.patterns import is_head
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
@@ -34,6 +35,7 @@ for _dialect in (
     CompressedTensorsDialect(),
     FP8Dialect(),
     ModelOptDialect(),
+    MXFP4Dialect(),
     AutoRoundDialect(),
 ):
     register_dialect(_dialect)

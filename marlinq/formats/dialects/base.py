@@ -92,6 +92,8 @@ def declared_schemes(form: Format, modules: Mapping[str, ModuleSpec]) -> dict[st
         if granularity == Granularity.channel() and usual == Granularity.group(spec.in_features):
             granularity = usual
         layout = form.layout_of(spec.scheme)
+        if layout.only_groups is not None:
+            granularity = Granularity.group(layout.only_groups)
         declared[name] = replace(
             layout.as_stored(spec.scheme),
             granularity=granularity,

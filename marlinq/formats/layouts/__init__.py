@@ -8,6 +8,7 @@ from marlinq.formats.layouts.byte_codes import ByteLayout
 from marlinq.formats.layouts.compressed_tensors import CompressedTensors
 from marlinq.formats.layouts.floats import (
     COMPRESSED_FLOATS,
+    COMPRESSED_MXFP4,
     DEEPSEEK_FP4,
     GPTQMODEL_FP8,
     HUGGING_FACE_FP8,
@@ -33,6 +34,7 @@ __all__ = [
     "AWQ",
     "COMPRESSED_24",
     "COMPRESSED_FLOATS",
+    "COMPRESSED_MXFP4",
     "DEEPSEEK_FP4",
     "GPTQ",
     "GPTQMODEL_FP8",

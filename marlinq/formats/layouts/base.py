@@ -130,6 +130,9 @@ class Layout(ABC):
     """Names of the element types it holds."""
     granularities: tuple[GranularityKind, ...] = ("channel", "group")
     """Kinds of granularity it holds."""
+    only_groups: int | None = None
+    """Input channels of the only groups it holds; None where the size is open. Of a weight with as many
+    channels, a group is one scale per channel."""
     tensor_scales: tuple[TensorScale, ...] = ("none",)
     """Kinds of second-level scale it holds; a run of ``quantize`` makes the first."""
     holds_activations: bool = False

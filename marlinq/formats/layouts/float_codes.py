@@ -92,7 +92,8 @@ class FloatCodes(ByteLayout):
         self.suffixes = (names.codes, names.scales, *extra)
         self.granularities, self.tensor_scales = granularities, (names.second_use,)
         self.rounds = "its scales divide, and float32 rounds their reciprocals" if names.divides else None
-        self._names, self._groups = names, groups
+        self.only_groups = groups
+        self._names = names
 
     def as_stored(self, scheme: Scheme) -> Scheme:
         return replace(scheme, tensor_scale=self._names.second_use)
@@ -106,22 +107,33 @@ class FloatCodes(ByteLayout):
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         if scheme.element.name in self.elements and (scheme.stores_zeros or scheme.act_order):
             return f"{scheme.describe()}; {self.name} stores neither zero points nor an order"
+        if scheme.granularity.kind == "channel" and scheme.scale_dtype == self.scale_dtype:
+            # Of a weight as wide as a group; its shape tells.
+            scheme = self._in_groups(scheme)
         if (reason := super().scheme_refusal(scheme)) is not None:
             return reason
-        if self._groups is not None and scheme.granularity != Granularity.group(self._groups):
-            return f"{scheme.granularity.describe()}; {self.name} holds groups of {self._groups} only"
+        if self.only_groups is not None and scheme.granularity != Granularity.group(self.only_groups):
+            return f"{scheme.granularity.describe()}; {self.name} holds groups of {self.only_groups} only"
         inputs = scheme.activations
         if inputs is not None and not inputs.dynamic and self._names.inputs is None:
             return f"{inputs.describe()}; {self.name} stores no scale for them"
         return None
 
     def shape_refusal(self, spec: ModuleSpec) -> str | None:
-        if self._groups is not None and spec.in_features % self._groups:
-            return f"K={spec.in_features} is not a multiple of {self._groups}"
-        if self._groups is not None and spec.in_features == self._groups:
-            # A group of K channels is one scale per channel.
-            spec = replace(spec, scheme=replace(spec.scheme, granularity=Granularity.group(self._groups)))
+        size = self.only_groups
+        if size is not None and spec.in_features % size:
+            return f"K={spec.in_features} is not a multiple of {size}"
+        if size == spec.in_features:
+            spec = replace(spec, scheme=self._in_groups(spec.scheme))
+        elif size is not None and spec.scheme.granularity.kind == "channel":
+            return f"{spec.granularity.describe()}; {self.name} holds groups of {size} only"
         return super().shape_refusal(spec)
+
+    def _in_groups(self, scheme: Scheme) -> Scheme:
+        """``scheme`` in the only groups there are."""
+        if self.only_groups is None:
+            return scheme
+        return replace(scheme, granularity=Granularity.group(self.only_groups))
 
     def value_refusal(self, grid: Grid) -> str | None:
         if self._has_input_scale(grid.scheme) and grid.input_scale is None:

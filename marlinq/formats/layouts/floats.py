@@ -8,13 +8,22 @@ FP8, FP4 = "fp8_e4m3", "fp4_e2m1"
 _MX, _NV = 32, 16
 """Channels that share a scale in the MX formats and in NVFP4."""
 
-COMPRESSED_FLOATS = (
-    FloatCodes(
-        "float-quantized",
-        FP8,
-        FloatNames(scales="weight_scale", inputs="input_scale", single=(1,)),
-        granularities=("tensor", "channel", "block"),
+COMPRESSED_MXFP4 = FloatCodes(
+    "mxfp4-pack-quantized",
+    FP4,
+    FloatNames(
+        codes="weight_packed",
+        code_dtype="uint8",
+        scales="weight_scale",
+        scale_dtype="float8_e8m0fnu",
+        exponent_bytes=True,
     ),
+    granularities=("group",),
+    groups=_MX,
+)
+"""MXFP4 in compressed-tensors, and of one expert of GPT-OSS."""
+
+COMPRESSED_FLOATS = (
     FloatCodes(
         "mxfp8-quantized",
         FP8,
@@ -22,19 +31,7 @@ COMPRESSED_FLOATS = (
         granularities=("group",),
         groups=_MX,
     ),
-    FloatCodes(
-        "mxfp4-pack-quantized",
-        FP4,
-        FloatNames(
-            codes="weight_packed",
-            code_dtype="uint8",
-            scales="weight_scale",
-            scale_dtype="float8_e8m0fnu",
-            exponent_bytes=True,
-        ),
-        granularities=("group",),
-        groups=_MX,
-    ),
+    COMPRESSED_MXFP4,
     FloatCodes(
         "nvfp4-pack-quantized",
         FP4,
@@ -51,8 +48,14 @@ COMPRESSED_FLOATS = (
         granularities=("group",),
         groups=_NV,
     ),
+    FloatCodes(
+        "float-quantized",
+        FP8,
+        FloatNames(scales="weight_scale", inputs="input_scale", single=(1,)),
+        granularities=("tensor", "channel", "block"),
+    ),
 )
-"""compressed-tensors, beside pack-quantized."""
+"""compressed-tensors, beside pack-quantized; groups come first, which may be as wide as a weight."""
 
 HUGGING_FACE_FP8 = tuple(
     FloatCodes(

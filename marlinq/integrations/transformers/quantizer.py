@@ -148,6 +148,7 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+        from marlinq.formats.stacks import STACKS
         from marlinq.models import ModelInstance, describe
         from marlinq.runtime.experts import hollow
         from marlinq.runtime.loading import match_tensors
@@ -176,6 +177,7 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
                 f"{checkpoint.path}: expected a quantization_config in config.json, found none; make "
                 "a quantised folder with `marlinq quantize`"
             )
+        checkpoint = quantized.checkpoint
         placement = place(checkpoint, quantized=True, device=self._device, dtype=model.config.dtype)
         try:
             blueprint = describe(lambda: model, source=str(checkpoint.path))
@@ -196,7 +198,8 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
         packed = "|".join((*quantized.format.suffixes, "bias"))
         known = set(model._keys_to_ignore_on_load_unexpected or ())
         biases = {re.escape(name) for name in _fused_biases(blueprint, replaced)}
-        model._keys_to_ignore_on_load_unexpected = known | {rf"\.({packed})$"} | biases
+        stacks = {STACKS.pattern} if quantized.format.stacked else set()
+        model._keys_to_ignore_on_load_unexpected = known | {rf"\.({packed})$"} | biases | stacks
         self._loading = _Loading(instance, quantized, replaced, placement)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:

@@ -21,6 +21,7 @@ from marlinq.checkpoint import (
     CheckpointWriter,
     DerivedCheckpoint,
     QuantizedCheckpoint,
+    StackingWriter,
     check_place,
     replace_quantization_config,
     with_dense_weights,
@@ -149,7 +150,8 @@ def _convert(
     manifest = _manifest(plan, strict_marlin, skip_unsupported)
     options = json.dumps([checkpoint.state(), max_shard_size, manifest], sort_keys=True)
     fingerprint = hashlib.sha256(options.encode()).hexdigest()
-    with CheckpointWriter(
+    writer_class = StackingWriter if target.stacked else CheckpointWriter
+    with writer_class(
         out, plan.tensors, fingerprint=fingerprint, max_shard_bytes=max_shard_size, resume=True
     ) as writer:
         resumed = len(writer.written)

@@ -15,6 +15,7 @@ from marlinq.checkpoint import (
     TRANSPOSED_WEIGHTS,
     QuantizedCheckpoint,
     TensorPlan,
+    check_stacks,
     misplaced,
     model_dtype,
     own_head,
@@ -419,6 +420,8 @@ def _tensors(
             spec = source.modules[module]
             shape = (spec.out_features, spec.in_features)
             plans.append(TensorPlan(f"{module}.weight", weight_dtype, shape[::-1] if transposed else shape))
+    if target.stacked:
+        check_stacks(plans)
     return plans
 
 

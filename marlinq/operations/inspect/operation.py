@@ -62,6 +62,7 @@ def inspect(
     quantized = QuantizedCheckpoint.of(opened)
     if quantized is None:
         return _unquantized(opened)
+    opened = quantized.checkpoint
     facts: list[ModuleFacts] = []
     layers: dict[str, Layer] = {}
     for name, spec in quantized.modules.items():

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from marlinq.checkpoint import CheckpointWriter, CopyBehind
+from marlinq.checkpoint import CheckpointWriter, CopyBehind, StackingWriter
 from marlinq.core.progress import ReportProgress
 from marlinq.operations.quantize.allocation.kept import keep_allocation
 from marlinq.operations.quantize.notes import check_notes, check_planned
@@ -53,7 +53,8 @@ def open_output(
     plan, blueprint = decisions.plan, decisions.blueprint
     writer: CheckpointWriter | None = None
     if ranks.first:
-        writer = CheckpointWriter(
+        writer_class = StackingWriter if plan.format.stacked else CheckpointWriter
+        writer = writer_class(
             out,
             plan.tensors,
             fingerprint=_fingerprint(prepared, max_shard_size),

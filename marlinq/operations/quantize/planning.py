@@ -10,6 +10,7 @@ from typing import Any
 from marlinq.checkpoint import (
     Checkpoint,
     TensorPlan,
+    check_stacks,
     floating_linears,
     replace_quantization_config,
     says_untied,
@@ -205,6 +206,8 @@ def plan_output(
             tensors.extend(packed_tensors(planned))
     if head is not None and head.source not in replaced:
         tensors.extend(packed_tensors(head))
+    if form.stacked:
+        check_stacks(tensors)
     config = replace_quantization_config(checkpoint.config, quantization_config)
     # Loaders that believe the config would leave the stored head unread.
     mistied = not says_untied(config) and blueprint.head is not None and not blueprint.tied

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marlinq.checkpoint import MANIFEST, Checkpoint, QuantizedCheckpoint, TensorInfo
+from marlinq.checkpoint.header import tensor_bytes
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.float_elements import E4M3
@@ -64,6 +65,7 @@ def read_figures(checkpoint: Checkpoint, name: str, progress: ReportProgress) ->
     quantized = QuantizedCheckpoint.of(checkpoint)
     if quantized is None:
         raise UnsupportedError(f"{checkpoint.path}: is not quantised; pass the output of marlinq quantize")
+    checkpoint = quantized.checkpoint
     manifest, notes = _manifest(checkpoint)
     run = _mapping(manifest.get("run"))
     method = _mapping(manifest.get("recipe")).get("method")
@@ -170,6 +172,7 @@ def _quantity(noted: Mapping[str, Any], method: Any) -> ErrorQuantity | None:
 def _pieces(checkpoint: Checkpoint, info: TensorInfo, sample: int) -> bytearray:
     """All bytes of a tensor, or ``sample`` of them in pieces spread evenly over it."""
     file = checkpoint.files[info.shard]
+    computed = tensor_bytes(checkpoint.tensor(info.name)) if checkpoint.computes(info.name) else None
     if info.nbytes <= sample:
         starts, size = [0], info.nbytes
     else:
@@ -180,7 +183,9 @@ def _pieces(checkpoint: Checkpoint, info: TensorInfo, sample: int) -> bytearray:
     data = bytearray(size * len(starts))
     for number, start in enumerate(starts):
         part = memoryview(data)[number * size : (number + 1) * size]
-        if not file.read_into(part, info.offset + start):
+        if computed is not None:
+            part[:] = computed[start : start + size]
+        elif not file.read_into(part, info.offset + start):
             raise CheckpointError(f"{file.path}: tensor {info.name} ends early; the file was truncated")
     return data
 

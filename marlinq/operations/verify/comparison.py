@@ -71,6 +71,8 @@ class Comparison:
         if self._other is not None and _elements(self._other) != _elements(view):
             # Made from weights that were quantised otherwise before: those are the original's.
             self._original, self._other = dequantized(original), None
+        elif self._other is not None:
+            self._original = self._other.checkpoint
         self._stored = self._original
         self._device = device
         self._names: TensorNames | None = None

@@ -139,7 +139,7 @@ class _Run:
             yield Check("config", "failed", reason)
             yield Check("all other checks", "skipped", "config and tensors don't say what is quantised")
             return
-        blueprint = model_blueprint(checkpoint, self._trust_remote_code)
+        blueprint = model_blueprint(self.view.checkpoint, self._trust_remote_code)
         yield check_config(self.view)
         yield check_tensors(self.view, blueprint)
         yield check_coverage(self.view, blueprint)

@@ -1,0 +1,156 @@
+"""Experts that files hold in one tensor a layer, read and written as parts (marlinq.formats.stacks)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from marlinq.checkpoint.derived import DerivedCheckpoint
+from marlinq.checkpoint.header import TensorInfo, TensorPlan
+from marlinq.checkpoint.reader import Checkpoint
+from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter
+from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
+from marlinq.core.errors import CheckpointError, ConversionRefused
+from marlinq.formats.stacks import STACKED_BIAS, Part, is_stack, part_named, parts_of, stack_refusal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
+
+_MOST_EXPERTS = 1 << 14
+
+
+def with_parts(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` with a tensor for every part of a stack, each read when it is asked for.
+
+    Raises:
+        CheckpointError: a stack has another dtype or shape than its name promises.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    computed: dict[str, Callable[[], Tensor]] = {}
+
+    def reader(part: Part) -> Callable[[], Tensor]:
+        return lambda: part.taken(checkpoint.part(part.stack, part.expert))
+
+    for name, info in checkpoint.tensors.items():
+        if not is_stack(name):
+            tensors[name] = info
+            continue
+        reason = stack_refusal(name, info.dtype, info.shape)
+        if reason is None and info.shape[0] > _MOST_EXPERTS:
+            reason = f"{name}: expected at most {_MOST_EXPERTS} experts, found {info.shape[0]}"
+        if reason is not None:
+            raise CheckpointError(f"{checkpoint.path}: {reason}")
+        for part in parts_of(name, info.shape[0]):
+            shape = part.taken_shape(info.shape)
+            nbytes = shape[0] * shape[1] * ITEM_BYTES[info.dtype]
+            tensors[part.name] = replace(info, name=part.name, shape=shape, nbytes=nbytes)
+            computed[part.name] = reader(part)
+    return DerivedCheckpoint.of(checkpoint, tensors, computed, checkpoint.config)
+
+
+class StackingWriter(CheckpointWriter):
+    """Writes a folder whose plan names parts: a stack is kept in memory until its last part is there.
+
+    Arguments are those of :class:`CheckpointWriter`; :func:`check_stacks` of ``plan`` has passed.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        plan: Sequence[TensorPlan],
+        *,
+        fingerprint: str,
+        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+        resume: bool = False,
+    ) -> None:
+        whole, self._parts = _stacked(plan)
+        self._members: dict[str, set[str]] = {}
+        for part in self._parts.values():
+            self._members.setdefault(part.stack, set()).add(part.name)
+        self._filling: dict[str, tuple[Tensor, set[str]]] = {}
+        self._lock = threading.Lock()
+        super().__init__(out, whole, fingerprint=fingerprint, max_shard_bytes=max_shard_bytes, resume=resume)
+
+    @property
+    def written(self) -> set[str]:
+        found = super().written
+        return found | {name for stack in found for name in self._members.get(stack, ())}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        part = self._parts.get(name)
+        if part is None:
+            super().write(name, tensor)
+            return
+        with self._lock:
+            if part.stack not in self._filling:
+                info = self.tensors[part.stack]
+                empty = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+                self._filling[part.stack] = empty, set(self._members[part.stack])
+            stack, missing = self._filling[part.stack]
+            part.put(stack, tensor)
+            missing.discard(name)
+            if missing:
+                return
+            del self._filling[part.stack]
+        super().write(part.stack, stack)
+
+    def read_back(self, name: str) -> Tensor:
+        part = self._parts.get(name)
+        if part is None:
+            return super().read_back(name)
+        with self._lock:
+            filling = self._filling.get(part.stack)
+            if filling is not None:
+                return part.taken(filling[0][part.expert])
+        return part.taken(super().read_back(part.stack)[part.expert])
+
+
+def check_stacks(plan: Sequence[TensorPlan]) -> None:
+    """Make sure that all parts of a stack are planned, of a model of the family that has stacks.
+
+    Raises:
+        ConversionRefused: they are not; the message names the tensor.
+    """
+    names = {tensor.name for tensor in plan}
+    for stack, count in _experts(plan).items():
+        missing = next((part.name for part in parts_of(stack, count) if part.name not in names), None)
+        if missing is not None:
+            raise ConversionRefused(f"gpt-oss: {stack} needs {missing}, which is not quantised")
+        bias = f"{stack.rpartition('.')[0]}.{STACKED_BIAS}"
+        if bias not in names:
+            raise ConversionRefused(
+                f"gpt-oss: there is no {bias}; only models of GPT-OSS hold experts in this format"
+            )
+
+
+def _experts(plan: Sequence[TensorPlan]) -> dict[str, int]:
+    """E of every stack."""
+    found: dict[str, int] = {}
+    for tensor in plan:
+        part = part_named(tensor.name)
+        if part is not None:
+            found[part.stack] = max(found.get(part.stack, 0), part.expert + 1)
+    return found
+
+
+def _stacked(plan: Sequence[TensorPlan]) -> tuple[list[TensorPlan], dict[str, Part]]:
+    """``plan`` with stacks in the places of their first parts, and the parts by name."""
+    experts = _experts(plan)
+    parts: dict[str, Part] = {}
+    whole: dict[str, TensorPlan] = {}
+    for tensor in plan:
+        part = part_named(tensor.name)
+        if part is None:
+            whole[tensor.name] = tensor
+            continue
+        parts[part.name] = part
+        if part.stack not in whole:
+            shape = part.stack_shape(tensor.shape, experts[part.stack])
+            whole[part.stack] = TensorPlan(part.stack, tensor.dtype, shape)
+    return list(whole.values()), parts
