@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import marlinq
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, StackingWriter
 from marlinq.core.errors import CheckpointError, ConversionRefused, MarlinqError
 from marlinq.operations.convert import convert
@@ -205,3 +206,13 @@ def test_what_no_loader_would_read_is_refused(root: Path, tmp_path: Path) -> Non
     save_file(tensors, tmp_path / "damaged" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="gate_up_proj_blocks: expected uint8"):
         load(tmp_path / "damaged", device="cpu", progress=False)
+
+
+def test_from_pretrained_runs_it_on_our_operators(root: Path) -> None:
+    marlinq.register()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(root / "stacked", dtype=torch.float32)
+    finally:
+        marlinq.unregister()
+    ours = load(root / "stacked", device="cpu", dtype="float32", progress=False).model
+    assert torch.equal(logits(model), logits(ours))
