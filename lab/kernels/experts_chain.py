@@ -50,8 +50,8 @@ def listed(shape: ExpertsShape, device: Device) -> dict[str, ExpertsDecision]:
     """The choice first, then the fastest that is expected of every way, by reason."""
     chosen = decide_experts(shape, device)
     ways = [decision for _, decision in direct_variants(shape, device)]
-    for here in (False, True):
-        ways += [found for _, found in sorted_variants(shape, device) if found.here == here][:2]
+    for local_sort in (False, True):
+        ways += [found for _, found in sorted_variants(shape, device) if found.local_sort == local_sort][:2]
     return {f"(chosen) {chosen.reason}": chosen, **{way.reason: way for way in ways if way != chosen}}
 
 

@@ -33,13 +33,13 @@ class Fault(NamedTuple):
         function: the kernel in which it is planted.
         planted: the fault site and its wrong text.
         reported: a regular expression of the report.
-        here: True for a layer whose blocks sort pairs themselves.
+        local_sort: True for a layer whose blocks sort pairs themselves.
     """
 
     function: str
     planted: Planted
     reported: str
-    here: bool = False
+    local_sort: bool = False
 
 
 UNORDERED = "without waiting for it|may still be reading"
@@ -81,21 +81,23 @@ FAULTS = {
         "experts_shared", Planted("next_segment", "++weights_chunk;"), WRONG + "|out of bounds"
     ),
     "a row's pairs in other rows' columns": Fault("experts_shared", Planted("empty_column", "0"), WRONG),
-    "ids too early for blocks that sort": Fault("experts_wgmma", Planted("pairs_wait"), EARLY, here=True),
+    "ids too early for blocks that sort": Fault(
+        "experts_wgmma", Planted("pairs_wait"), EARLY, local_sort=True
+    ),
     "experts compared before all are there": Fault(
-        "experts_wgmma", Planted("ids_there"), UNORDERED, here=True
+        "experts_wgmma", Planted("ids_there"), UNORDERED, local_sort=True
     ),
     "equal pairs at the first one's place": Fault(
-        "experts_wgmma", Planted("few_pairs_place", "first_rows[mine]"), "overwrites", here=True
+        "experts_wgmma", Planted("few_pairs_place", "first_rows[mine]"), "overwrites", local_sort=True
     ),
     "another row's activations": Fault(
-        "experts_wgmma", Planted("few_pairs_row", "thread % given.top"), WRONG, here=True
+        "experts_wgmma", Planted("few_pairs_row", "thread % given.top"), WRONG, local_sort=True
     ),
     "rows in another order than their pairs": Fault(
-        "experts_wgmma", Planted("gathered_row", "(7 - lane) * 128"), WRONG, here=True
+        "experts_wgmma", Planted("gathered_row", "(7 - lane) * 128"), WRONG, local_sort=True
     ),
     "bytes of rows that never come": Fault(
-        "experts_wgmma", Planted("gathered_bytes", "0"), "wait", here=True
+        "experts_wgmma", Planted("gathered_bytes", "0"), "wait", local_sort=True
     ),
 }
 
@@ -107,7 +109,7 @@ def _direct(*, shared: bool) -> ExpertsDecision:
 
 
 def report(
-    builder: Builder, planted: tuple[str, Planted] | None, function: str, *, here: bool = False
+    builder: Builder, planted: tuple[str, Planted] | None, function: str, *, local_sort: bool = False
 ) -> str:
     """What the emulation says of a layer with a pair that is elsewhere, and experts with several tiles."""
     torch.manual_seed(0)
@@ -120,7 +122,9 @@ def report(
     chosen = (
         _direct(shared=function == "experts_shared")
         if direct
-        else decision(shape_of(x, ids, layer.weights), *((8, 4) if here else (16,)), here=here)
+        else decision(
+            shape_of(x, ids, layer.weights), *((8, 4) if local_sort else (16,)), local_sort=local_sort
+        )
     )
     try:
         routed = run_layer(builder, chosen, x, ids, weights, layer.weights, planted=planted)
@@ -143,13 +147,15 @@ SITES = sites(SOURCES)
 )
 def test_a_planted_fault_is_reported(builder: Builder, name: str) -> None:
     fault = FAULTS[name]
-    found = report(builder, (fault.function, fault.planted), fault.function, here=fault.here)
+    found = report(builder, (fault.function, fault.planted), fault.function, local_sort=fault.local_sort)
     assert re.search(fault.reported, found, re.DOTALL), found
 
 
 @pytest.mark.parametrize(
-    ("function", "here"),
+    ("function", "local_sort"),
     [("experts_wgmma", False), ("experts_wgmma", True), ("experts_stream", False), ("experts_shared", False)],
 )
-def test_without_a_fault_there_is_nothing_to_report(builder: Builder, function: str, here: bool) -> None:
-    assert report(builder, None, function, here=here) == "nothing"
+def test_without_a_fault_there_is_nothing_to_report(
+    builder: Builder, function: str, local_sort: bool
+) -> None:
+    assert report(builder, None, function, local_sort=local_sort) == "nothing"

@@ -31,12 +31,12 @@ SMALL = replace(H200, multiprocessors=3)
 
 
 def decision(
-    shape: ExpertsShape, tile_m: int, words: int = 2, warpgroups: int = 1, *, here: bool = False
+    shape: ExpertsShape, tile_m: int, words: int = 2, warpgroups: int = 1, *, local_sort: bool = False
 ) -> SortedDecision:
     """Tiles of ``tile_m`` rows on three multiprocessors, so that blocks take several."""
     columns = Columns(words, warpgroups, 2 if warpgroups == 1 else 1)
     gate_up, down = (
-        grouped(shape, SMALL, tile_m, columns, gated=gated, here=here) for gated in (True, False)
+        grouped(shape, SMALL, tile_m, columns, gated=gated, local_sort=local_sort) for gated in (True, False)
     )
     assert gate_up is not None
     assert down is not None
@@ -131,7 +131,7 @@ def test_blocks_sort_few_pairs(builder: Builder, name: str) -> None:
     # Rows that are further apart than their channels, as a decode step's are.
     x = torch.nn.functional.pad(x, (0, 64))[:, : shape.hidden]
     given = x, ids.long() if wide else ids, weights
-    chosen = decision(shape_of(x, ids, layer.weights), 8, words, warpgroups, here=True)
+    chosen = decision(shape_of(x, ids, layer.weights), 8, words, warpgroups, local_sort=True)
     routed = run_layer(builder, chosen, *given, layer.weights, "silu", expert_map, seed=m)
     check_places(routed, local_experts(ids, shape.experts, expert_map))
     error = relative_error(routed.out, layer.reference(x, ids, weights, "silu", expert_map))

@@ -210,7 +210,7 @@ def test_blocks_that_sort_spill_nowhere(group: int) -> None:
             bfloat16=more,
             biased=more,
         )
-        listed = [decision for _, decision in sorted_variants(shape, H200) if decision.here]
+        listed = [decision for _, decision in sorted_variants(shape, H200) if decision.local_sort]
         assert listed
         for decision in listed:
             dtype = torch.bfloat16 if more else torch.float16
@@ -285,12 +285,12 @@ def test_grouped_products_of_other_formats_spill_nowhere(
 def test_blocks_sort_few_pairs_of_few_experts() -> None:
     for m, experts, few in ((16, 128, True), (17, 128, False), (16, 256, True), (16, 257, False)):
         listed = sorted_variants(replace(QWEN, m=m, experts=experts), H200)
-        assert any(decision.here for _, decision in listed) == few
-        assert all(decision.tile_m == 8 for _, decision in listed if decision.here)
+        assert any(decision.local_sort for _, decision in listed) == few
+        assert all(decision.tile_m == 8 for _, decision in listed if decision.local_sort)
     shape = replace(QWEN, m=16)
     chosen = decide_experts(shape, H200)
     assert isinstance(chosen, SortedDecision)
-    assert chosen.here
+    assert chosen.local_sort
     # No launch sorts, and nothing is left for others but where pairs are.
     functions = [one.function for one in instantiations(shape, chosen, "silu", torch.float16, wide=False)]
     assert functions == ["experts_wgmma", "experts_wgmma", "experts_sum"]
@@ -303,7 +303,7 @@ def test_sorting_and_sum_spill_nowhere(m: int) -> None:
     found: list[Instantiation] = []
     for experts, wide in ((8, False), (512, True)):
         shape = replace(QWEN, m=m, experts=experts)
-        decision = next(found for _, found in sorted_variants(shape, H200) if not found.here)
+        decision = next(found for _, found in sorted_variants(shape, H200) if not found.local_sort)
         listed = instantiations(shape, decision, "silu", torch.bfloat16, wide=wide)
         found += [one for one in listed if one.function != "experts_wgmma"]
     spills(found, "sm_90a")

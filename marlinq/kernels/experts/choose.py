@@ -1,4 +1,4 @@
-"""Which variants a routed layer's launches take: a decision with its reason, made without a GPU."""
+"""Which kernels and configurations run a routed layer, and why: decided without a GPU."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MOST_EXPERTS = 512
 
 
 class Columns(NamedTuple):
-    """How a grouped product shares columns.
+    """How a grouped product divides the columns.
 
     Attributes:
         words: 16-column blocks of a warp, 2 or 4.
-        warpgroups: number of warpgroups of a block, side by side.
-        blocks: a multiprocessor.
+        warpgroups: warpgroups of a block, side by side in N.
+        blocks: blocks a multiprocessor.
     """
 
     words: int
@@ -39,15 +39,16 @@ class Columns(NamedTuple):
 
 
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128)
-# Variants, and the rows of their tiles at most, as far as registers go without spills
-# (tests/kernels/test_experts_choose.py).
+# Rows of the largest tile whose kernel does not spill registers (tests/kernels/test_experts_choose.py).
 _ROWS_MOST = {
     Columns(4, 1, 2): 8,
     Columns(2, 1, 2): 64,
     Columns(4, 2, 1): 32,
     Columns(2, 2, 1): 128,
 }
-_ROWS, _STAGES_MOST = 8, 12  # of a chunk, and of a ring
+_ROWS = 8  # rows of 16 channels in a chunk
+_STAGES_MOST = 12  # stages of a ring
+# :func:`decisions` lists sorted configurations up to this multiple of the least estimate.
 _WORTH_MEASURING = 1.4
 
 
@@ -67,9 +68,8 @@ class Costs:
         row: cycles a warpgroup adds per row of the tile, 16 channels and 16 columns of a warp.
         issue: issue cycles of a multiprocessor's schedulers per word of a warp.
         end: cycles at a tile's end per 64 rows of the tile and 16 columns of a warp.
-        quantised: weight of rounding the last wave up to a whole one: 0 counts the fraction of a wave, 1 a
-            whole wave.
-        here: seconds of ``fixed`` saved when blocks sort pairs themselves and no sort kernel is launched.
+        quantised: how far a partial last wave counts as a whole one: 0 counts its fraction, 1 a whole wave.
+        saved_by_local_sort: seconds of ``fixed`` saved when blocks sort pairs and no sort kernel is launched.
     """
 
     fixed: float = 1.38e-05
@@ -81,32 +81,33 @@ class Costs:
     issue: float = 16.0
     end: float = 335.0
     quantised: float = 0.71
-    here: float = 1.2e-06
+    saved_by_local_sort: float = 1.2e-06
 
 
 COSTS = Costs()
 _UNLIMITED = 1 << 30
 # Local sort inside each block: at most 128 pairs (measured: no gain at 256), one thread per expert, hence at
 # most 256 experts, and tiles of 8 rows, since rows are copied one by one.
-_HERE_PAIRS, _HERE_EXPERTS, _HERE_TILE = 128, 256, 8
-# Pairs at most for the two launches without sorting: with more, experts are read several times, and a block
-# compares at most as many.
+_LOCAL_PAIRS, _LOCAL_EXPERTS, _LOCAL_TILE = 128, 256, 8
+# Most pairs for the two launches without sorting. A block compares the experts of at most so many pairs, and
+# with more of them experts would be read several times.
 _DIRECT_PAIRS = 256
-# Columns of a shared product: pairs of one expert (gate and up), or rows of the batch (down).
+# Activations multiplied at once in a shared product: pairs of one expert (gate and up), or rows of the batch
+# (down).
 _COLUMNS = 8
-# Relative cost of reading an expert again, from L2; and share of a product's time that its instructions take,
-# wherever the words come from.
+# Cost of reading an expert again, from L2, relative to reading it first; and share of a product's time that
+# its instructions take, wherever the words come from.
 _AGAIN, _INSTRUCTIONS = 0.25, 0.82
-# Time of a product of pairs that share an expert, as a multiple of a dense product's: experts are compared
-# first.
+# Time of a product of pairs that share an expert, as a multiple of a dense product's: blocks first compare
+# the experts of all pairs.
 _TOGETHER = 1.2
-# Seconds that each expert adds to the down product whose K is the rows' experts one below the other.
+# Seconds that each expert adds to the down product, which sums over all experts of a row.
 _SEGMENT = 1.5e-7
-# Warps of a block that shares experts: side by side, and parts of K.
+# (warps side by side, parts of K) of a block where pairs share experts.
 _SHARED_SHAPES = ((1, 4), (1, 8), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (6, 1), (7, 1))
-# Bytes that a multiprocessor requests ahead.
+# Bytes of weights in flight to a multiprocessor.
 _IN_FLIGHT = 100_000
-# Registers of a thread without which pairs that share experts spill (tests/kernels/test_experts_choose.py).
+# Registers a thread needs to avoid spills where pairs share experts (tests/kernels/test_experts_choose.py).
 _SHARED_REGISTERS = 168
 # Bytes of shared memory by which transposing 16 columns a warp (16 rows at once) exceeds 32 columns (8 rows).
 _SINGLE_COLUMNS_MORE = 1024
@@ -116,17 +117,17 @@ _RESERVED = 1280
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """What decides: a routed layer and its batch.
+    """Sizes and types of a routed layer and its batch. A pair is a row with one of its experts.
 
     Attributes:
         m: rows of the batch.
         top: experts of a row.
-        experts: number of experts with weights here.
+        experts: number of experts whose weights are on this GPU.
         hidden: H, a multiple of 64.
         inner: I, a multiple of 64.
         granularity: one of :data:`marlinq.kernels.contract.problem.GRANULARITIES`, of all weights.
         zeros: whether zero points are stored.
-        bfloat16: the type of activations and scales; float16 otherwise.
+        bfloat16: whether activations and scales are bfloat16; float16 otherwise.
         format: weight format of the words.
         biased: whether both products have biases.
     """
@@ -144,11 +145,11 @@ class ExpertsShape:
 
     @property
     def pairs(self) -> int:
-        """Rows of the grouped products."""
+        """Number of pairs of a row and an expert: rows of the grouped products."""
         return self.m * self.top
 
     def product(self, *, gated: bool) -> Problem:
-        """Gate and up, or down, of one expert."""
+        """The product of one expert with the batch: gate and up if ``gated``, else down."""
         n, k = (2 * self.inner, self.hidden) if gated else (self.hidden, self.inner)
         granularity = self.granularity.for_channels(k)
         return Problem(self.m, n, k, granularity, self.zeros, self.bfloat16, self.format)
@@ -156,35 +157,36 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class GroupedConfig:
-    """A variant of ``cuda/kernels/experts_warpgroup.cuh``.
+    """Configuration of ``cuda/kernels/experts_warpgroup.cuh``, the product over sorted pairs.
 
     Attributes:
-        tile: tile of the dense kernel, whose parts it is made of.
+        tile: configuration of the dense warpgroup kernel that it is built on.
         gated: whether columns are gate and up.
         biased: whether biases are added.
-        blocks: blocks of the persistent grid at most.
-        here: pairs at most that every block sorts for itself; 0: another kernel has sorted them.
-        experts: largest number of experts that blocks sort pairs for.
+        blocks: largest grid; blocks take tile after tile.
+        local_pairs: largest number of pairs, which every block then sorts for itself; 0 where another kernel
+            has sorted them.
+        experts: largest number of experts where blocks sort pairs; else 0.
     """
 
     tile: WarpgroupConfig
     gated: bool
     biased: bool
     blocks: int
-    here: int = 0
+    local_pairs: int = 0
     experts: int = 0
 
     def instantiation(self, problem: Problem, activation: str, *, wide: bool) -> Instantiation:
-        """What is compiled for ``problem``, the product of one expert; ``wide``: ids have 64 bits."""
+        """Kernel to compile for ``problem``, the product of one expert; ``wide``: ids have 64 bits."""
         parameters: Parameters = (
             *self.tile.instantiation(problem).parameters,
             ("GATED", self.gated),
             ("BIASED", self.biased),
             ("GROUPED_SHARED_BYTES", self.shared_bytes(problem)),
             ("ACTIVATION", f"Activation::{activation.upper()}"),
-            ("HERE", self.here),
+            ("HERE", self.local_pairs),
             ("EXPERTS", self.experts),
-            ("WIDE", wide and self.here > 0),
+            ("WIDE", wide and self.local_pairs > 0),
             ("SORTING_BYTES", self.sorting_bytes),
         )
         return Instantiation("kernels/experts_warpgroup.cuh", "experts_wgmma", parameters)
@@ -196,11 +198,13 @@ class GroupedConfig:
 
     @property
     def sorting_bytes(self) -> int:
-        """Static shared memory of a block that sorts (``cuda/experts/few_pairs.cuh``)."""
-        if not self.here:
+        """Bytes of static shared memory with which a block sorts pairs (``cuda/experts/few_pairs.cuh``)."""
+        if not self.local_pairs:
             return 0
-        tiles = self.here // self.tile.tile_m + min(self.here, self.experts)
-        counted = self.here // 16 * self.experts + 2 * (self.here + self.experts) + self.experts // 8
+        tiles = self.local_pairs // self.tile.tile_m + min(self.local_pairs, self.experts)
+        counted = (
+            self.local_pairs // 16 * self.experts + 2 * (self.local_pairs + self.experts) + self.experts // 8
+        )
         return -(-(counted + 8 * tiles) // 8) * 8
 
     def grid(self, problem: Problem, tiles: int) -> int:
@@ -210,13 +214,16 @@ class GroupedConfig:
 
 @dataclass(frozen=True)
 class DirectConfig:
-    """A variant of ``cuda/kernels/experts_stream.cuh``, or of ``cuda/kernels/experts_shared.cuh``.
+    """Configuration of a product over unsorted pairs.
+
+    The kernel is ``cuda/kernels/experts_stream.cuh`` (a product for each pair), or
+    ``cuda/kernels/experts_shared.cuh`` (pairs of one expert are multiplied together).
 
     Attributes:
-        tile: tile of the dense kernel that it is built on.
+        tile: configuration of the dense stream kernel that it is built on.
         gated: whether columns are gate and up.
         slots: experts of a row.
-        columns: pairs of an expert, or rows, that are columns of one product; 0: each is a product alone.
+        columns: pairs of an expert, or rows of the batch, that are multiplied together; 0: each by itself.
         biased: whether biases are added.
     """
 
@@ -227,7 +234,7 @@ class DirectConfig:
     biased: bool = False
 
     def instantiation(self, problem: Problem, activation: str, *, wide: bool) -> Instantiation:
-        """What is compiled for ``problem``, the product of one expert; ``wide``: ids have 64 bits."""
+        """Kernel to compile for ``problem``, the product of one expert; ``wide``: ids have 64 bits."""
         parameters: Parameters = (
             *self.tile.instantiation(self._columns(problem)).parameters,
             ("GATED", self.gated),
@@ -254,7 +261,7 @@ class DirectConfig:
         return max(tile.stages * self.stage_bytes(problem), reduction) + segments * (4 + 2 * self.columns)
 
     def stage_bytes(self, problem: Problem) -> int:
-        """Of the ring, where pairs share experts."""
+        """Bytes of a stage of the ring, where pairs share experts."""
         tile = self.tile
         groups = 1 if problem.quant_group == 0 else max(1, tile.chunk // problem.quant_group)
         of_warp = tile.rows * 64 * problem.format.row_bytes + groups * (2 if problem.zeros else 1) * 128
@@ -266,7 +273,7 @@ class DirectConfig:
         if not self.columns:
             units = pairs if self.gated else m
         elif self.gated:
-            # As many groups as there may be.
+            # Most groups of pairs that can arise.
             units = min(pairs, experts + pairs // self.columns)
         else:
             units = -(-m // self.columns)
@@ -278,12 +285,12 @@ class DirectConfig:
 
 @dataclass(frozen=True)
 class SortedDecision:
-    """Pairs are sorted by expert, products are grouped, and a last launch adds.
+    """Pairs are sorted by expert, two launches multiply, and a last launch sums the experts of each row.
 
     Attributes:
         gate_up: configuration of the first product.
-        down: configuration of the second; tiles have as many rows as those of the first.
-        reason: in a sentence.
+        down: configuration of the second product; its tiles have as many rows as the first product's.
+        reason: one sentence of text.
     """
 
     gate_up: GroupedConfig
@@ -296,19 +303,19 @@ class SortedDecision:
         return self.gate_up.tile.tile_m
 
     @property
-    def here(self) -> bool:
-        """Whether no launch sorts: the products' blocks do."""
-        return self.gate_up.here > 0
+    def local_sort(self) -> bool:
+        """Whether the blocks of the products sort pairs themselves, without a launch that sorts."""
+        return self.gate_up.local_pairs > 0
 
 
 @dataclass(frozen=True)
 class DirectDecision:
-    """Every pair takes its expert as it comes, in two launches.
+    """Two launches multiply unsorted pairs; the second also sums the experts of each row.
 
     Attributes:
         gate_up: configuration of the first product.
-        down: configuration of the second.
-        reason: in a sentence.
+        down: configuration of the second product.
+        reason: one sentence of text.
     """
 
     gate_up: DirectConfig
@@ -322,10 +329,10 @@ ExpertsDecision = SortedDecision | DirectDecision
 
 @lru_cache(maxsize=4096)
 def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
-    """The variants for ``shape`` on ``device``.
+    """The launches for ``shape`` with the least estimate on ``device``.
 
     Raises:
-        UnsupportedError: more experts than are sorted, or a layer that no variant fits.
+        UnsupportedError: more than :data:`MOST_EXPERTS` experts, or no configuration fits the layer.
     """
     found = direct(shape, device)
     variants = sorted_variants(shape, device)
@@ -342,9 +349,9 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
 
 
 def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] | None:
-    """The two launches without sorting and the seconds that they should take; None where none fits.
+    """The best decision without sorting and its estimated seconds; None where none fits.
 
-    GPUs without ``wgmma`` have no other way, however slow it is for many rows.
+    On GPUs without ``wgmma`` this is the only way, also for many rows.
     """
     if device.has_warpgroups and shape.pairs > _DIRECT_PAIRS:
         return None
@@ -357,7 +364,8 @@ def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] 
 
 
 def direct_variants(shape: ExpertsShape, device: Device) -> list[tuple[float, DirectDecision]]:
-    """The fastest of every way without sorting, with the seconds that it should take."""
+    """Estimated seconds and decision, the best of each way without sorting (pairs alone, or sharing
+    experts)."""
     if device.has_warpgroups and shape.pairs > _DIRECT_PAIRS:
         return []
     ways = []
@@ -382,11 +390,11 @@ def _direct_decision(
 
 
 def _alone(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tuple[float, DirectConfig]]:
-    """Every pair with its expert, and every row with its experts.
+    """Estimated seconds and configurations where each pair (gate and up) or row (down) is a product alone.
 
-    Estimated as a dense product of a row: as wide as all pairs together, or as long as all experts of a row.
-    What several rows share costs each but the first a part (:data:`_AGAIN`), as far as that is less than the
-    instructions take.
+    Estimated as a dense product of one row: N is that of all pairs together (gate and up), or K that of all
+    experts of a row (down). Reading an expert again costs :data:`_AGAIN` of reading it first, but no product
+    takes less than its instructions (:data:`_INSTRUCTIONS`).
     """
     one = shape.product(gated=gated)
     wide, slots = replace(one, m=1, n=one.n * shape.pairs), 1
@@ -401,10 +409,10 @@ def _alone(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tupl
 
 
 def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tuple[float, DirectConfig]]:
-    """Pairs of an expert together.
+    """Estimated seconds and configurations where pairs of one expert are multiplied together.
 
-    Estimated as a dense product of a few rows: as wide as all experts that are expected, or as long as all of
-    eight rows. What tiles of eight rows share comes from L2 (:data:`_AGAIN`).
+    Estimated as a dense product of up to eight rows: N is that of all experts expected to be chosen (gate and
+    up), or K that of all experts of eight rows (down). Reading an expert again costs :data:`_AGAIN`.
     """
     compared = shape.pairs if gated else _COLUMNS * shape.top
     if shape.m == 1 or compared > _DIRECT_PAIRS:
@@ -422,7 +430,7 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
         share, segments = touched / (tiles * of_tile), of_tile
     share = min(1.0, share)
     chunks = wide.k // 128
-    # Groups of 16 channels end within two rows, whose sums are added together.
+    # The kernel adds sums of two rows (32 channels) before it scales them, so groups of 16 scale weights.
     scale_sums = shape.granularity.channels != 16
     for (warps_n, warps_k), blocks in itertools.product(_SHARED_SHAPES, (1, 2, 3)):
         if registers_of_a_thread(warps_n * warps_k, blocks) < _SHARED_REGISTERS:
@@ -432,7 +440,7 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
                 continue
             tile = StreamConfig(warps_n, warps_k, 1, 8, scale_sums, cluster, 0, blocks)
             config = DirectConfig(tile, gated, shape.top, columns, shape.biased)
-            # As deep a ring as there is room for, and as is of use.
+            # Stages that fit, but no more than are useful.
             room = (device.shared_bytes + 1024) // blocks - 1024
             fitting = (room - config.shared_bytes(one)) // config.stage_bytes(one)
             useful = -(-_IN_FLIGHT // (blocks * config.stage_bytes(one))) + 1
@@ -445,27 +453,28 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
 
 
 def _touched(shape: ExpertsShape, rows: int) -> float:
-    """How many of the experts held here ``rows`` rows choose, on average, where every expert is as likely."""
+    """Mean number of this GPU's experts that ``rows`` rows choose, if all experts are equally likely."""
     return shape.experts * (1 - (1 - min(1.0, shape.top / shape.experts)) ** rows)
 
 
 def sorted_variants(shape: ExpertsShape, device: Device) -> list[tuple[float, SortedDecision]]:
-    """Every variant with sorting that fits, with the seconds that it should take, the fastest first."""
+    """Estimated seconds and decision of every way with sorting that fits, the fastest first."""
     if not device.has_warpgroups or shape.experts > MOST_EXPERTS:
         return []
     found = []
-    for columns, tile_m, here in itertools.product(_ROWS_MOST, _TILES_M, (False, True)):
-        few = shape.pairs <= _HERE_PAIRS and shape.experts <= _HERE_EXPERTS
-        if here and (tile_m > _HERE_TILE or not few):
+    for columns, tile_m, local_sort in itertools.product(_ROWS_MOST, _TILES_M, (False, True)):
+        few = shape.pairs <= _LOCAL_PAIRS and shape.experts <= _LOCAL_EXPERTS
+        if local_sort and (tile_m > _LOCAL_TILE or not few):
             continue
         gate_up, down = (
-            grouped(shape, device, tile_m, columns, gated=gated, here=here) for gated in (True, False)
+            grouped(shape, device, tile_m, columns, gated=gated, local_sort=local_sort)
+            for gated in (True, False)
         )
         if gate_up is None or down is None:
             continue
-        seconds = sorted_seconds(shape, device, tile_m, columns) - (COSTS.here if here else 0.0)
+        seconds = sorted_seconds(shape, device, tile_m, columns) - COSTS.saved_by_local_sort * local_sort
         reason = (
-            f"{'sorted by every block, ' if here else ''}"
+            f"{'sorted by every block, ' if local_sort else ''}"
             f"tiles of {tile_m} rows for {shape.pairs / shape.experts:.1f} rows an expert, "
             f"{columns.warpgroups} x {64 * columns.words} columns, {columns.blocks} blocks a multiprocessor; "
             f"{1e6 * seconds:.1f} us expected"
@@ -475,7 +484,7 @@ def sorted_variants(shape: ExpertsShape, device: Device) -> list[tuple[float, So
 
 
 def sorted_seconds(shape: ExpertsShape, device: Device, tile_m: int, columns: Columns) -> float:
-    """About how long all launches take with such tiles, if rows choose experts evenly."""
+    """Estimated seconds of all launches with such tiles, if all experts are equally likely."""
     costs = COSTS
     touched, tiles = _expected_tiles(shape.pairs / shape.experts, tile_m)
     words, warpgroups, blocks = columns
@@ -486,7 +495,7 @@ def sorted_seconds(shape: ExpertsShape, device: Device, tile_m: int, columns: Co
         tile_n = 64 * words * warpgroups
         waves = shape.experts * tiles * -(-problem.n // tile_n) / slots
         waves += costs.quantised * (math.ceil(waves) - waves)
-        # The tiles of an expert share its words.
+        # Tiles of the same expert read its words from device memory once.
         weights = tile_n * 16 * _ROWS * problem.bytes_per_weight * touched / tiles
         memory = slots * weights / (costs.overlap * device.bandwidth)
         alone = costs.chunk + _ROWS * words * (costs.word + costs.row * tile_m)
@@ -498,7 +507,8 @@ def sorted_seconds(shape: ExpertsShape, device: Device, tile_m: int, columns: Co
 
 
 def decisions(shape: ExpertsShape, device: Device) -> list[ExpertsDecision]:
-    """Every variant worth measuring: both without sorting, and those with it that may be the fastest."""
+    """Decisions worth measuring: both without sorting, and those with sorting whose estimate is near the
+    least."""
     found: list[ExpertsDecision] = [decision for _, decision in direct_variants(shape, device)]
     variants = sorted_variants(shape, device)
     return [
@@ -508,38 +518,45 @@ def decisions(shape: ExpertsShape, device: Device) -> list[ExpertsDecision]:
 
 
 def grouped(
-    shape: ExpertsShape, device: Device, tile_m: int, columns: Columns, *, gated: bool, here: bool = False
+    shape: ExpertsShape,
+    device: Device,
+    tile_m: int,
+    columns: Columns,
+    *,
+    gated: bool,
+    local_sort: bool = False,
 ) -> GroupedConfig | None:
-    """The variant with tiles of ``tile_m`` rows and as deep a ring as fits; None where registers don't.
+    """The configuration with tiles of ``tile_m`` rows and as many stages as fit; None where registers don't
+    fit.
 
-    ``here``: blocks sort pairs themselves; there are at most 256 of them, and as many experts, which is what
-    has room in a block's threads.
+    ``local_sort``: blocks sort pairs themselves; at most 128 pairs and, with one thread each, 256 experts.
     """
     problem = shape.product(gated=gated)
     words, side_by_side, blocks = columns
-    # Single blocks of columns are transposed 16 rows at a time; and four words with zero points and scales of
-    # all of K spill.
+    # Gate and up leave one block of 16 columns to transpose, 16 rows at a time. Four words with zero points
+    # and scales of all of K spill.
     if (gated and words == 2 and tile_m % 16) or (words == 4 and problem.zeros and problem.quant_group == 0):
         return None
     if tile_m > _ROWS_MOST[columns]:
         return None
     tile = WarpgroupConfig(tile_m, words, side_by_side, 1, _ROWS, 1, 0, blocks, _UNLIMITED)
-    # Without stages it has the rest of a block's memory.
+    # With no stages yet, ``shared_bytes`` is all that a block needs beside its ring.
     config = GroupedConfig(tile, gated, shape.biased, device.multiprocessors * blocks)
-    if here:
-        config = replace(config, here=at_least(shape.pairs), experts=at_least(shape.experts))
+    if local_sort:
+        config = replace(config, local_pairs=at_least(shape.pairs), experts=at_least(shape.experts))
     room = device.shared_bytes // blocks - _RESERVED - config.shared_bytes(problem) - config.sorting_bytes
     stages = min(_STAGES_MOST, room // stage_bytes(problem, tile_m, tile.tile_n, _ROWS))
     return replace(config, tile=replace(tile, stages=stages)) if stages > 1 else None
 
 
 def at_least(count: int) -> int:
-    """The power of two from 32 on that ``count`` things fit into, so that models share kernels."""
+    """``count`` rounded up to a power of two, at least 32, so that models share compiled kernels."""
     return max(32, 1 << (count - 1).bit_length())
 
 
 def _expected_tiles(mean: float, tile_m: int) -> tuple[float, float]:
-    """Of one expert whose rows are Poisson distributed: the chance of any, and the expected tiles."""
+    """Of an expert with a Poisson-distributed number of rows: probability of any row, and mean number of
+    tiles."""
     spread = math.sqrt(mean)
     first, last = max(0, int(mean - 6 * spread)), int(mean + 6 * spread) + 2
     chances = [math.exp(c * math.log(mean) - mean - math.lgamma(c + 1)) for c in range(first, last)]

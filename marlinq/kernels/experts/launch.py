@@ -1,4 +1,4 @@
-"""From a routed layer to its launches: sort and gather, gate and up, down, sum."""
+"""The launches of a routed layer: sort and gather pairs, gate and up, down, sum."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
 from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, address
 
 _ROUTE_THREADS, _SUM_THREADS = 1024, 128
-# Blocks that gather rows where there are many: two a multiprocessor.
+# Largest grid of the kernel that gathers rows: two blocks a multiprocessor of an H200.
 _PLACE_BLOCKS = 264
 _ALIGNMENT = 256
 
@@ -51,7 +51,7 @@ class _RouteArguments(ctypes.Structure):
 
 
 class _PairsGiven(ctypes.Structure):
-    """What blocks sort that have to (``cuda/experts/few_pairs.cuh``)."""
+    """Pairs that the blocks of a product sort for themselves (``cuda/experts/few_pairs.cuh``)."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ids", "map", "places")),
@@ -95,7 +95,7 @@ class _SumArguments(ctypes.Structure):
 
 
 class Step(NamedTuple):
-    """One launch of a layer, before anything is compiled.
+    """One launch of a routed layer, whose kernel may not be compiled yet.
 
     Attributes:
         instantiation: the kernel.
@@ -115,15 +115,15 @@ class Step(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """What the launches of a layer leave each other; nothing needs a value before the first.
+    """Memory between the launches of a routed layer, uninitialised before the first.
 
     Attributes:
-        counts: int32, of the blocks that divide the pairs.
-        records: int32 [tiles at most, 4] (``cuda/experts/records.cuh``).
-        tiles: int32 [1], how many there are.
-        places: int32 [M * T], the sorted row of a pair.
-        rows: [M * T, H]: sorted activations, then in their place what down gives.
-        inner: [M * T, I], what gate and up give.
+        counts: int32 [blocks that sort, experts], pairs of each expert that a block has counted.
+        records: int32 [most tiles, 4], expert and rows of each tile (``cuda/experts/records.cuh``).
+        tiles: int32 [1], number of tiles.
+        places: int32 [M * T], index of a pair's row among the sorted ones.
+        rows: [M * T, H], sorted activations; overwritten by the results of down.
+        inner: [M * T, I], results of gate and up.
     """
 
     counts: Tensor
@@ -137,9 +137,9 @@ class Workspace(NamedTuple):
     def of(
         cls, shape: ExpertsShape, decision: ExpertsDecision, dtype: torch.dtype, device: torch.device
     ) -> Workspace:
-        """Uninitialised memory, one allocation; without sorting nothing but ``inner``."""
+        """Uninitialised memory in one allocation; without sorting all but ``inner`` are empty."""
         sorts = not isinstance(decision, DirectDecision)
-        routes = isinstance(decision, SortedDecision) and not decision.here
+        routes = isinstance(decision, SortedDecision) and not decision.local_sort
         tiles = most_tiles(shape, decision.tile_m) if isinstance(decision, SortedDecision) and routes else 0
         blocks = -(-shape.pairs // _ROUTE_THREADS)
         extents = (
@@ -164,7 +164,7 @@ class Workspace(NamedTuple):
 
 
 def most_tiles(shape: ExpertsShape, tile_m: int) -> int:
-    """How many tiles of sorted rows there can be."""
+    """Largest possible number of tiles of sorted rows."""
     return shape.pairs // tile_m + min(shape.pairs, shape.experts)
 
 
@@ -235,12 +235,12 @@ def grouped_step(
     experts, k, n = stored.shape
     source, target = (workspace.rows, workspace.inner) if config.gated else (workspace.inner, workspace.rows)
     tile = config.tile
-    if config.here and config.gated:
-        # Rows of the batch, one by one.
+    if config.local_pairs and config.gated:
+        # Boxes of one row: a tile's rows are copied one by one from the unsorted batch.
         rows = sorted_rows_map(x.data_ptr(), shape.m, k, 1, x.stride(0) if shape.m > 1 else k)
     else:
         rows = sorted_rows_map(source.data_ptr(), shape.pairs, k, tile.tile_m, k)
-    # The second product sorts them again, while the first still runs.
+    # Each product sorts the pairs for itself, so the second can begin while the first still runs.
     given = _PairsGiven(
         ids.data_ptr(),
         address(expert_map),
@@ -269,7 +269,7 @@ def grouped_step(
         target.data_ptr(),
         workspace.records.data_ptr(),
         workspace.tiles.data_ptr(),
-        given if config.here else _PairsGiven(),
+        given if config.local_pairs else _PairsGiven(),
         n,
         k,
         dependent,
@@ -327,7 +327,7 @@ def direct_step(
 
 
 def sum_step(shape: ExpertsShape, weights: Tensor, out: Tensor, workspace: Workspace) -> Step:
-    """The launch that adds every row's experts."""
+    """The launch that sums the weighted results of each row's experts."""
     parameters = (("Element", ELEMENTS[out.dtype]), ("THREADS", _SUM_THREADS))
     arguments = _SumArguments(
         workspace.rows.data_ptr(),
@@ -359,7 +359,7 @@ def layer_steps(
 ) -> list[Step]:
     """All launches of a layer, in order; each may begin before the one before has ended.
 
-    Without ``summed`` the rows of sorted pairs stay in the workspace, in their places.
+    Without ``summed`` the last launch is left out, and the results stay in ``workspace.rows``, sorted.
     """
     if isinstance(decision, DirectDecision):
         routed = activation, x, ids, expert_map, weights
@@ -371,7 +371,7 @@ def layer_steps(
             ),
         ]
     return [
-        *([] if decision.here else route_steps(shape, decision.tile_m, x, ids, expert_map, workspace)),
+        *([] if decision.local_sort else route_steps(shape, decision.tile_m, x, ids, expert_map, workspace)),
         *(
             grouped_step(
                 *(shape, config, stored, activation, x, ids, expert_map, workspace), dependent=dependent
@@ -383,7 +383,7 @@ def layer_steps(
 
 
 def shape_of(x: Tensor, ids: Tensor, experts: ExpertWeights) -> ExpertsShape:
-    """What decides for these operands."""
+    """Sizes and types of a routed layer, from its operands."""
     count, inner, hidden = experts.down.shape
     return ExpertsShape(
         x.shape[0],
@@ -407,7 +407,7 @@ def _function(instantiation: Instantiation, device_index: int, shared_bytes: int
 def instantiations(
     shape: ExpertsShape, decision: ExpertsDecision, activation: str, dtype: torch.dtype, *, wide: bool
 ) -> list[Instantiation]:
-    """What a layer's launches compile; ``wide``: ids have 64 bits."""
+    """The kernels of a layer's launches; ``wide``: ids have 64 bits."""
     if isinstance(decision, DirectDecision):
         return [
             config.instantiation(shape.product(gated=config.gated), activation, wide=wide)
@@ -417,7 +417,7 @@ def instantiations(
     x = torch.empty(shape.m, shape.hidden, dtype=dtype, device=device)
     ids = torch.empty(shape.m, shape.top, dtype=torch.int64 if wide else torch.int32, device=device)
     workspace = Workspace.of(shape, decision, dtype, device)
-    routing = [] if decision.here else route_steps(shape, decision.tile_m, x, ids, None, workspace)
+    routing = [] if decision.local_sort else route_steps(shape, decision.tile_m, x, ids, None, workspace)
     return [
         *(step.instantiation for step in routing),
         *(
@@ -429,18 +429,18 @@ def instantiations(
 
 
 def precompile_experts(shapes: Iterable[ExpertsShape], activation: str, device_index: int) -> int:
-    """Compile, in parallel, what layers need and the cache lacks; returns how many kernels those were.
+    """Compile in parallel the kernels of routed layers that the cache lacks; returns their number.
 
-    Ids are taken to have 32 bits.
+    Kernels for ids of 32 bits.
 
     Args:
         shapes: shapes of layers and batches.
-        activation: between the products.
+        activation: name of the function between the products.
         device_index: index of the GPU.
 
     Raises:
         EnvironmentProblem: a kernel does not compile, or the cache can't be written.
-        UnsupportedError: a layer that no kernel takes.
+        UnsupportedError: no configuration fits a layer.
     """
     device = device_numbers(device_index)
     wanted = [
@@ -460,8 +460,8 @@ def precompile_experts(shapes: Iterable[ExpertsShape], activation: str, device_i
 def start(steps: list[Step], device_index: int) -> None:
     """Launch on the current stream, inside :func:`marlinq.kernels.driver.cuda_driver.on_device`.
 
-    The first waits for what ran before where the context demands no dependent launches; the others wait for
-    each other themselves.
+    Each launch may begin before its predecessor of the same layer has ended. The first does so only inside
+    :func:`marlinq.kernels.contract.demands.dependent_launches`.
     """
     for number, step in enumerate(steps):
         function = _function(step.instantiation, device_index, step.shared_bytes)
@@ -480,7 +480,10 @@ def launch_experts(
     expert_map: Tensor | None,
     decision: ExpertsDecision | None = None,
 ) -> Tensor:
-    """As :func:`marlinq.kernels.experts.routed_experts`, checked; ``decision`` overrides the choice."""
+    """:func:`marlinq.kernels.experts.routed_experts` on a GPU, for operands that have been checked.
+
+    ``decision`` overrides :func:`decide_experts`.
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.shape[0] or not ids.shape[1]:
         return out.zero_()

@@ -1,4 +1,4 @@
-"""The stored weights of a layer's experts: gate and up as one operand, Marlin tiles as everywhere else."""
+"""Stored weights of a layer's experts, in the dense kernels' tiles; gate and up are one operand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.formats.layouts.marlin import TILE_N, permute_scales
 from marlinq.kernels.contract.weight_formats import WeightFormat
 
-_BLOCKS = 4  # of 16 columns, in a tile and in a lane's vector of scales
+_BLOCKS = 4  # blocks of 16 columns in a tile, and in a lane's vector of scales
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class StoredExperts:
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
-        """Words, scales, zero points and biases by their names here."""
+        """Words, scales, zero points and biases by the names of these attributes."""
         return {"words": self.words, "scales": self.scales, "zeros": self.zeros, "bias": self.bias}
 
     @property
@@ -59,7 +59,7 @@ class StoredExperts:
 
 
 class ExpertWeights(NamedTuple):
-    """What :func:`marlinq.kernels.experts.routed_experts` multiplies with, in one format and granularity.
+    """The weights of :func:`marlinq.kernels.experts.routed_experts`, all in one format and granularity.
 
     Attributes:
         gate_up: K = hidden size H, N = 2I, made by :func:`interleave_gate_up`.
@@ -71,10 +71,10 @@ class ExpertWeights(NamedTuple):
 
 
 def interleave_gate_up(gate: StoredExperts, up: StoredExperts) -> StoredExperts:
-    """Gate and up [E, K, I] as one operand of 2I columns, whose blocks of 16 columns take turns.
+    """Gate and up [E, K, I] as one operand of 2I columns, alternating 16 of gate and 16 of up.
 
-    Columns 32j .. 32j + 15 of the result are gate's 16j .. 16j + 15, the next 16 are up's. Whole words move,
-    so nothing is unpacked.
+    Columns 32j .. 32j + 15 of the result are gate's 16j .. 16j + 15, the next 16 are up's. Words are moved
+    without unpacking them.
 
     Raises:
         ValueError: formats, shapes or dtypes differ, one alone has zero points or biases, or I is no multiple
@@ -110,18 +110,20 @@ def interleave_gate_up(gate: StoredExperts, up: StoredExperts) -> StoredExperts:
 
 
 def _interleave_words(first: Tensor, second: Tensor, block_words: int) -> Tensor:
-    """[E, R, words] with blocks of 16 columns in turns, in the tiles of ``cuda/codec/lane_words.cuh``."""
+    """[E, R, words] alternating 16 columns of ``first`` and of ``second``, in tiles of
+    ``cuda/codec/lane_words.cuh``."""
     if block_words == 1:
         return _take_turns(first, second, lanes=32, width=1)
-    # A tile's halves are its two planes: [E, R, tile, plane, lane, block of the plane, word of the block].
+    # A tile has two planes of two blocks of 16 columns: [E, R, tile, plane, lane, block, word of the block].
     experts, rows, size = first.shape
     parts = [value.reshape(experts, rows, -1, 2, 32, 2, 2) for value in (first, second)]
-    # A plane becomes a tile, whose planes are its blocks, gate's and up's.
+    # Each pair of planes, one of gate and one of up, becomes a tile of the result.
     return torch.stack(parts, dim=6).transpose(4, 5).reshape(experts, rows, 2 * size)
 
 
 def _take_turns(first: Tensor, second: Tensor, lanes: int, width: int) -> Tensor:
-    """[E, R, tiles * lanes * 4 * width]: blocks of 16 columns in turns; a lane's vector holds four."""
+    """[E, R, tiles * lanes * 4 * width], alternating blocks of 16 columns; a lane's vector holds four
+    blocks."""
     experts, rows, size = first.shape
     tiles = size // (lanes * _BLOCKS * width)
     parts = [value.reshape(experts, rows, tiles, lanes, 2, 2, width) for value in (first, second)]
@@ -131,17 +133,17 @@ def _take_turns(first: Tensor, second: Tensor, lanes: int, width: int) -> Tensor
 
 
 def _interleave_scales(first: Tensor, second: Tensor) -> Tensor:
-    """[E, G, I] in stored order, twice, to [E, G, 2I] in stored order."""
+    """Two scales [E, G, I] in stored order as one [E, G, 2I] in stored order."""
     experts, groups, size = first.shape
     if groups > 1:
-        # A lane's eight of a tile lie together: four pairs of columns n and n + 8.
+        # A lane's eight scales of a tile are adjacent: four pairs of columns n and n + 8.
         return _take_turns(first, second, lanes=8, width=2).contiguous()
     natural = [permute_single(value).reshape(experts, size // 16, 16) for value in (first, second)]
     return permute_single(torch.stack(natural, dim=2).reshape(experts, 1, 2 * size))
 
 
 def permute_single(scales: Tensor) -> Tensor:
-    """Scales [E, 1, N] of a single group between channel order and stored order."""
+    """Scales [E, 1, N] of a single group, from channel order to stored order or back."""
     experts, _, n = scales.shape
-    # Tiles are permuted alike, so experts may lie side by side.
+    # Every tile has the same permutation, so the experts' columns may be joined.
     return permute_scales(scales.reshape(1, experts * n)).reshape(experts, 1, n)

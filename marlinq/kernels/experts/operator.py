@@ -38,15 +38,16 @@ def routed_experts(
 
     Args:
         x: [M, H] float16 or bfloat16, on the CPU also float32.
-        ids: int32 or int64 [M, T]: the router's choice; a number that is no expert's is left out.
-        weights: float32 [M, T].
+        ids: int32 or int64 [M, T], experts that the router chose; numbers that are no expert's are skipped.
+        weights: float32 [M, T], factors of the experts' results.
         experts: E experts of I channels, H and I multiples of 64.
         activation: name as in :data:`marlinq.kernels.experts.reference.ACTIVATIONS`.
-        expert_map: None or int32 [experts of the router]: the place of an expert among the E, or -1 where
-            another GPU has it.
+        expert_map: None or int32 [experts of the router], index of each expert among the E, or -1 for experts
+            on another GPU.
 
     Returns:
-        [M, H] in ``x.dtype``; zeros where a row has no expert here. The same call gives the same bits.
+        [M, H] in ``x.dtype``; zeros where none of a row's experts is among the E. The same call gives the
+        same bits.
 
     Raises:
         ValueError: an operand's shape, dtype or device does not fit.
@@ -71,10 +72,10 @@ def check_experts(
     activation: str,
     expert_map: Tensor | None,
 ) -> None:
-    """Whether the operands fit each other.
+    """Check the operands of a routed layer.
 
     Raises:
-        ValueError: they don't.
+        ValueError: a shape, dtype or device does not fit the others.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
@@ -159,7 +160,7 @@ def _given(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> tuple[ExpertWeights, str, Tensor | None]:
-    """What torch's operator is called with behind x, ids and weights."""
+    """Weights, activation and expert map, from the torch operator's arguments behind x, ids and weights."""
     if weight_format not in WEIGHT_FORMATS:
         raise ValueError(
             f"weight_format: expected one of {', '.join(WEIGHT_FORMATS)}, found {weight_format!r}"

@@ -1,4 +1,4 @@
-"""The CPU reference of a routed layer: the same operands, plain torch arithmetic."""
+"""The CPU reference of a routed layer, in plain torch arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
 
 
 def activated(gate: Tensor, activation: str) -> Tensor:
-    """The activation by its name in ``cuda/step/activate.cuh``, lower case."""
+    """The activation of ``gate``; names are those of ``cuda/step/activate.cuh`` in lower case."""
     if activation == "silu":
         return functional.silu(gate)
     if activation == "gelu":
@@ -25,10 +25,10 @@ def activated(gate: Tensor, activation: str) -> Tensor:
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """What stands between the products: ``activation(gate) * up``.
+    """``activation(gate) * up``, the input of the down product.
 
-    ``clamped_swiglu`` is that of GPT-OSS, ``(up + 1) * gate * sigmoid(1.702 gate)`` with gate at most 7 and
-    up between -7 and 7.
+    ``clamped_swiglu`` (GPT-OSS) is ``(up + 1) * gate * sigmoid(1.702 gate)``, with gate clamped to at most 7
+    and up to -7 .. 7.
     """
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
@@ -37,7 +37,7 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
-"""What may stand between the products."""
+"""Names of the functions that may stand between the products."""
 
 
 def expert_matrix(stored: StoredExperts, expert: int) -> Tensor:
@@ -51,7 +51,7 @@ def _biased(product: Tensor, stored: StoredExperts, expert: int) -> Tensor:
 
 
 def local_experts(ids: Tensor, experts: int, expert_map: Tensor | None) -> Tensor:
-    """Where the experts of ``ids`` are among ``experts``; -1 for those that are not, int64."""
+    """Indices int64 of the experts ``ids`` among this GPU's ``experts``; -1 for those on other GPUs."""
     ids = ids.long()
     if expert_map is not None:
         known = (ids >= 0) & (ids < expert_map.shape[0])
@@ -67,7 +67,7 @@ def reference_experts(
     activation: str,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`marlinq.kernels.experts.routed_experts`, accumulated in float32, rounded once at the end."""
+    """:func:`marlinq.kernels.experts.routed_experts` accumulated in float32 and rounded once at the end."""
     local = local_experts(ids, experts.down.shape[0], expert_map)
     out = torch.zeros(x.shape[0], experts.down.shape[2], dtype=torch.float32, device=x.device)
     for expert in sorted(set(local.flatten().tolist()) - {-1}):

@@ -16,24 +16,24 @@ from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.driver.module import load_kernel
 
 THREADS = 512
-"""Of a block."""
+"""Threads of a block."""
 _BINS = 32
 _CLUSTER = 8
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "Bfloat16", torch.float32: "Float32"}
 
 
 class SampleConfig(NamedTuple):
-    """A variant of the kernel.
+    """Compile-time parameters of the sampling kernel.
 
     Attributes:
-        element: the CUDA type of the logits.
-        element_bytes: its size.
-        ring: tokens of a row that the ring holds.
-        draws: tokens are drawn; else the most likely one is taken.
-        filters: top-k, top-p or min-p is on.
-        penalty: tokens that were there already are penalised.
-        aligned: four neighbours of every row can be loaded at once.
-        clusters: eight blocks work on a row, instead of one.
+        element: CUDA type of the logits.
+        element_bytes: bytes of a logit.
+        ring: tokens per row that the ring of results holds.
+        draws: whether tokens are drawn at random; else the most likely one is taken.
+        filters: whether top-k, top-p or min-p is on.
+        penalty: whether tokens already in a row are penalised.
+        aligned: whether four neighbouring logits of every row can be loaded at once.
+        clusters: whether eight blocks work on a row, instead of one.
     """
 
     element: str
@@ -52,14 +52,15 @@ class SampleConfig(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: a histogram of every thread, and what the blocks exchange."""
+        """Bytes of dynamic shared memory of a block: histograms of its threads, and values blocks
+        exchange."""
         warps = THREADS // 32
         exchanged = 4 * (2 * _BINS + 2 * 4 + _BINS + 2 * 2 * warps + 2)
         histogram = 4 * (_BINS * THREADS if self.filters else 1)
         return -(-(exchanged + histogram) // 16) * 16
 
     def instantiation(self) -> Instantiation:
-        """What is compiled."""
+        """The kernel with this configuration."""
         parameters = (
             ("Element", self.element),
             ("ELEMENT_BYTES", self.element_bytes),
@@ -93,17 +94,17 @@ class SampleArguments(ctypes.Structure):
 
 
 class SamplerState(NamedTuple):
-    """What a sampler reads and writes beside the logits; all are contiguous, and none of them moves.
+    """State of a sampler for B rows; all tensors are contiguous and keep their addresses.
 
     Attributes:
-        values: float32 [B, 4], read: reciprocal of the temperature, top-p, the largest distance that min-p
-            leaves (in nats), repetition penalty.
+        values: float32 [B, 4], read: reciprocal of the temperature, top-p, largest distance from the highest
+            logit in nats (min-p), repetition penalty.
         numbers: int64 [B, 3], read: seed (as a signed number), stream, top-k (0 for all).
         drawn: int32 [B], read and written: tokens that each row has drawn.
-        seen: uint8 [B, V], read and written: 1 for tokens that the row has; [B, 0] without a penalty.
-        tokens: int64 [B], written: the last ones.
-        ring: int64 [ring, B], written at each row's ``drawn`` modulo ring: the token, or -1 where the row's
-            logits are NaN or infinite.
+        seen: uint8 [B, V], read and written: 1 for tokens that occur in the row; [B, 0] without a penalty.
+        tokens: int64 [B], written: each row's new token.
+        ring: int64 [ring, B], written at index ``drawn % ring`` of each row: the new token, or -1 where the
+            row's logits are NaN or infinite.
     """
 
     values: Tensor
@@ -115,18 +116,18 @@ class SamplerState(NamedTuple):
 
 
 class SampleTensors(NamedTuple):
-    """What the kernel reads and writes.
+    """Logits and state of one sampling launch.
 
     Attributes:
-        logits: [B, V], unit stride along rows, read.
-        state: the sampler's.
+        logits: [B, V], adjacent logits of a row one element apart; read.
+        state: state of the sampler.
     """
 
     logits: Tensor
     state: SamplerState
 
     def arguments(self) -> SampleArguments:
-        """As the kernel takes them."""
+        """Parameters of the kernel."""
         logits, (values, numbers, drawn, seen, tokens, ring) = self
         return SampleArguments(
             logits.data_ptr(),
@@ -140,10 +141,10 @@ class SampleTensors(NamedTuple):
 def sample_config(
     tensors: SampleTensors, *, draws: bool, filters: bool, penalty: bool, clusters: bool
 ) -> SampleConfig:
-    """The variant for these tensors.
+    """The configuration for these tensors.
 
     Raises:
-        ValueError: logits that the kernel can't read.
+        ValueError: logits have another dtype or stride than the kernel reads.
     """
     logits, ring = tensors.logits, tensors.state.ring.shape[0]
     if logits.dtype not in _ELEMENTS or logits.stride(1) != 1:
@@ -167,18 +168,18 @@ def precompile_sampling(
     filters: bool,
     penalty: bool,
 ) -> int:
-    """Compile, if the cache lacks it, the variant for logits [B, vocabulary] in rows that lie together.
+    """Compile, unless it is in the cache, the kernel for contiguous logits [B, vocabulary].
 
     Returns:
-        How many variants were compiled.
+        Number of kernels compiled: 0 or 1.
 
     Raises:
-        EnvironmentProblem: it does not compile, or the cache can't be written.
+        EnvironmentProblem: the kernel does not compile, or the cache can't be written.
     """
     if dtype not in _ELEMENTS:
         return 0
     device = device_numbers(device_index)
-    # torch's memory begins at a multiple of 512 bytes.
+    # torch allocates at multiples of 512 bytes, so rows are aligned if their length is.
     aligned = vocabulary % 4 == 0
     config = SampleConfig(
         _ELEMENTS[dtype], dtype.itemsize, ring, draws, filters, penalty, aligned, device.has_clusters
