@@ -1,1 +1,1 @@
-"""What every room speaks: errors and the value of a quantised weight."""
+"""Types that all rooms use: errors, schemes, quantised weights, rules, devices, progress."""

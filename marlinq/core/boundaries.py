@@ -1,8 +1,9 @@
-"""Where other libraries work on what a checkpoint holds: whatever they raise becomes one line of ours.
+"""Context managers around calls of other libraries, which turn their exceptions into a one-line error.
 
-A config, tokenizer or template that is nonsense ends in any exception there is: validation errors,
-assertions, divisions by zero, recursion, template errors, a panic of a Rust extension. None of them is a bug
-of marlinq or tells a user which file to mend. Each boundary names the file. The exception stays as the cause.
+A malformed config, tokenizer or template can make a library raise any exception: a validation error, an
+assertion, a division by zero, a recursion error, a template error, a panic of a Rust extension. None of them
+is a bug of marlinq, and none tells a user which file to mend. So each context manager names the file; the
+exception is kept as the cause.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from marlinq.core.confined import Confined, confined
 from marlinq.core.errors import CheckpointError, EnvironmentProblem, MarlinqError
 
 _LONGEST_REASON = 300
-# The panic of a Rust extension derives from BaseException; this is the only way to tell it.
+# Module of the class of a Rust extension's panics, which derive from BaseException and can't be imported.
 _RUST_PANIC = "pyo3_runtime"
-# A device that fails says nothing about a file.
+# Classes of errors of a device, which say nothing about a file.
 _DEVICE_ERRORS = ("AcceleratorError", "CUDARuntimeError", "CUDADriverError")
-# torch has no class of its own for a host without memory.
+# Beginning of torch's message when the host has too little memory; torch has no class of its own for it.
 _HOST_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -35,9 +36,9 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def foreign(subject: str, problem: str, advice: str) -> Iterator[None]:
-    """Turn whatever a library raises inside into ``subject: problem (its reason); advice``.
+    """Turn exceptions that a library raises inside into ``subject: problem (its reason); advice``.
 
-    Our own errors pass, as do interrupts, exits and failures of a device.
+    marlinq's own errors pass, as do interrupts, exits and failures of a device.
 
     Raises:
         CheckpointError: the library raised something.
@@ -70,10 +71,10 @@ def foreign(subject: str, problem: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def decoration(problem: str, advice: str) -> Iterator[None]:
-    """Around making what only decorates an output: the output is whole without it.
+    """Turn exceptions inside into a warning, where an optional part of an output is made.
 
     Warns:
-        UserWarning: it could not be made: ``problem (the reason); advice``.
+        UserWarning: the part could not be made: ``problem (the reason); advice``.
     """
     try:
         yield
@@ -113,8 +114,8 @@ def rendered(
     Args:
         tokenizer: tokenizer of the model.
         messages: messages of ``role`` and ``content``, with whatever else the template may ask for.
-        subject: beginning of error messages: the folder, or the text that the conversation stands in.
-        advice: how they end.
+        subject: beginning of error messages: the folder, or the file of the conversation.
+        advice: end of error messages.
         options: options of ``apply_chat_template``.
 
     Raises:

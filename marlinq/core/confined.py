@@ -1,8 +1,8 @@
-"""Running a program of a checkpoint, a chat template, in a process of bounded time and memory.
+"""Render a checkpoint's chat template in a process of bounded time and memory.
 
-A template is Python in a sandbox that keeps it from files, but not from ``9**9**9`` or a text of a terabyte,
-and no signal interrupts those. So it runs in a fork of this process, which the system stops. The fork runs
-Python alone: it computes with no tensor, has no thread of a library, and ends without cleaning up.
+A template is a program. Jinja's sandbox keeps it from files, but not from ``9**9**9`` or a text of a
+terabyte, and no signal interrupts those. So it runs in a fork of this process, with limits that the operating
+system enforces. The fork computes with no tensor, starts no thread, and exits without cleaning up.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 SECONDS = 5.0
-"""Time of the processor; an honest template takes milliseconds."""
+"""Seconds of processor time that a template may take; an honest one takes milliseconds."""
 
 WAITING_SECONDS = 60.0
-"""Time in all, on a machine that is busy with other things."""
+"""Seconds of wall-clock time that a template may take, on a busy machine."""
 
 MEMORY_BYTES = 512 << 20
-"""Memory beside that of this process."""
+"""Bytes of memory that a template may take, beyond those of this process."""
 
 MAX_TEXT_BYTES = 64 << 20
-"""Size of what is made."""
+"""Bytes of the rendered text at most."""
 
 _CHUNK = 1 << 16
-# Memory of a process in pages, on Linux.
+# File with a process's memory in pages, on Linux.
 _PAGES = Path("/proc/self/statm")
 _MADE, _FAILED = b"+", b"-"
 
 
 class Confined(Exception):
-    """What went wrong inside: what was raised there, or the limit that was reached."""
+    """The confined function raised an exception, or reached a limit; the text says which."""
 
 
 def confined(make: Callable[[], str]) -> str:
-    """The text that ``make`` makes in a process of its own.
+    """The text that ``make`` returns in a forked process.
 
     Raises:
-        Confined: it raises something, or takes too much time or memory.
+        Confined: ``make`` raises something, or takes too much time or memory.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        # Python warns of forks beside threads, which may hold locks; this child takes none of theirs.
+        # Python warns of forks while other threads may hold locks; the child takes no lock of theirs.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -73,7 +73,7 @@ def confined(make: Callable[[], str]) -> str:
 
 
 def _run(make: Callable[[], str], writing: int) -> None:
-    """In the child: make the text and write it."""
+    """In the forked process: make the text, and write it to the pipe ``writing``."""
     seconds = max(1, round(SECONDS))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -95,14 +95,14 @@ def _run(make: Callable[[], str], writing: int) -> None:
 
 
 def _read(reading: int, until: float) -> bytes:
-    """All that is written, up to the end, the bound, or the time."""
+    """Bytes from the pipe ``reading``, until its end, :data:`MAX_TEXT_BYTES`, or the time ``until``."""
     parts: list[bytes] = []
     size = 0
     while size <= MAX_TEXT_BYTES:
         ready, _, _ = select.select([reading], [], [], max(0.0, until - time.monotonic()))
         piece = os.read(reading, _CHUNK) if ready else b""
         if not piece:
-            # A text that is cut off counts as none.
+            # After the time is up, what has been read is discarded.
             return b"".join(parts) if ready else b""
         parts.append(piece)
         size += len(piece)

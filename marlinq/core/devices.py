@@ -1,4 +1,4 @@
-"""The devices that computations run on, by the names that every command and function takes."""
+"""Devices by name (``auto``, ``cpu``, ``cuda``, ``cuda:N``), and threads and clocks for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _NAME = re.compile(r"auto|cpu|cuda(?::\d{1,4})?")
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Which of how many processes this is, as ``torchrun`` says it; (0, 1) for one on its own."""
+    """Rank of this process and number of processes, as ``torchrun`` sets them; (0, 1) without
+    ``torchrun``."""
     size = os.environ.get("WORLD_SIZE", "")
     if not size.isdigit() or int(size) < 2:
         return 0, 1
@@ -40,17 +41,17 @@ def check_device_name(name: str) -> str:
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The CPU, or a GPU that is there, with its index.
+    """The torch device of a name; a GPU has its index.
 
-    Of several processes that ``torchrun`` started on a host, each has a first GPU of its own.
+    For several processes that ``torchrun`` started on a host, the first GPU of each is a different one.
 
     Args:
         device: ``auto`` or None (the first GPU, else the CPU), ``cpu``, ``cuda`` (the first GPU), ``cuda:N``,
             or a torch device of these kinds.
 
     Raises:
-        UsageError: the name means no device.
-        EnvironmentProblem: the device is not there.
+        UsageError: the name is not of one of these forms.
+        EnvironmentProblem: the machine has no such device.
     """
     name = check_device_name("auto" if device is None else str(device))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -75,12 +76,11 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def start_beside(device: torch.device) -> Future[None]:
-    """Lets a thread start a GPU and its library of products, which takes a second and more, beside the work
-    that needs no GPU; nothing on the CPU.
+    """Start a GPU and cuBLAS in a thread, which takes a second and more; nothing for the CPU.
 
     Returns:
-        What to wait for before the GPU is used. What goes wrong in the thread goes wrong there too, and is
-        said there.
+        A future to wait for before the GPU is used. It never raises: an error of the GPU is met, and
+        reported, where the GPU is used.
     """
 
     def start() -> None:
@@ -95,7 +95,7 @@ def start_beside(device: torch.device) -> Future[None]:
 
 
 def beside(work: Callable[[], None]) -> Future[None]:
-    """Lets a thread of its own do ``work``."""
+    """Run ``work`` in a thread of its own."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="marlinq-start")
     begun = thread.submit(work)
     thread.shutdown(wait=False)
@@ -103,7 +103,7 @@ def beside(work: Callable[[], None]) -> Future[None]:
 
 
 def read_clock(device: torch.device) -> float:
-    """Seconds of a monotonic clock, when all work that was given to ``device`` is done."""
+    """Wait until ``device`` has finished all its work; then seconds of a monotonic clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,7 +1,6 @@
-"""How a report looks: paragraphs, facts and tables.
+"""Blocks that a report consists of (lines, labelled facts, tables), and their plain text.
 
-A report says what it shows as blocks. Here they become plain text, which pipes and Python callers get; on a
-terminal the command line draws the same blocks with rich.
+Pipes and Python callers get plain text; on a terminal the command line draws the same blocks with rich.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from dataclasses import dataclass
 from marlinq.core.safe_text import escaped
 
 GAP = "  "
-"""What stands between two columns of plain text."""
+"""Text between two columns of plain text."""
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines that stand as they are."""
+    """Lines of text, shown unchanged."""
 
     lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Labels and what there is to say of each."""
+    """Rows of a label and its value."""
 
     rows: tuple[tuple[str, str], ...]
 
@@ -35,11 +34,12 @@ class Table:
     """Rows of cells.
 
     Attributes:
-        header: the columns' titles; empty for none.
-        rows: as many cells each as there are columns.
-        numbers: columns that are aligned to the right.
-        status: the column that holds words such as ``passed`` or ``no``, which a terminal colours.
-        title: a line above, or empty.
+        header: titles of the columns; empty for none.
+        rows: rows, each with as many cells as there are columns.
+        numbers: indices of columns that are aligned to the right.
+        status: index of the column with words such as ``passed`` or ``no``, which a terminal colours; or
+            None.
+        title: line above the table; empty for none.
     """
 
     header: tuple[str, ...]
@@ -53,11 +53,11 @@ Block = Lines | Facts | Table
 
 
 class Shown(ABC):
-    """A report that has blocks to show."""
+    """A report that is shown as blocks."""
 
     @abstractmethod
     def display(self) -> Sequence[Block]:
-        """What to show, from top to bottom."""
+        """The blocks of the report, from top to bottom."""
 
     def render(self) -> str:
         """The report as plain text, without a final newline."""
@@ -70,12 +70,12 @@ def lines(*texts: str) -> Lines:
 
 
 def size_text(count: float) -> str:
-    """Bytes for people: ``1.23 GB`` or ``45.60 MB``."""
+    """A number of bytes as text: ``1.23 GB`` or ``45.60 MB``."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: ``3.2 s``, ``45 s``, ``3 min 10 s`` or ``2 h 5 min``."""
+    """Seconds as text: ``3.2 s``, ``45 s``, ``3 min 10 s`` or ``2 h 5 min``."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -1,6 +1,6 @@
 """Names of tensor dtypes, as torch spells them without its prefix: ``float16``, ``int32``.
 
-Descriptions of tensors carry names, so that they can be read, compared and planned without torch.
+Descriptions of tensors hold names of dtypes, so that they can be read and compared without importing torch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ITEM_BYTES = {
 """Bytes of one element, by the dtype's name."""
 
 FLOATS = ("float32", "bfloat16", "float16")
-"""The dtypes that unquantised weights come in."""
+"""Dtypes of unquantised weights."""
 
 SCALES = (*FLOATS, "float8_e4m3fn", "float8_e8m0fnu")
-"""The dtypes that scales come in; ``float8_e8m0fnu`` holds powers of two without a sign."""
+"""Dtypes of scales; ``float8_e8m0fnu`` holds powers of two without a sign."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -1,6 +1,6 @@
-"""Opening what a user, a recipe or a checkpoint names: regular files only, and without ever waiting.
+"""Open files whose names come from a user, a recipe or a checkpoint; only regular files are accepted.
 
-Opening a named pipe for reading waits for a writer, and reading a device may never end.
+Opening a named pipe would wait for a writer, and reading a device might never end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KINDS = (
 
 
 def kind_of(mode: int) -> str:
-    """What a file of this ``st_mode`` is, in words."""
+    """Kind of file of a ``st_mode`` in words, such as ``a folder``."""
     return next((kind for test, kind in _KINDS if test(mode)), "a regular file")
 
 
@@ -29,9 +29,10 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, dir_
     """A descriptor of the regular file ``path``; ``flags`` and ``dir_fd`` as in ``os.open``.
 
     Raises:
-        OSError: as ``os.open``, and EINVAL for what is no regular file.
+        OSError: as ``os.open``, and EINVAL for anything but a regular file.
     """
-    # Opening a device can act on it, so it is looked at first, and again in case it was exchanged.
+    # Opening a device can act on it, so the kind is checked before opening, and again after, in case the file
+    # was exchanged in between.
     follow = not flags & os.O_NOFOLLOW
     if not flags & os.O_CREAT:
         _refuse_others(os.stat(path, dir_fd=dir_fd, follow_symlinks=follow), path)
@@ -50,12 +51,12 @@ def _refuse_others(status: os.stat_result, path: str | os.PathLike[str]) -> None
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put the file ``path`` with ``text`` into place at once; a link in its place is replaced, not followed.
+    """Replace the file ``path`` by one with ``text``, atomically; a link is replaced, not followed.
 
     Raises:
         OSError: the folder can't be written.
     """
-    # A name without a number: what a killed process left is replaced by the next one.
+    # Always the same temporary name, so that the next call removes what a killed process left.
     temporary = path.parent / f".{path.name}.partial"
     temporary.unlink(missing_ok=True)
     try:

@@ -11,7 +11,7 @@ channels times P groups of output channels.
 
 Configs and kernels write the same facts as numbers (``group_size`` of -1 for one scale per output channel).
 They are converted where they are read or written, with :meth:`Granularity.from_group_size` and
-:attr:`Granularity.group_size`; between those borders there is this type alone.
+:attr:`Granularity.group_size`; all other code uses this type.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Granularity:
 
     @property
     def size(self) -> int | str:
-        """What reports show: :attr:`group_size` where there is one, else ``tensor`` or ``128x128``."""
+        """The value that reports show: :attr:`group_size` of a group or channel, else ``tensor`` or
+        ``128x128``."""
         if self.outputs == 1:
             return self.group_size
         return f"{self.outputs}x{self.channels}" if self.channels else "tensor"
@@ -135,7 +136,7 @@ class Granularity:
         return Granularity.channel() if self.kind == "group" and self.channels >= in_features else self
 
     def describe(self) -> str:
-        """For people: ``groups of 128``, ``one scale per channel``, ``blocks of 128 x 128``."""
+        """Text for messages: ``groups of 128``, ``one scale per channel``, ``blocks of 128 x 128``."""
         return {
             "tensor": "one scale per tensor",
             "channel": "one scale per channel",

@@ -1,7 +1,7 @@
-"""The Hugging Face Hub: whether it can be asked at all, and which names answer without it.
+"""The Hugging Face Hub: whether it can be reached, and which models and datasets are in its cache.
 
-Its libraries retry for half a minute before they say that there is no network. The question is put once
-here, with a bound.
+The Hub's libraries retry for half a minute before they report that there is no network. Here it is asked
+once, for at most two seconds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from functools import cache
 from pathlib import Path
 
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
-"""What the Hub calls a repository: ``organisation/name``, or a dataset's ``name`` alone."""
+"""Names of repositories: ``organisation/name``, or a dataset's ``name`` alone."""
 
 PATIENCE = 2.0
-"""Seconds that the Hub has for its first answer."""
+"""Seconds to wait for the Hub's first answer."""
 
 _SHOWN = 8
 
@@ -39,7 +39,8 @@ def why_unreachable() -> str:
 @cache
 def _probe(endpoint: str) -> str:
     answers: list[str] = []
-    # The look-up of a host's name takes no time limit, so the question has a thread that may be left behind.
+    # Looking up a host's name can't be given a time limit, so the request runs in a thread that may outlive
+    # it.
     asking = threading.Thread(target=lambda: answers.append(_ask(endpoint)), daemon=True)
     asking.start()
     asking.join(PATIENCE)
@@ -53,7 +54,7 @@ def _ask(endpoint: str) -> str:
         return ""  # any answer is one
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        # Certificates are the business of the library that comes next; it may know others.
+        # The Hub's library may trust other certificates than this module, so it decides.
         if isinstance(reason, ssl.SSLError):
             return ""
         return f"{endpoint} can't be reached: {getattr(reason, 'strerror', None) or reason}"
@@ -72,7 +73,7 @@ def cached_models() -> list[str]:
 
 
 def cached_datasets() -> list[str]:
-    """Names under which ``datasets`` finds something in its cache without a network, sorted."""
+    """Names of datasets that ``datasets`` can load from its cache without a network, sorted."""
     import datasets
 
     # <cache>/organisation___name/<config>/<version>/<fingerprint>
@@ -84,7 +85,7 @@ def cached_datasets() -> list[str]:
 
 
 def listed(kind: str, names: Sequence[str]) -> str:
-    """A phrase for an error message: which names of ``kind`` are in the cache."""
+    """Phrase for an error message that lists the first of ``names``, of ``kind``, in the cache."""
     if not names:
         return f"there are no {kind} in the cache"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

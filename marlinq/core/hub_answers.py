@@ -1,9 +1,9 @@
-"""What a Hub endpoint may answer: every response is checked before ``huggingface_hub`` sees it.
+"""Check every response of a Hub endpoint before ``huggingface_hub`` sees it.
 
-The library makes paths of what a server says: a file's ETag names its place in the cache, a commit names a
-folder, and a listing names the files. An endpoint of ``HF_ENDPOINT``, a proxy, or the login page of a network
-may say anything, or nothing, or never stop. Here names, hashes and sizes are checked, and time and bytes have
-bounds.
+The library makes paths out of a server's words: a file's ETag names its place in the cache, a commit names a
+folder, and a listing names the files. A server of ``HF_ENDPOINT``, a proxy, or the login page of a network
+may send anything, nothing, or data without end. Here names, hashes and sizes are checked, and time and bytes
+are bounded.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.plain_values import load_json
 
 SILENCE_SECONDS = 30.0
-"""Time that a server has for the next bytes."""
+"""Seconds that a server may stay silent."""
 
 ANSWER_SECONDS = 60.0
-"""Time for a whole answer that is no file, and grace of a file before its rate counts."""
+"""Seconds for a whole answer that is no file; and seconds after which a file's rate is checked."""
 
 LEAST_RATE = 1_000.0
-"""Bytes per second of a file, on average."""
+"""Bytes per second of a file at least, on average."""
 
 MAX_ANSWER_BYTES = 64 << 20
-"""Size of an answer that is no file."""
+"""Bytes of an answer that is no file, at most."""
 
 MAX_FILE_BYTES = 1 << 40
-"""Size of a file."""
+"""Bytes of a file at most."""
 
 MAX_UNANNOUNCED_BYTES = 1 << 30
-"""Size of a file whose length the server does not say; those are texts."""
+"""Bytes at most of a file whose length the server does not give; such files are texts."""
 
 MAX_ANSWERS = 1_000
-"""Answers to one download that are no files; a listing has 1,000 files a page."""
+"""Pages of listings and other answers than files, at most, of one download; a page lists 1,000 files."""
 
 MAX_ATTEMPTS = 100
-"""Answers to the request for one file, which is taken up where it broke off."""
+"""Requests at most for one file; a download that broke off continues where it stopped."""
 
 MAX_NAME = 1_000
-"""Characters of a file's path."""
+"""Characters of a file's path at most."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -55,7 +55,7 @@ _LONGEST_WAIT = re.compile(r"(?:^|t=)\s*([0-9]+)")
 
 
 def is_plain_path(name: object) -> bool:
-    """Whether ``name`` is a relative path of plain parts, as the files of a repository have."""
+    """Whether ``name`` is a relative path without empty, ``.`` or ``..`` parts."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
         return False
     if "\\" in name or ":" in name:
@@ -89,7 +89,7 @@ def checked_answers() -> Iterator[None]:
         return made
 
     hub.set_client_factory(client)
-    # Xet is a protocol of its own, which goes round what is checked here.
+    # Xet downloads don't pass through this client, so other endpoints than the Hub's may not use them.
     constants.HF_HUB_DISABLE_XET = with_xet or constants.ENDPOINT != constants._HF_DEFAULT_ENDPOINT
     try:
         yield
@@ -99,14 +99,14 @@ def checked_answers() -> Iterator[None]:
 
 
 class _Guard:
-    """Hooks of a client: what is asked for, and what comes."""
+    """Hooks of an HTTP client that check requests and responses."""
 
     def __init__(self, endpoint: str) -> None:
         path = urlsplit(endpoint).path.rstrip("/")
         self._api, self._small_files = f"{path}/api/", f"{path}/api/resolve-cache/"
         self._asked: Counter[str] = Counter()
         self._answers = 0
-        # When the first request was made that nothing has come for.
+        # Clock at the first request since the last response; None after a response.
         self._asked_at: float | None = None
         self.stream: type[_Bounded] = _Bounded
 
@@ -122,13 +122,13 @@ class _Guard:
         )
 
     def heard(self) -> None:
-        """Something has come."""
+        """Note that bytes have arrived."""
         self._asked_at = None
 
     def request(self, request: Any) -> None:
-        """Give the server a time limit, and ask for bytes as they are.
+        """Set the time limit of a request, and forbid compression.
 
-        The library asks again and again; what is silent that long is given up.
+        The library retries many times; a server that has been silent for too long is given up.
         """
         now = time.monotonic()
         if self._asked_at is None:
@@ -144,11 +144,11 @@ class _Guard:
             key: min(limits.get(key) or SILENCE_SECONDS, SILENCE_SECONDS)
             for key in ("connect", "read", "write", "pool")
         }
-        # A compressed answer may be a thousand times as long as it says.
+        # A compressed answer may expand to a thousand times its stated length.
         request.headers["Accept-Encoding"] = "identity"
 
     def response(self, response: Any) -> None:
-        """Check what can be known from the headers, and a listing as a whole; bound the rest."""
+        """Check the headers, and the whole text of a listing; bound time and bytes of everything else."""
         self.heard()
         url, headers, status = response.request.url, response.headers, response.status_code
         if headers.get("Content-Encoding", "identity") != "identity":
@@ -190,7 +190,7 @@ class _Guard:
                 raise self.refuse(url, f"it answers with status {status}")
 
     def _check_target(self, url: Any, location: str, *, listing: bool) -> None:
-        """Refuse to be sent where no answer would be checked."""
+        """Refuse redirects to places whose answers would not be checked."""
         try:
             target = urlsplit(urljoin(str(url), location))
             known = target.scheme in ("http", "https") and bool(target.hostname) and target.port != 0
@@ -251,7 +251,7 @@ class _Guard:
 
 
 class _Bounded:
-    """The bytes of one answer, of which no more come than the limit, and none too slowly."""
+    """The bytes of one answer, up to a limit and at a least rate."""
 
     def __init__(self, stream: Any, guard: _Guard, url: Any, limit: int, *, is_file: bool) -> None:
         self._stream, self._guard, self._url = stream, guard, url
@@ -263,7 +263,7 @@ class _Bounded:
         while True:
             began = time.monotonic()
             piece = next(pieces, None)
-            # Whoever reads may take longer than the server.
+            # Only the server's time counts, not that of the reader between two pieces.
             waited += time.monotonic() - began
             if piece is None:
                 return

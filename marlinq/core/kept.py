@@ -1,9 +1,9 @@
-"""Files that marlinq keeps for later processes: compiled kernels, and what was found out once.
+"""The cache folder: compiled kernels, and notes of results that are slow to find again.
 
-A compiled kernel is a program, and a note decides which program runs, so the folder is trusted as ssh trusts
-the folder of its keys: it belongs to this user or to root, and neither it nor any folder above it can be
-changed by others. Files are regular ones of a bounded size. A file is written under a temporary name and
-renamed, so any number of processes share the folder.
+A compiled kernel is a program, and a note decides which program runs. So the folder must be as safe as ssh's:
+it belongs to this user or to root, and others can't write to it or to any folder above it. Only regular files
+of bounded size are read. A file is written under a temporary name and renamed, so any number of processes can
+share the folder.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.files import open_regular
 
 MAX_NOTE_BYTES = 16 << 20
-"""Size of a note; the largest are parts of a tokenizer."""
+"""Bytes of a note at most; the largest are parts of a tokenizer."""
 
 _VARIABLE = "MARLINQ_CACHE"
 _TEMPORARY = ".tmp"
-# A process that writes a file takes milliseconds; one that was killed leaves its temporary file.
+# Temporary files older than this were left by killed processes; writing a file takes milliseconds.
 _STALE_SECONDS = 3600.0
 
 
 class UntrustedCache(UserWarning):
-    """The folder of kept files can't be used, so what was found out once is found out again."""
+    """The cache folder can't be trusted, so results that it may hold are computed again."""
 
 
 def cache_folder() -> Path:
-    """The folder of kept files: ``$MARLINQ_CACHE``, ``$XDG_CACHE_HOME/marlinq`` or ``~/.cache/marlinq``.
+    """The cache folder: ``$MARLINQ_CACHE``, ``$XDG_CACHE_HOME/marlinq`` or ``~/.cache/marlinq``.
 
     Raises:
         EnvironmentProblem: neither variable is set, and the user has no home folder.
@@ -55,7 +55,7 @@ def cache_folder() -> Path:
 
 
 def kept_path(name: str) -> Path:
-    """The place of the kept file ``name``.
+    """The path of the file ``name`` in the cache folder.
 
     Raises:
         EnvironmentProblem: as :func:`cache_folder`.
@@ -64,10 +64,10 @@ def kept_path(name: str) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Make sure that nobody but this user and root can change what lies in ``folder``.
+    """Check that only this user and root can change the files in ``folder``.
 
     Args:
-        folder: need not exist; then the folders above it are looked at.
+        folder: folder to check; need not exist. The folders above it are checked, too.
 
     Raises:
         EnvironmentProblem: another user owns it, or it or a folder above it is writable by others.
@@ -86,7 +86,7 @@ def check_folder(folder: Path) -> None:
                     f"{each}: belongs to user {status.st_uid}, who could exchange compiled kernels there; "
                     f"remove it, {advice}"
                 )
-            # In a folder such as /tmp others can't rename or remove what is not theirs.
+            # In a sticky folder such as /tmp others can't rename or remove this user's files.
             sticky = each != real and status.st_mode & stat.S_ISVTX
             if writable_by_others(status) and not sticky:
                 raise EnvironmentProblem(
@@ -101,7 +101,7 @@ def check_folder(folder: Path) -> None:
 
 
 def writable_by_others(status: os.stat_result) -> bool:
-    """Whether anybody but the owner may write; a group that holds its owner alone does not count."""
+    """Whether others than the owner may write; the owner's private group doesn't count as others."""
     if status.st_mode & stat.S_IWOTH:
         return True
     return bool(status.st_mode & stat.S_IWGRP) and not _is_private(status.st_gid, status.st_uid)
@@ -117,11 +117,11 @@ def _is_private(group: int, user: int) -> bool:
 
 
 def read_kept(name: str, limit: int) -> bytes | None:
-    """The content of the kept file ``name``; None where there is none.
+    """The content of the file ``name`` in the cache folder; None where there is none.
 
     Raises:
         EnvironmentProblem: the folder can't be trusted.
-        OSError: the file is no regular one, is larger than ``limit`` bytes, or others can write it.
+        OSError: it is no regular file, has more than ``limit`` bytes, or others can write it.
     """
     path = kept_path(name)
     check_folder(path.parent)
@@ -140,13 +140,13 @@ def read_kept(name: str, limit: int) -> bytes | None:
 
 
 def write_kept(name: str, content: bytes) -> Path:
-    """Put ``content`` into the kept file ``name`` in one step, and make the folder where it is not there.
+    """Write the file ``name`` in the cache folder atomically; the folder is made where it is missing.
 
     Returns:
         The file's path.
 
     Raises:
-        EnvironmentProblem: the folder can't be trusted, or not be written.
+        EnvironmentProblem: the folder can't be trusted, or can't be written.
     """
     path = kept_path(name)
     check_folder(path.parent)
@@ -163,7 +163,7 @@ def write_kept(name: str, content: bytes) -> Path:
 
 
 def is_kept(name: str) -> bool:
-    """Whether the regular file ``name`` is kept, in a folder that can be trusted."""
+    """Whether the cache folder can be trusted and has a regular file ``name``."""
     try:
         path = kept_path(name)
         check_folder(path.parent)
@@ -173,7 +173,7 @@ def is_kept(name: str) -> bool:
 
 
 def read_note(name: str) -> bytes | None:
-    """As :func:`read_kept`, of what can be found out again: None for whatever can't be read.
+    """The content of a note; None where there is none or it can't be read, since it can be computed again.
 
     Warns:
         UntrustedCache: the folder can't be trusted.
@@ -188,14 +188,14 @@ def read_note(name: str) -> bytes | None:
 
 
 def write_note(name: str, content: bytes) -> None:
-    """As :func:`write_kept`, of what can be found out again: nothing where the folder can't be used."""
+    """Write a note; does nothing where the folder can't be used, since a note can be computed again."""
     if len(content) <= MAX_NOTE_BYTES:
         with contextlib.suppress(EnvironmentProblem):
             write_kept(name, content)
 
 
 def _make(folder: Path) -> None:
-    """Make ``folder`` and those above it, none of them writable by others whatever the umask."""
+    """Make ``folder`` and missing folders above it, none writable by others whatever the umask is."""
     missing = []
     for each in (folder, *folder.parents):
         if each.exists():

@@ -1,7 +1,7 @@
-"""torch, imported at the first use of one of its names.
+"""``torch`` as a module that is imported at the first use of one of its names.
 
-Importing torch takes seconds. Rooms that describe tensors (names, shapes, dtypes) and also compute with them
-use this module, so that ``marlinq inspect`` and ``--help`` never wait for it:
+Importing torch takes seconds. Modules that some commands use only for names, shapes and dtypes take torch
+from here, so that ``marlinq inspect`` and ``--help`` don't import it:
 
     if TYPE_CHECKING:
         import torch

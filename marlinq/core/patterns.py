@@ -1,8 +1,7 @@
-"""Regular expressions that come from outside: bounded in length, in size once compiled, and in time.
+"""Regular expressions from recipes, options and configs: bounded in length, compiled size and matching time.
 
-Backtracking can take longer than anybody lives, and counted repetitions are unrolled when a pattern is
-compiled: ``(?:a{1000}){1000}`` asks for gigabytes. Every pattern of a recipe, an option or a checkpoint's
-config goes through here.
+Backtracking can take practically for ever, and counted repetitions are unrolled when a pattern is compiled:
+``(?:a{1000}){1000}`` takes gigabytes.
 """
 
 from __future__ import annotations
@@ -18,17 +17,18 @@ import regex
 from marlinq.core.errors import CheckpointError, MarlinqError
 
 MAX_CHARACTERS = 10_000
-"""Length of a pattern, and of a text that is searched."""
+"""Characters at most of a pattern, and of a text that is searched."""
 
 MAX_REPETITIONS = 256
-"""Copies that counted repetitions may make of a part; patterns of module names rarely count beyond ten."""
+"""Copies of a part that counted repetitions may make; patterns of module names rarely count beyond ten."""
 
 MATCH_SECONDS = 2.0
-"""Time for one match; an honest one takes microseconds."""
+"""Seconds for one match; an honest one takes microseconds."""
 
 TOTAL_SECONDS = 10.0
-"""Time for all slow matches of the patterns of one source."""
+"""Seconds for all slow matches together of the patterns of one source."""
 
+# Matches faster than this don't count as slow.
 _HONEST_SECONDS = 1e-3
 
 _REPETITION = re.compile(r"\{([^{}]*)\}")
@@ -37,11 +37,11 @@ _VERBOSE = re.compile(r"\(\?[A-Za-z0-9]*x")
 
 
 class Patterns:
-    """The patterns of one source, which share a budget of time.
+    """The patterns of one source, which share :data:`TOTAL_SECONDS`.
 
     Args:
-        source: the file and key, or the option, that they stand in; messages begin with it.
-        error: exception to raise: its class says whose mistake a bad pattern is.
+        source: file and key, or option, of the patterns; error messages begin with it.
+        error: class of exceptions for bad patterns.
     """
 
     def __init__(self, source: str, error: type[MarlinqError] = CheckpointError) -> None:
@@ -117,7 +117,7 @@ class Pattern:
             ) from None
         finally:
             taken = time.monotonic() - start
-            # Honest matches are not counted, however many modules and rules there are.
+            # Fast matches don't count, however many modules and rules there are.
             owner.seconds_left -= taken if taken > _HONEST_SECONDS else 0
 
 
@@ -143,31 +143,31 @@ class Exact:
     name: str
 
     def matches(self, name: str) -> bool:
-        """Whether ``name`` is the one."""
+        """Whether ``name`` is equal."""
         return name == self.name
 
 
 @dataclass(frozen=True)
 class Named:
-    """Matches a module by its full name, the end of that, or the name of a module around it; no regular
-    expression is involved."""
+    """Matches a module by its full name, by the last parts of it, or by the name of a module that contains
+    it; no regular expression is involved."""
 
     name: str
 
     def matches(self, name: str) -> bool:
-        """Whether ``name`` is meant."""
+        """Whether ``name`` is that module's."""
         return f".{name}".endswith(f".{self.name}") or name.startswith(f"{self.name}.")
 
 
 @dataclass(frozen=True)
 class Glob:
-    """Matches the names that a pattern with ``*`` for any text describes, or modules inside of one; no
+    """Matches names by a pattern in which ``*`` stands for any text, and all modules inside of those; no
     regular expression is involved."""
 
     pattern: str
 
     def matches(self, name: str) -> bool:
-        """Whether ``name`` is meant."""
+        """Whether the pattern describes ``name``, or a module that contains it."""
         parts = self.pattern.split("*")
         if len(parts) == 1:
             return name == self.pattern or name.startswith(f"{self.pattern}.")
@@ -195,7 +195,7 @@ class Containing:
 
 
 def _least_count(inside: str) -> int:
-    """How often ``{inside}`` copies what stands before it: its lower bound, 1 where it has none."""
+    """Copies that ``{inside}`` makes of the part before it: the lower bound, 1 where it has none."""
     digits = re.match(r"\s*(\d{1,9})", inside)
     return max(int(digits[1]), 1) if digits else 1
 

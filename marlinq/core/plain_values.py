@@ -1,7 +1,7 @@
-"""JSON and YAML that nobody has checked, as plain values of bounded depth, count and size.
+"""Read untrusted JSON and YAML as plain values of bounded depth, count and size.
 
-Left to themselves, the libraries follow aliases of which 300 bytes stand for gigabytes, make objects that a
-tag names, nest until later code exhausts the stack, and read integers that can't be printed again.
+Without bounds the libraries follow aliases (300 bytes can stand for gigabytes), make objects that a tag
+names, nest until later code exhausts the stack, and read integers that can't be printed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import yaml
 
 MAX_DEPTH = 100
-"""Lists and mappings inside each other; honest files have some ten."""
+"""Lists and mappings at most inside each other; honest files have some ten."""
 
 MAX_DIGITS = 40
-"""Characters of an integer; the longest honest one known is a tokenizer's 10**30."""
+"""Characters of an integer at most; the longest honest one known is a tokenizer's 10**30."""
 
 MAX_YAML_BYTES = 256 << 10
-"""Size of a recipe or of a card's front matter."""
+"""Bytes at most of a recipe, or of a model card's front matter."""
 
 MAX_YAML_VALUES = 20_000
-"""Values in one YAML text, which take up to half a second."""
+"""Values at most in one YAML text; so many take up to half a second to read."""
 
 _OTHERS = bytes(sorted(set(range(256)) - set(b"[]{}")))
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
@@ -37,7 +37,8 @@ def check_depth(text: bytes) -> None:
     Raises:
         ValueError: it does.
     """
-    # Innermost pairs are removed level by level. Brackets inside strings may remain; then all are counted.
+    # Only brackets are kept, and innermost pairs are removed level by level. If any remain, brackets inside
+    # strings may be the reason, so the text is then read token by token.
     brackets = text.translate(None, _OTHERS)
     for _ in range(MAX_DEPTH):
         if not brackets:
@@ -84,7 +85,7 @@ def load_json(
         ValueError: it is no JSON in UTF-8, nests too deep, or has integers that are too long.
     """
     check_depth(text)
-    # Left to itself, json guesses among encodings and lets halves of surrogate pairs pass.
+    # json.loads would guess the encoding of bytes, and accept halves of surrogate pairs.
     return json.loads(
         text.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant, parse_int=integer
     )
@@ -109,7 +110,7 @@ def load_yaml(text: bytes) -> Any:
 
 
 class _Document:
-    """Makes the value of a document from the events of its parser, without recursion."""
+    """Builds the value of a YAML document from the parser's events, without recursion."""
 
     def __init__(self, loader: yaml.SafeLoader) -> None:
         self._loader = loader

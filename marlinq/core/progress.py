@@ -1,6 +1,6 @@
-"""How an operation reports its progress to whoever called it, and how that is shown.
+"""Progress of an operation: the functions it reports to, and how they show it.
 
-On a terminal progress is a bar, which is gone when its stage ends; in a notebook it is tqdm's bar for
+On a terminal progress is a bar that disappears when its stage ends; in a notebook it is tqdm's bar for
 notebooks; elsewhere (a log, a pipe, CI) it is a line every 30 seconds.
 """
 
@@ -19,13 +19,13 @@ from marlinq.core.display import duration
 from marlinq.core.safe_text import encodable, one_line
 
 ReportProgress = Callable[[str, int, int], None]
-"""Called with (what is being done, steps done, steps in all)."""
+"""Function called with (name of the stage, steps done, steps in all)."""
 
 Progress = ReportProgress | bool
 """``progress`` of an operation: True shows it on stderr, False shows none, a function is called."""
 
 ReportMessage = Callable[[str], None]
-"""Called with a line for people: what comes next and how long it takes, or how it goes."""
+"""Function called with a line of text: what comes next and how long it takes, or what was done."""
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -73,9 +73,9 @@ def showing(progress: Progress, *, stages: bool = False) -> Iterator[ReportProgr
 
 
 def shows_progress(operation: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorates an operation with a keyword ``progress`` of type :data:`Progress`: its body gets a function.
+    """Decorate an operation so that callers may pass ``progress`` of type :data:`Progress`.
 
-    Without that keyword progress is shown.
+    The operation itself gets the function to report to. By default progress is shown.
     """
 
     @wraps(operation)
@@ -89,12 +89,13 @@ def shows_progress(operation: Callable[_Parameters, _Result]) -> Callable[_Param
 
 
 def messages_beside(progress: ReportProgress) -> ReportMessage:
-    """Prints messages where ``progress``, from :func:`showing`, is shown on stderr; else drops them."""
+    """A function that prints messages if ``progress``, from :func:`showing`, is shown on stderr; else drops
+    them."""
     return print_message if isinstance(progress, (Bars, Lines, StageSeconds)) else no_message
 
 
 class Bars:
-    """Draws one bar at a time, for the stage reported last; a bar that ends is taken away.
+    """Draws a bar for the stage reported last, and removes it when the stage ends.
 
     Args:
         bar: a class with tqdm's interface; tqdm's own for terminals unless given.
@@ -134,7 +135,7 @@ class Bars:
 
 
 class Lines:
-    """Prints a line every 30 seconds, also while nothing is reported: what is done, how far, time left.
+    """Prints a line every 30 seconds, also while nothing is reported: stage, steps done, time left.
 
     Args:
         file: where the lines go.
@@ -169,7 +170,7 @@ class Lines:
         self._now = stage, done, total
 
     def line(self) -> str:
-        """What there is to say now."""
+        """The line to print now."""
         clock = self._clock()
         so_far = f"[{duration(clock - self._start)}]"
         if self._now is None:
@@ -208,7 +209,7 @@ def _print(line: str, file: TextIO) -> None:
 
 
 def _notebook_bar() -> type[Any] | None:
-    """tqdm's bar for notebooks, where this is one and has ipywidgets; else None."""
+    """tqdm's bar for notebooks, if this process runs a notebook with ipywidgets; else None."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None or "IPKernelApp" not in shell.config:

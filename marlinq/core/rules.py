@@ -2,7 +2,7 @@
 
 Recipes, overrides and every ``quantization_config`` dialect resolve to these values: a dialect to
 :class:`Rules`, whose outcomes are schemes; a recipe to :class:`ModuleRules` of a scheme and its method's
-options. Mixed precision is a matter of rules alone.
+options.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ T = TypeVar("T")
 
 
 class Matcher(Protocol):
-    """Says whether a rule is about a module."""
+    """Decides which modules a rule applies to."""
 
     def matches(self, module: str) -> bool:
-        """Whether ``module``, a full dotted name, is meant.
+        """Whether the rule applies to ``module``, a full dotted name.
 
         Raises:
-            MarlinqError: the pattern takes too long; the message names where it stands.
+            MarlinqError: the pattern takes too long; the message names its source.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Keep:
-    """The module stays unquantised; ``reason`` says why, for people."""
+    """The module stays unquantised; ``reason`` is text that says why."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Rule(Generic[T]):
-    """What becomes of the modules that ``matcher`` means."""
+    """The outcome for all modules that ``matcher`` matches."""
 
     matcher: Matcher
     outcome: T | Keep
@@ -47,15 +47,15 @@ class ModuleRules(Generic[T]):
     """Ordered rules; the first that matches a module decides.
 
     Attributes:
-        default: for modules that no rule is about.
-        ordered: the rules.
+        default: outcome of modules that no rule matches.
+        ordered: the rules, first ones first.
     """
 
     default: T | Keep
     ordered: tuple[Rule[T], ...] = ()
 
     def outcome(self, module: str) -> T | Keep:
-        """What becomes of ``module`` (its full dotted name), or why it is kept."""
+        """The outcome of ``module``, a full dotted name; a :class:`Keep` where it stays unquantised."""
         for rule in self.ordered:
             if rule.matcher.matches(module):
                 return rule.outcome

@@ -1,4 +1,4 @@
-"""Text that nobody has checked, made safe to print: what a checkpoint holds reaches reports and messages.
+"""Make untrusted text, such as names in a checkpoint, safe to print in reports and messages.
 
 A line break in a name would fake a line of a report, an escape code would act on the terminal, and half of a
 surrogate pair can't be written at all.
@@ -22,7 +22,8 @@ def escaped(text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Text that a model wrote: line breaks, tabs and joiners stay, what acts on a terminal is escaped."""
+    """Text that a model wrote, with all that acts on a terminal escaped; line breaks, tabs and joiners
+    stay."""
     if text.isprintable():
         return text
     return "".join(
@@ -41,7 +42,7 @@ def one_line(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """``repr`` of a value for a message: of a readable length, and of any value."""
+    """``repr`` of any value, shortened for a message."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -60,7 +61,7 @@ def json_text(value: Any, file: TextIO, *, indent: int | None = None) -> str:
 
 
 def encodable(text: str, file: TextIO) -> str:
-    """``text`` with what the encoding of ``file`` has no character for as escapes."""
+    """``text`` with escapes for characters that the encoding of ``file`` lacks."""
     encoding = getattr(file, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 

@@ -1,14 +1,14 @@
-"""How a weight is quantised: the element type, what shares a scale, the zero point, the activations.
+"""How a weight is quantised: element type, granularity of the scales, zero point, activations.
 
 A quantised weight with K input and N output channels stands for
 
     W[n, k] = (value(codes[k, n]) - zeros[g, p]) * scales[g, p]
 
-where g = g_idx[k] and p = n // outputs per scale. ``value`` is the element's: an integer element's code is
-its own value, any other element has a table.
-With a second-level scale t, one per tensor, this is multiplied or divided by t (:data:`TensorScale`).
-Everything that depends on bits, groups or symmetry asks the scheme. A new element type is one
-:class:`Element` and a call of :func:`register_element`.
+where g = g_idx[k] and p = n // outputs per scale. ``value`` maps a code to its value: the code itself for
+integers, an entry of a table for other elements. With a second-level scale t, one per tensor, the product is
+multiplied or divided by t (:data:`TensorScale`).
+
+A new element type is one :class:`Element` and a call of :func:`register_element`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ZeroPoint = Literal["none", "midpoint", "stored"]
 """``none``: codes are signed values already; ``midpoint``: always 2**(bits-1); ``stored``: one per group."""
 
 TensorScale = Literal["none", "multiplies", "divides"]
-"""What a second-level scale does to the products of values and scales. It is kept beside the scales and never
-multiplied into them: neither the product nor a reciprocal is exact in float32."""
+"""Whether products of values and scales are multiplied or divided by a second-level scale. It is stored apart
+from the scales, since neither their product nor its reciprocal is exact in float32."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Element:
     """The type of one code.
 
     Attributes:
-        name: ``int4``, ``int8``; what reports and refusals call it, and what elements are compared by.
-        bits: width of a code, 4 or 8.
-        table: value of each code from 0 to 2**bits - 1, ascending or not, NaN for codes that stand for no
-            value; None for integers, whose codes are their values.
+        name: name in reports and messages, such as ``int4``; elements with equal names are equal.
+        bits: bits of a code, 4 or 8.
+        table: value of each code from 0 to 2**bits - 1 in any order, NaN for codes without a value; None for
+            integers, whose codes are their values.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Element:
 
     @property
     def codes(self) -> int:
-        """How many codes there are."""
+        """Number of codes, 2**bits."""
         return 1 << self.bits
 
     @property
@@ -70,7 +70,7 @@ class Element:
 
     @property
     def zero_point(self) -> ZeroPoint:
-        """What a weight has whose zero points are all :attr:`midpoint`."""
+        """Kind of zero point of a weight whose zero points are all :attr:`midpoint`."""
         return "none" if self.table is not None else "midpoint"
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def _nearest_code(table: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     codes = torch.tensor([lowest[value] for value in values], dtype=torch.uint8)
     wide = torch.tensor(values, dtype=torch.float64)
     bounds = ((wide[1:] + wide[:-1]) / 2).to(torch.float32)
-    # Values up to and with a bound go to the lower code.
+    # A value equal to a bound goes to the lower code, so the bound is lowered where the upper code is even.
     below = torch.nextafter(bounds, torch.full_like(bounds, -torch.inf))
     return codes, torch.where(codes[:-1] % 2 == 0, bounds, below)
 
@@ -125,7 +125,7 @@ def integer_element(bits: int) -> Element:
     """The integer element of ``bits`` bits.
 
     Raises:
-        UnsupportedError: there is none; the message lists the widths that there are.
+        UnsupportedError: there is none; the message lists the widths that exist.
     """
     found = ELEMENTS.get(f"int{bits}")
     if found is None:
@@ -138,12 +138,12 @@ def integer_element(bits: int) -> Element:
 
 @dataclass(frozen=True)
 class Activations:
-    """How a checkpoint wants the inputs of a linear quantised, beside its weights.
+    """How the inputs of a linear layer are quantised, according to the checkpoint.
 
     Attributes:
         element: type of a quantised input.
-        granularity: inputs that share a scale, of a matrix [tokens, K]: tensor, channel (one scale per
-            token), or group (one per token and group of K).
+        granularity: granularity of the scales of a matrix [tokens, K]: tensor, channel (one scale per token),
+            or group (one per token and group of K).
         dynamic: scales are computed at run time; otherwise the checkpoint stores them.
     """
 
@@ -152,7 +152,7 @@ class Activations:
     dynamic: bool
 
     def describe(self) -> str:
-        """For people: ``dynamic fp8_e4m3 activations, one scale per token``."""
+        """Text for messages: ``dynamic fp8_e4m3 activations, one scale per token``."""
         shared = {"tensor": "one scale per tensor", "channel": "one scale per token"}
         granularity = shared.get(self.granularity.kind, f"{self.granularity.describe()} per token")
         return f"{'dynamic' if self.dynamic else 'static'} {self.element.name} activations, {granularity}"
@@ -164,14 +164,14 @@ class Scheme:
 
     Attributes:
         element: type of a code.
-        granularity: weights that share a scale.
-        zero_point: see :data:`ZeroPoint`.
-        scale_dtype: name of the scales' dtype; float16 where nobody has said it yet, as in a config.
-        tensor_scale: see :data:`TensorScale`.
-        act_order: a stored ``g_idx`` says which group a channel belongs to, instead of ``k // group size``.
+        granularity: granularity of the scales.
+        zero_point: kind of zero points (:data:`ZeroPoint`).
+        scale_dtype: name of the scales' dtype; float16 where it is not known yet, as from a config.
+        tensor_scale: use of a second-level scale (:data:`TensorScale`).
+        act_order: whether a stored ``g_idx`` gives the group of each channel, instead of ``k // group size``.
         activations: how the inputs are quantised; None for 16-bit activations.
-        sparsity: weights that are zero by rule; None for dense weights, and for sparse ones in a layout that
-            stores their zeros as codes and does not say so.
+        sparsity: rule by which weights are zero; None for dense weights, and for sparse ones in a layout that
+            stores zeros as codes and does not mark them.
     """
 
     element: Element
@@ -190,7 +190,7 @@ class Scheme:
 
     @property
     def per_output(self) -> bool:
-        """Whether output channels share nothing, so that they can be quantised one by one."""
+        """Whether output channels share no scale, so that each can be quantised by itself."""
         return self.granularity.outputs == 1 and self.tensor_scale == "none"
 
     def channels_per_group(self, in_features: int) -> int:
@@ -206,7 +206,7 @@ class Scheme:
         return replace(self, granularity=self.granularity.for_channels(in_features))
 
     def describe(self) -> str:
-        """For people: ``int4, groups of 128, asymmetric``."""
+        """Text for messages: ``int4, groups of 128, asymmetric``."""
         kind = {"none": "signed", "midpoint": "symmetric", "stored": "asymmetric"}[self.zero_point]
         parts = [self.element.name, self.granularity.describe(), kind]
         if self.tensor_scale != "none":

@@ -11,15 +11,15 @@ from marlinq.core.scheme import INT4, INT8, Activations, Element, Scheme
 
 @dataclass(frozen=True)
 class NamedScheme:
-    """A scheme under its name, as far as the name decides it.
+    """A name on the command line, and the parts of a scheme that it decides.
 
     Attributes:
         name: name in recipes and on the command line.
         meaning: description for help texts.
         element: type of a code.
-        granularity: weights that share a scale; None where the group size is a setting of its own.
-        scale_dtype: name of the scales' dtype; None for what the layout wants.
-        two_levels: scales are multiplied by one more scale per tensor.
+        granularity: granularity of the scales; None where the group size is a setting of its own.
+        scale_dtype: name of the scales' dtype; None where the layout decides it.
+        two_levels: whether scales are multiplied by a second-level scale per tensor.
         activations: how servers quantise the inputs; None for 16-bit activations.
     """
 
@@ -32,7 +32,7 @@ class NamedScheme:
     activations: Activations | None = None
 
     def example(self, other: Scheme) -> Scheme:
-        """The scheme, with what the name leaves open as ``other`` has it."""
+        """A scheme with this name; what the name leaves open is taken from ``other``."""
         return Scheme(
             element=self.element,
             granularity=self.granularity or other.granularity,
@@ -48,9 +48,10 @@ SCHEMES: dict[str, NamedScheme] = {}
 
 
 def named_scheme(scheme: Scheme) -> str:
-    """The name that ``scheme`` has for its weights and inputs, scales and zero points aside; empty for none.
+    """Name of ``scheme``, by its element, granularity and activations; empty where it has none.
 
-    NVFP4's inputs, which loaders may leave in 16 bits, do not count.
+    Scale dtypes and zero points are not compared, nor NVFP4's activations, which loaders may leave in 16
+    bits.
     """
     for name, named in SCHEMES.items():
         inputs = named.two_levels or scheme.activations == named.activations
@@ -70,7 +71,7 @@ def register_scheme(scheme: NamedScheme) -> NamedScheme:
 _TENSOR, _CHANNEL = Granularity.tensor(), Granularity.channel()
 _BLOCK = Granularity.block(128, 128)
 MX_GROUP = Granularity.group(32)
-"""Weights of the MX formats that share a scale."""
+"""Granularity of the MX formats."""
 
 for _scheme in (
     NamedScheme("int4", "4-bit integers in groups", INT4, None),

@@ -1,7 +1,7 @@
-"""Settings: fields of a frozen dataclass that say which values they take and what they mean.
+"""Settings: fields of a frozen dataclass that carry the values they accept and a description.
 
-A recipe and the options of every method are such dataclasses. Their keys, their checks, the reading of
-``--override`` and the help texts come from the fields, so that each is said once.
+A recipe and the options of every method are such dataclasses. Keys, checks, the parsing of ``--override`` and
+help texts are all derived from the fields.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from marlinq.core.errors import UsageError
 from marlinq.core.safe_text import shown
 
 AUTO = "auto"
-"""Let something be decided by what there is."""
+"""Value of a setting that marlinq decides."""
 NONE = "none"
-"""Leave something out."""
+"""Value of a setting that is left out."""
 _LARGEST = (1 << 63) - 1
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMG]I?B)?", re.ASCII)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -27,7 +27,10 @@ _FALSE = ("false", "no", "off", "0")
 
 
 class Kind(ABC):
-    """The values that a setting takes. ``where`` begins every message: the key, after what it stands in."""
+    """The values that a setting accepts.
+
+    In all methods ``where`` is the beginning of error messages: the setting's source and key.
+    """
 
     @abstractmethod
     def check(self, where: str, value: Any) -> None:
@@ -62,7 +65,7 @@ class Flag(Kind):
 
 
 class Choice(Kind):
-    """One of ``values`` or ``others``; a registry may grow later, so they are looked at anew each time."""
+    """One of ``values`` or ``others``; ``values`` may be a registry that grows later."""
 
     def __init__(self, values: Collection[Any], *others: Any) -> None:
         self._registered, self._others = values, others
@@ -85,7 +88,7 @@ class Choice(Kind):
 
 
 class _Real(Kind):
-    """A number, within what ``allows`` allows."""
+    """A number in the range that :meth:`allows` checks."""
 
     meaning: ClassVar[str]
 
@@ -157,7 +160,7 @@ class WholeNumber(Kind):
 
 
 class Automatic(Kind):
-    """What ``kind`` takes, or the word ``auto``."""
+    """A value of ``kind``, or the word ``auto``."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -171,7 +174,7 @@ class Automatic(Kind):
 
 
 class Unset(Kind):
-    """What ``kind`` takes, or the word ``none``."""
+    """A value of ``kind``, or the word ``none``."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -231,7 +234,7 @@ class Text(Kind):
 
 
 def setting(default: Any, kind: Kind, meaning: str) -> Any:
-    """A dataclass field with what it takes and, for help texts, what it means."""
+    """A dataclass field with its default, the kind of its values, and a description for help texts."""
     return field(default=default, metadata={"kind": kind, "meaning": meaning})
 
 
@@ -241,7 +244,7 @@ def kinds(settings: type[Any]) -> dict[str, Kind]:
 
 
 def meanings(settings: type[Any]) -> dict[str, str]:
-    """What the settings of a dataclass mean, by key."""
+    """Descriptions of the settings of a dataclass, by key."""
     return {f.name: f.metadata["meaning"] for f in fields(settings) if "meaning" in f.metadata}
 
 

@@ -1,4 +1,5 @@
-"""What names a model: a local folder, or an id on the Hugging Face Hub. Decided without any library."""
+"""Decide whether the name of a model is a local folder or an id on the Hugging Face Hub, without any
+library."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def _cached(name: str) -> bool:
 
 
 def _neighbours(folder: Path) -> list[str]:
-    """Folders beside the absent ``folder`` with names like its own."""
+    """Existing folders beside ``folder``, which does not exist, with similar names."""
     try:
         names = [entry.name for entry in os.scandir(folder.parent) if entry.is_dir()]
     except OSError:

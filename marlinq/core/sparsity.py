@@ -1,6 +1,6 @@
-"""Fine-grained structured sparsity: of so many neighbouring input channels, at most so many are not zero.
+"""Structured sparsity: in each span of neighbouring input channels, at most some weights are not zero.
 
-Rules and masks are per output channel, along K, in spans that begin at multiples of their length.
+Spans belong to one output channel and begin at multiples of their length along K.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sparsity:
         return f"{self.kept}:{self.span}"
 
     def describe(self) -> str:
-        """For people: ``2:4 sparse``."""
+        """Text for messages: ``2:4 sparse``."""
         return f"{self.name} sparse"
 
     def largest(self, scores: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Sparsity:
         return torch.stack(kept, dim=1).reshape(scores.shape)
 
     def crowded(self, used: Tensor) -> Tensor:
-        """bool [K / span, N]: the spans with more values than may be.
+        """bool [K / span, N], whether a span has more nonzero weights than ``kept``.
 
         Args:
             used: bool [K, N], true where a weight is not zero.
@@ -65,7 +65,8 @@ class Sparsity:
         return counts > self.kept
 
     def refusal(self, used: Tensor) -> str | None:
-        """Why weights that are not zero at ``used``, bool [K, N], are not sparse in this way, or None."""
+        """Why weights that are nonzero at ``used``, bool [K, N], break this rule, in one clause; None if they
+        don't."""
         if used.shape[0] % self.span:
             return f"K={used.shape[0]} is not a multiple of {self.span}"
         crowded = self.crowded(used)
@@ -80,7 +81,7 @@ class Sparsity:
 
 
 TWO_OF_FOUR = Sparsity(2, 4)
-"""What tensor cores of compute capability 8.0 and up multiply with."""
+"""The sparsity that tensor cores of compute capability 8.0 and later multiply with."""
 
 SPARSITIES: dict[str, Sparsity] = {TWO_OF_FOUR.name: TWO_OF_FOUR}
 """Every sparsity by name."""

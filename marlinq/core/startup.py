@@ -9,13 +9,13 @@ from marlinq.core.devices import check_device_name
 
 
 def open_gpu_early(device: str) -> threading.Thread | None:
-    """Let the driver open the GPU that ``device`` names, in a thread, while torch is still imported.
+    """Create the CUDA context of the GPU that ``device`` names, in a thread, while torch is being imported.
 
-    The driver's context of a device is one for the whole process, so torch finds it open. Where there is no
-    driver or no such GPU nothing happens, and whoever needs it says so.
+    A process has one primary context per device, so torch then finds it created. Without a driver or such a
+    GPU nothing happens; the code that needs the GPU reports it.
 
     Returns:
-        The thread, or None where no GPU is meant.
+        The thread, or None where ``device`` names no GPU.
     """
     if check_device_name(device) == "cpu":
         return None
@@ -31,7 +31,7 @@ def _open_gpu(index: int) -> None:
     except OSError:
         return
     handle, context = ctypes.c_int(), ctypes.c_void_p()
-    # ctypes gives up the interpreter for each call. Any error ends this; torch will meet it again.
+    # ctypes releases Python's global lock during each call. Errors are ignored; torch will meet them again.
     _ = (
         driver.cuInit(0) == 0
         and driver.cuDeviceGet(ctypes.byref(handle), index) == 0

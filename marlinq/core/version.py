@@ -1,3 +1,3 @@
-"""The package's version, which files that it writes name."""
+"""The package's version, which is recorded in the files that it writes."""
 
 __version__ = "0.1.0"

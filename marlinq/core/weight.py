@@ -1,13 +1,13 @@
-"""A quantised weight between every pair of tensor layouts: codes, scales, zero points, groups.
+"""A quantised weight in neutral order: the form through which every conversion between layouts goes.
 
 A linear layer computes ``y = x @ W.T + b`` with K = in_features, N = out_features and
 
     W[n, k] = (value(codes[k, n]) - zeros[g, p]) * scales[g, p]
 
 where g = g_idx[k] and p = n // outputs per scale. The K input channels are split into G groups and the N
-output channels into P (:mod:`marlinq.core.granularity`). Where there is a second-level scale t, this product
-is multiplied by t or divided by it. Every layout is a lossless encoding of a subset of these values; what a
-layout can't hold it refuses by name (``Layout.refusal``).
+output channels into P (:mod:`marlinq.core.granularity`). Where there is a second-level scale t, the product
+is multiplied by t or divided by it. Every layout encodes some of these weights without loss, and refuses the
+others with a reason (``Layout.refusal``).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def trivial_g_idx(in_features: int, channels_per_group: int, device: torch.devic
 
 
 class _Facts(NamedTuple):
-    """What is asked of a grid's values: extremes of g_idx, whether it is trivial, whether every zero point
-    is the midpoint."""
+    """Facts about the values of a grid: extremes of g_idx, whether it is trivial, whether every zero point is
+    the midpoint."""
 
     lowest: int
     highest: int
@@ -48,22 +48,22 @@ class _Facts(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Grid:
-    """Everything of a quantised weight but its codes: what decides whether a layout can hold it.
+    """A quantised weight without its codes; enough to tell whether a layout can hold it.
 
-    Make one with :meth:`of` where a scheme is at hand.
+    :meth:`of` makes one from a scheme.
 
     Attributes:
         element: type of a code.
-        granularity: weights that share a scale; a group of K or more becomes a channel.
+        granularity: granularity of the scales; a group of K or more becomes a channel.
         out_features: N.
         scales: [G, P], of a dtype in :data:`marlinq.core.dtypes.SCALES`; negative values are legal.
         zeros: uint8 [G, P], zero points in code units; the element's midpoint everywhere means symmetric.
         g_idx: int32 [K], the group of each input channel, in ``0 .. G - 1``.
         tensor_scale: float32 [], second-level scale; None where there is none.
-        tensor_scale_divides: products are divided by ``tensor_scale``, not multiplied.
-        activations: how a checkpoint wants the inputs quantised; None for 16-bit activations.
+        tensor_scale_divides: whether products are divided by ``tensor_scale`` instead of multiplied.
+        activations: how inputs are quantised according to the checkpoint; None for 16-bit activations.
         input_scale: float [], stored scale of static activations; None where there is none.
-        sparsity: rule that the codes keep, as whoever made the weight says; None for dense weights.
+        sparsity: sparsity rule of the codes according to the checkpoint; None for dense weights.
 
     Raises:
         CheckpointError: the parts don't fit together (shape, dtype or range).
@@ -93,14 +93,14 @@ class Grid:
         tensor_scale: Tensor | None = None,
         input_scale: Tensor | None = None,
     ) -> Grid:
-        """The grid of a weight of ``scheme`` from the tensors that are stored of it.
+        """The grid of a weight of ``scheme`` from its stored tensors.
 
         Args:
-            scheme: how it is quantised.
+            scheme: scheme of the weight.
             shape: (K, N).
-            scales, tensor_scale, input_scale: as in the class.
+            scales, tensor_scale, input_scale: as the attributes.
             zeros: zero points; the element's midpoint where None.
-            g_idx: group of each channel; in the order of the channels where None.
+            g_idx: group of each channel; None for ``k // group size``.
         """
         return Grid(**_parts(scheme, shape, scales, zeros, g_idx, tensor_scale, input_scale))
 
@@ -136,7 +136,7 @@ class Grid:
 
     @cached_property
     def _facts(self) -> _Facts:
-        """All at once: a GPU is waited for a single time."""
+        """Computed together, so that the host waits for a GPU only once."""
         lowest, highest = self.g_idx.aminmax()
         regular = trivial_g_idx(self.in_features, self.channels_per_group, self.g_idx.device)
         trivial = (self.g_idx == regular).all()
@@ -161,9 +161,11 @@ class Grid:
 
     @cached_property
     def scheme(self) -> Scheme:
-        """What the values are, whatever a config says of them: symmetric exactly when every zero point is the
-        element's midpoint, in activation order exactly when some channel k is not in group
-        ``k // channels_per_group``."""
+        """The scheme that the values have, whatever a config says.
+
+        It is symmetric exactly when every zero point is the element's midpoint. It is in activation order
+        exactly when some channel k is not in group ``k // channels_per_group``.
+        """
         use: TensorScale = "divides" if self.tensor_scale_divides else "multiplies"
         return Scheme(
             element=self.element,
@@ -182,7 +184,7 @@ class Grid:
         return self._facts.trivial
 
     def to(self, device: torch.device) -> Self:
-        """The same with all its tensors on ``device``."""
+        """A copy with all tensors on ``device``."""
         own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
         if all(tensor.device == device for tensor in tensors.values()):
@@ -240,7 +242,7 @@ class QuantizedWeight(Grid):
             )
 
     def used(self) -> Tensor:
-        """bool [K, N], whether a code stands for something else than zero."""
+        """bool [K, N], whether the value of a code is not zero."""
         if self.element.table is not None:
             return self.element.decode(self.codes) != 0
         if self.has_trivial_g_idx and self.scheme.zero_point == "midpoint":
@@ -254,7 +256,7 @@ class QuantizedWeight(Grid):
         weight = torch.empty(
             self.out_features, self.in_features, dtype=dtype or torch.float32, device=self.codes.device
         )
-        # A slab at a time: the float32 intermediates are several times the size of the codes.
+        # In slabs of rows: the float32 intermediates are several times the size of the codes.
         g = self.channels_per_group
         if self.has_trivial_g_idx and self.in_features == g * len(scales):
             whole = max(_SLAB // g, 1)

@@ -1,4 +1,4 @@
-"""Kernels of quantisation methods: the panels of GPTQ, and weights that follow a gradient."""
+"""Kernels of quantisation methods: GPTQ's inner step, and weights with trained codes and scales."""
 
 from marlinq.kernels.solve.batched_solve import prepare_panels, round_panels
 from marlinq.kernels.solve.panel import (

@@ -1,4 +1,4 @@
-"""GPTQ's inner step for many layers of one shape: ``cuda/solve/round_panels.cuh``."""
+"""GPTQ's inner step for many layers of one shape in one launch (``cuda/solve/round_panels.cuh``)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class PanelsArguments(ctypes.Structure):
 
 
 def prepare_panels(tensors: PanelTensors, scheme: Scheme, shifts: Tensor) -> PreparedPanel:
-    """The launch for a panel of each layer; :func:`round_panels` says what it does.
+    """The launch of :func:`round_panels`, with the same arguments.
 
     Raises:
-        ValueError: tensors that the kernel can't read.
+        ValueError: a tensor has another shape than the kernel reads, or is not contiguous.
     """
     count, rows, n = tensors.updated.shape
     if not 0 < rows <= PANEL_ROWS:
@@ -55,7 +55,7 @@ def prepare_panels(tensors: PanelTensors, scheme: Scheme, shifts: Tensor) -> Pre
         tensor = getattr(tensors, name)
         if name == "base" and tensor is None:
             continue
-        # Layers may lie apart.
+        # Each layer is contiguous, but layers may be any distance apart.
         if tensor is None or tuple(tensor.shape) != shape or not tensor[0].is_contiguous():
             found = None if tensor is None else list(tensor.shape)
             raise ValueError(
@@ -86,13 +86,13 @@ def round_panels(tensors: PanelTensors, scheme: Scheme, shifts: Tensor) -> None:
     """:func:`marlinq.kernels.solve.round_panel` for many layers of one shape in one launch.
 
     Args:
-        tensors: as there, with a first axis of layers, which may lie apart; the factors of all are the same,
-            and there are no terms.
-        scheme: scheme of all of them.
-        shifts: float32 [layers], the damping of each.
+        tensors: tensors with a first axis of layers, each layer contiguous; ``factors`` has no such axis, and
+            ``terms`` is None.
+        scheme: scheme of all layers.
+        shifts: float32 [layers], damping of each layer.
 
     Raises:
-        ValueError: tensors that the kernel can't read.
+        ValueError: a tensor has another shape than the kernel reads, or is not contiguous.
         EnvironmentProblem: the kernel can't be compiled or loaded.
     """
     launch(prepare_panels(tensors, scheme, shifts), tensors.updated.get_device())

@@ -1,4 +1,4 @@
-"""GPTQ's inner step on a GPU: ``cuda/solve/round_panel.cuh``."""
+"""GPTQ's inner step on a GPU (``cuda/solve/round_panel.cuh``)."""
 
 from __future__ import annotations
 
@@ -15,31 +15,36 @@ from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.driver.module import load_kernel
 
 PANEL_ROWS = 128
-"""The most input channels of a panel: what it needs of shared memory then fits every supported GPU."""
+"""Input channels of a panel at most, so that its shared memory fits every supported GPU."""
 
 SCALES = {"float16": "Half", "bfloat16": "Bfloat16", "float32": "Single"}
-"""What the kernels call the dtype of stored scales."""
+"""CUDA types of stored scales, by dtype."""
 
-# Of the kernel: output channels of a block, its warps, and rows that are rounded before the others follow.
+# Of the kernel: output channels of a block, warps of a block, and rows rounded before the rows below are
+# updated.
 _COLUMNS, _WARPS, _LEAF = 32, 4, 16
 
 
 class PanelTensors(NamedTuple):
-    """What the kernel reads and writes; [rows, N] are contiguous.
+    """Inputs and outputs of one panel: ``rows`` input channels (w) of N output channels.
+
+    R is the upper triangular factor of the damped Hessian. All tensors are contiguous.
 
     Attributes:
-        updated: float32 [rows, N], the weights with the updates of all channels before the panel.
-        base: float32 [rows, N], R^T w with what is carried in; None where scales are given.
-        weight: float32 [rows, N], as they were.
-        feedback: float32 [rows, rows], lower triangular: by how much an error of channel k, a column, lowers
-            channel j, a row, in code units.
-        diagonal: float32 [rows], of R.
-        factors: float32, shares of the full range that the search tries; None where scales are given.
-        scales, zeros: float32 [N]; written by a search, else read.
+        updated: float32 [rows, N], weights after the updates for all channels before the panel.
+        base: float32 [rows, N], R^T w of the panel plus the terms of earlier panels; None where scales are
+            given.
+        weight: float32 [rows, N], the original weights.
+        feedback: float32 [rows, rows], lower triangular; entry [j, k] is subtracted from channel j for each
+            code unit of error of channel k.
+        diagonal: float32 [rows], diagonal of R.
+        factors: float32, shares of the full range that the scale search tries; None where scales are given.
+        scales: float32 [N]; written by a search, else read.
+        zeros: zero points float32 [N]; written by a search, else read.
         codes: uint8 [rows, N], written.
-        difference: float32 [rows, N], written: the weights less what the codes stand for.
-        terms: float32 [rows, N], written where it is not None: R^T of all differences so far.
-        loss: float64 [N], added to where it is not None.
+        difference: float32 [rows, N], written: original weights minus dequantised ones.
+        terms: float32 [rows, N] or None; written: R^T of all differences so far.
+        loss: float64 [N] or None; the panel's loss is added to it.
     """
 
     updated: Tensor
@@ -69,13 +74,13 @@ class PanelArguments(ctypes.Structure):
 
 
 class PreparedPanel(NamedTuple):
-    """One launch.
+    """One launch of a solver's kernel.
 
     Attributes:
         instantiation: the kernel.
         grid: blocks, of 128 threads.
-        shared_bytes: bytes of shared memory of a block.
-        arguments: the kernel's parameters, in its own structure; they keep no tensor alive.
+        shared_bytes: bytes of dynamic shared memory of a block.
+        arguments: the kernel's parameters; they hold addresses but keep no tensor alive.
     """
 
     instantiation: Instantiation
@@ -85,11 +90,14 @@ class PreparedPanel(NamedTuple):
 
 
 THREADS = 32 * _WARPS
-"""Of a block."""
+"""Threads of a block."""
 
 
 def shared_bytes(rows: int) -> int:
-    """Dynamic shared memory of a block: feedback, values, diagonal, what warps exchange, and codes."""
+    """Bytes of dynamic shared memory of a block, for a panel of ``rows`` channels.
+
+    It holds feedback, values, diagonal, sums that warps exchange, and codes.
+    """
     padded = -(-rows // _LEAF) * _LEAF
     return 4 * (padded * padded + padded * _COLUMNS + padded + 3 * _WARPS * _COLUMNS) + padded * _COLUMNS
 
@@ -106,10 +114,10 @@ def instantiation(scheme: Scheme, factors: int) -> Instantiation:
 
 
 def prepare_panel(tensors: PanelTensors, scheme: Scheme, shift: float) -> PreparedPanel:
-    """The launch for a panel; :func:`round_panel` says what it does.
+    """The launch of :func:`round_panel`, with the same arguments.
 
     Raises:
-        ValueError: tensors that the kernel can't read.
+        ValueError: a tensor has another shape than the kernel reads, or is not contiguous.
     """
     rows, n = tensors.updated.shape
     if not 0 < rows <= PANEL_ROWS:
@@ -148,16 +156,16 @@ def prepare_panel(tensors: PanelTensors, scheme: Scheme, shift: float) -> Prepar
 def round_panel(tensors: PanelTensors, scheme: Scheme, shift: float) -> None:
     """Round a panel's channels in order, on the current stream of the tensors' GPU.
 
-    With factors the panel is a whole quant group, whose scales are searched first and fitted to the codes
-    afterwards.
+    With ``factors`` the panel is a whole quant group: its scales are searched first, and fitted to the codes
+    by least squares afterwards.
 
     Args:
         tensors: tensors that are read and written.
         scheme: integer element, zero points and dtype of the scales.
-        shift: the damping, by which the loss of the undamped Hessian is less.
+        shift: number added to the Hessian's diagonal (damping); ``loss`` is that of the undamped Hessian.
 
     Raises:
-        ValueError: tensors that the kernel can't read.
+        ValueError: a tensor has another shape than the kernel reads, or is not contiguous.
         EnvironmentProblem: the kernel can't be compiled or loaded.
     """
     launch(prepare_panel(tensors, scheme, shift), tensors.updated.get_device())
@@ -175,7 +183,7 @@ def launch(prepared: PreparedPanel, device_index: int) -> None:
 
 
 def check_panels(device_index: int, scheme: Scheme, factors: int) -> None:
-    """Make sure that the kernel runs on a GPU; ``factors`` is how many a search of ``scheme`` tries.
+    """Check that the kernel can run on a GPU; ``factors``: number of scale factors that the search tries.
 
     Raises:
         EnvironmentProblem: the GPU is too old, or CuPy or NVRTC is missing, or the cache can't be written.
@@ -185,8 +193,8 @@ def check_panels(device_index: int, scheme: Scheme, factors: int) -> None:
 
 @lru_cache(maxsize=64)
 def loaded(instantiation: Instantiation, shared: int, device_index: int) -> Function:
-    """The kernel on a GPU, with as much shared memory for a block as its largest panel takes."""
-    # The largest panel's memory is asked for once; the driver then allows every smaller one.
+    """The kernel loaded on a GPU, allowed the shared memory of the largest panel, hence of every smaller
+    one."""
     architecture = device_numbers(device_index).architecture
     return load_kernel(instantiation, architecture, device_index, max(shared, shared_bytes(PANEL_ROWS)))
 

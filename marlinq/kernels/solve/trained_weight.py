@@ -1,4 +1,8 @@
-"""Weights that follow a gradient, on a GPU: ``cuda/solve/tuned_weight.cuh``."""
+"""Dequantise weights with trained codes and scales, and their gradients (``cuda/solve/tuned_weight.cuh``).
+
+A latent code is a float32 that is rounded to a code; gradients pass through the rounding unchanged
+(straight-through estimator).
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,23 @@ from torch import Tensor
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.solve.panel import SCALES, PreparedPanel
 
-# Of the kernels: output channels of a block, and the most input channels of a block that makes weights.
+# Output channels of a block: of the kernel that makes weights, and of the kernel that makes gradients. Input
+# channels, at most, of a block that makes weights.
 _WIDE, _NARROW, _ROWS = 128, 32, 16
 _WEIGHTS = {torch.float32: "Single", torch.bfloat16: "Bfloat16"}
 
 
 class TunedTensors(NamedTuple):
-    """What a weight is made of; all contiguous.
+    """Codes and scales of a weight in training; all tensors are contiguous.
 
     Attributes:
-        given: [K, N], float32 latent codes or uint8 codes.
-        change: float32 [groups, N], the relative change of each scale.
-        scales: float32 [groups, N], before the change.
-        zeros: float32 [groups, N].
-        dtype: dtype in which changed scales are stored.
-        top: the largest code.
-        reach: how far beyond the first and the last code a latent counts.
+        given: [K, N], float32 latent codes in training, or fixed uint8 codes.
+        change: float32 [groups, N], relative change of each scale, in training.
+        scales: float32 [groups, N], scales before the change.
+        zeros: zero points float32 [groups, N].
+        dtype: dtype to which changed scales are rounded.
+        top: largest code.
+        reach: code units beyond 0 and ``top`` within which a latent code still has a gradient.
     """
 
     given: Tensor
@@ -40,7 +45,7 @@ class TunedTensors(NamedTuple):
 
     @property
     def latent(self) -> bool:
-        """Whether codes follow the gradient."""
+        """Whether codes are trained."""
         return self.given.dtype == torch.float32
 
 
@@ -66,14 +71,14 @@ class GradientArguments(ctypes.Structure):
 
 
 def prepare_weight(tensors: TunedTensors, out: Tensor) -> PreparedPanel:
-    """The launch that makes a weight.
+    """The launch that dequantises a weight.
 
     Args:
-        tensors: stored parts of the weight.
+        tensors: codes and scales.
         out: float32 or bfloat16 [K, N], contiguous; written.
 
     Raises:
-        ValueError: tensors that the kernel can't read.
+        ValueError: a tensor has another shape or dtype than the kernel reads, or is not contiguous.
     """
     group = _check(tensors, out=out)
     k, n = out.shape
@@ -89,16 +94,17 @@ def prepare_weight(tensors: TunedTensors, out: Tensor) -> PreparedPanel:
 def prepare_gradients(
     tensors: TunedTensors, d_weight: Tensor, by_change: Tensor, by_latent: Tensor | None
 ) -> PreparedPanel:
-    """The launch that makes the gradients.
+    """The launch that computes the gradients of codes and scales.
 
     Args:
-        tensors: stored parts of the weight.
-        d_weight: float32 or bfloat16 [K, N], contiguous: the gradient with respect to the weight.
-        by_change: float32 [groups, N], contiguous; written.
-        by_latent: float32 [K, N], contiguous, written; None where codes stay.
+        tensors: codes and scales.
+        d_weight: float32 or bfloat16 [K, N], contiguous: gradient with respect to the weight.
+        by_change: float32 [groups, N], contiguous; written: gradient with respect to ``change``.
+        by_latent: float32 [K, N], contiguous; written: gradient with respect to latent codes. None where
+            codes are fixed.
 
     Raises:
-        ValueError: tensors that the kernel can't read.
+        ValueError: a tensor has another shape or dtype than the kernel reads, or is not contiguous.
     """
     named = (
         {"by_change": by_change} if by_latent is None else {"by_change": by_change, "by_latent": by_latent}
@@ -131,7 +137,7 @@ def instantiation(function: str, tensors: TunedTensors, weight: torch.dtype) -> 
 
 
 def _check(tensors: TunedTensors, **others: Tensor) -> int:
-    """Input channels of a group."""
+    """Check shapes, dtypes and strides; returns the input channels of a group."""
     k, n = tensors.given.shape
     groups = tensors.scales.shape[0]
     if k % groups:

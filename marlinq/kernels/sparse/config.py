@@ -1,4 +1,4 @@
-"""The host's side of the sparse kernel: its variants, what they need, and which one runs."""
+"""Host side of the sparse kernel: configurations, resources, and the choice among them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.instantiation import Instantiation
 
 GROUPS = (Granularity.group(64), Granularity.group(128), Granularity.channel())
-"""Granularities that there are kernels for."""
+"""Granularities that the sparse kernel takes."""
 CHUNK = 128
-"""Channels of a stage of the ring."""
+"""Channels of a chunk, which fills a stage of the ring."""
 
 _SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1))
 _STAGES = (3, 4, 6)
 _CLUSTERS = (1, 2, 4)
-# Rows of the batch up to which scales multiply sums: beyond, a second set of sums does not fit the registers.
+# Batch rows up to which sums are scaled; in larger tiles weights are, since a second set of sums does not fit
+# the registers.
 _SCALED_SUMS = 32
-# Registers of a thread by blocks of eight batch rows, at most (tests/kernels/test_sparse.py).
+# Registers of a thread at most, by blocks of eight batch rows (tests/kernels/test_sparse.py).
 REGISTERS = {1: 144, 2: 208, 4: 216, 8: 240}
-# From compute capability 10.0 on NVRTC 13.0 spills registers of larger tiles.
+# From compute capability 10.0 on, tiles have at most two blocks of eight batch rows: NVRTC 13.0 spills
+# registers of larger ones.
 _NEWER, _NEWER_BLOCKS = 100, 2
 _REGISTER_FILE, _LEAST_SHARED = 65536, 1024
-# Bytes in flight on a multiprocessor that keep its share of the memory busy, and seconds of a launch's first
-# bytes and of its reduction: those of the dense stream kernel's model.
+# Bytes in flight to a multiprocessor that reach its share of the bandwidth; seconds of a launch; seconds to
+# add sums in a cluster. Taken from the dense stream kernel, not measured for this one.
 _ENOUGH_BYTES, _LAUNCH, _CLUSTER = 40_000, 2e-6, 0.9e-6
 
 
@@ -44,13 +46,14 @@ class SparseArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class SparseConfig:
-    """The compile-time parameters; see the kernel's header comment.
+    """The compile-time parameters of the sparse kernel (``cuda/sparse/stream.cuh``).
 
     Attributes:
-        warps_n, warps_k: warps side by side, each with 64 columns, and parts of K.
-        blocks_m: blocks of eight batch rows: 1, 2, 4 or 8.
-        cluster: blocks that share a tile's K.
-        stages: chunks of K that a warp's ring in shared memory holds.
+        warps_n: warps side by side in N, each with 64 columns.
+        warps_k: warps that split the block's slice of K.
+        blocks_m: eights of batch rows in a tile: 1, 2, 4 or 8.
+        cluster: blocks that share a tile, each with a slice of K.
+        stages: stages of a warp's ring in shared memory.
     """
 
     warps_n: int
@@ -61,7 +64,7 @@ class SparseConfig:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return 32 * self.warps_n * self.warps_k
 
     @property
@@ -76,7 +79,7 @@ class SparseConfig:
         return self.warps_n * self.warps_k * warp + self.warps_k * self.tile_m * CHUNK * 2
 
     def shared_bytes(self, granularity: Granularity) -> int:
-        """Dynamic shared memory of a block."""
+        """Bytes of dynamic shared memory of a block."""
         reduction = self.warps_k * self.tile_m * (64 * self.warps_n + 4) * 4
         return max(self.stages * self.stage_bytes(granularity), reduction)
 
@@ -106,7 +109,7 @@ class SparseConfig:
         return min(device.shared_bytes // shared, by_registers, 2048 // self.threads)
 
     def seconds(self, m: int, n: int, k: int, device: Device, granularity: Granularity) -> float:
-        """Expected time of a product, from bytes alone: nothing of it is fitted to measurements yet."""
+        """Estimated seconds of a product, from bytes alone; not fitted to measurements."""
         resident = self.resident(device, granularity)
         places = device.multiprocessors * resident
         blocks = self.grid(m, n)
@@ -121,7 +124,7 @@ class SparseConfig:
 
 
 def largest_tile(capability: int) -> int:
-    """Blocks of eight batch rows of the largest tile; ``capability`` is ten times the compute capability."""
+    """Eights of batch rows in the largest tile; ``capability`` is ten times the compute capability."""
     return _NEWER_BLOCKS if capability >= _NEWER else 8
 
 
@@ -140,7 +143,7 @@ def candidates(m: int, k: int, device: Device, granularity: Granularity) -> Iter
 
 
 def choose(m: int, n: int, k: int, device: Device, granularity: Granularity) -> SparseConfig:
-    """The configuration that is expected to be fastest."""
+    """The configuration with the least estimate."""
     return min(
         candidates(m, k, device, granularity),
         key=lambda config: (config.seconds(m, n, k, device, granularity), config.threads, config.stages),

@@ -1,4 +1,4 @@
-"""Launches of the sparse kernel, and the reference that a CPU computes with."""
+"""Products with 2:4 sparse weights: launches of the sparse kernel, and torch arithmetic on a CPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class PreparedSparse(NamedTuple):
-    """One launch.
+    """One launch of the sparse kernel.
 
     Attributes:
         instantiation: the kernel.
         grid: blocks.
-        threads: of a block.
-        shared_bytes: of a block.
-        arguments: the kernel's parameters; they keep no tensor alive.
+        threads: threads of a block.
+        shared_bytes: bytes of dynamic shared memory of a block.
+        arguments: the kernel's parameters; they hold addresses but keep no tensor alive.
     """
 
     instantiation: Instantiation
@@ -49,11 +49,11 @@ def prepare(
 
     Args:
         config: one of :func:`~marlinq.kernels.sparse.config.candidates`.
-        weight: in ``x``'s dtype.
+        weight: sparse weight with scales in the dtype of ``x``.
         x: float16 or bfloat16 [M, K], rows contiguous.
-        bias: [N] of that dtype, or None.
-        out: [M, N] of that dtype, rows contiguous; written.
-        dependent: launched to overlap with the previous kernel.
+        bias: [N] in the dtype of ``x``, or None.
+        out: [M, N] in the dtype of ``x``, rows contiguous; written.
+        dependent: whether the launch overlaps with the previous kernel of the stream.
     """
     m, k = x.shape
     arguments = SparseArguments(
@@ -95,14 +95,14 @@ def sparse_gemm(x: Tensor, weight: SparseOperand, bias: Tensor | None = None) ->
 
     Args:
         x: [M, K]; float16 or bfloat16 on a GPU, in the dtype of the weight's scales.
-        weight: on the device of ``x``.
-        bias: [N] of the same dtype, or None.
+        weight: sparse weight on the device of ``x``.
+        bias: [N] in the dtype of ``x``, or None.
 
     Returns:
-        [M, N] of the same dtype; on a CPU computed in float32 and rounded once.
+        [M, N] in the dtype of ``x``; on a CPU computed in float32 and rounded once.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together.
+        ValueError: shapes or dtypes do not fit each other.
         EnvironmentProblem: the kernel can't be compiled or loaded.
     """
     if x.dim() != 2 or x.shape[1] != weight.in_features:
@@ -115,7 +115,7 @@ def sparse_gemm(x: Tensor, weight: SparseOperand, bias: Tensor | None = None) ->
     out = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
     if not len(x):
         return out
-    # Rows are read in pieces of 16 bytes.
+    # The kernel reads rows in aligned pieces of 16 bytes.
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
     index = x.get_device()

@@ -1,4 +1,4 @@
-"""What the sparse kernel multiplies with: kept codes as Marlin tiles, masks as mma.sp reads them, scales."""
+"""The operand of the sparse kernel: kept codes in Marlin tiles, masks in the order of mma.sp, scales."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from marlinq.formats.layouts.marlin_24 import kept_codes, places
 from marlinq.kernels.sparse.config import GROUPS
 
 _ROW = 32
-"""Channels of a row of weights."""
-_ZERO = 8
+"""Channels of a stored row."""
+_ZERO = 8  # the code of 0
 
 
 @dataclass(frozen=True, eq=False)
 class SparseOperand:
-    """One weight; all tensors on one device.
+    """A 2:4 sparse weight; all tensors are on one device.
 
     Attributes:
         words: int32 [K/32, 2N], kept codes [K/2, N] in Marlin's order.
-        masks: int32 [K/32, N]; word 2l + j of tile (kt, nt) holds for lane l the places of block
-            q = 2j + l%4/2: of channels 32 kt + 16 (l%2) .. + 15 of outputs 64 nt + 16 q + l/4 (low half) and
-            8 further (high half), 4 bits for every four channels.
+        masks: int32 [K/32, N], which two of every four channels are kept, 4 bits for every four channels.
+            Word 2l + j of tile (kt, nt) belongs to lane l. With q = 2j + l%4/2, its low half is of channels
+            32 kt + 16 (l%2) .. + 15 of output 64 nt + 16 q + l/4, its high half of the output 8 further.
         scales: float16 or bfloat16 [G, N], in the order of Marlin's scales.
-        granularity: weights that share a scale.
+        granularity: granularity of the scales.
     """
 
     words: Tensor
@@ -49,7 +49,7 @@ class SparseOperand:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product reads of it."""
+        """Bytes of words, masks and scales, which a product reads."""
         return self.words.nbytes + self.masks.nbytes + self.scales.nbytes
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -68,7 +68,7 @@ class SparseOperand:
 
 
 def sparse_refusal(weight: Grid) -> str | None:
-    """Why the kernel can't multiply with ``weight``, or None; codes are not looked at."""
+    """Why the kernel can't multiply with ``weight``, in one clause; None if it can. Codes are not checked."""
     if weight.sparsity != TWO_OF_FOUR:
         return f"dense weights; the kernel multiplies {TWO_OF_FOUR.describe()} ones"
     if weight.element.name != "int4":
@@ -103,7 +103,8 @@ def sparse_operand(q: QuantizedWeight, dtype: torch.dtype) -> SparseOperand:
 
 
 def _descriptors(codes: Tensor) -> Tensor:
-    """int32 [K/16, N]: four descriptors a word, lowest channels first."""
+    """Which channels are kept, int32 [K/16, N]: a descriptor of 4 bits for every four channels, low bits
+    first."""
     two = places(codes, _ZERO)
     four = (two[:, 0] | two[:, 1] << 2).to(torch.int32).reshape(-1, 4, codes.shape[1])
     return four[:, 0] | four[:, 1] << 4 | four[:, 2] << 8 | four[:, 3] << 12
@@ -112,10 +113,10 @@ def _descriptors(codes: Tensor) -> Tensor:
 def _masked(words: Tensor) -> Tensor:
     """Descriptors int32 [K/16, N] in the order of :attr:`SparseOperand.masks`."""
     rows, n = words.shape
-    # [kt, channels' half, nt, j, block of the pair, output's half, l / 4].
+    # [kt, half of 32 channels, nt, j, q % 2, low or high half of a word, l / 4].
     tiles = words.reshape(rows // 2, 2, n // 64, 2, 2, 2, 8)
     pairs = tiles[:, :, :, :, :, 0] | tiles[:, :, :, :, :, 1] << 16
-    # To [kt, nt, l / 4, block of the pair, channels' half, j]: lane and word.
+    # To [kt, nt, l / 4, q % 2, half of 32 channels, j]: tile, lane, word.
     return pairs.permute(0, 2, 5, 4, 1, 3).reshape(rows // 2, n).contiguous()
 
 

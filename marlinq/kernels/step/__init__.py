@@ -1,7 +1,7 @@
-"""The kernels between the products of a decode step: what each is launched with, in values, and launching it.
+"""The kernels between the products of a decode step: norms, attention, activations, routers.
 
-A function of this package looks at tensors only for their addresses, shapes and types, and returns a
-:class:`~marlinq.kernels.launch.prepared.Prepared` launch, so it needs no GPU.
+Each function prepares a launch from the addresses, shapes and dtypes of tensors, so it needs no GPU. It
+returns a :class:`~marlinq.kernels.launch.prepared.Prepared`.
 """
 
 from __future__ import annotations

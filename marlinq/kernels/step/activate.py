@@ -1,4 +1,4 @@
-"""The activation between an MLP's products: ``cuda/step/activate.cuh``."""
+"""The activation between an MLP's products (``cuda/step/activate.cuh``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, Prepared, check_rows
 
 Arrangement = Literal["tiles", "halves", "plain"]
-"""Gate and up in turns of 64 columns, one behind the other, or no gate."""
+"""Order of the columns of gate and up: alternating 64 of each (``tiles``), all of gate and then all of up
+(``halves``), or no gate (``plain``)."""
 
 _THREADS = 128
 
@@ -32,13 +33,14 @@ def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) 
     """``out = activation(gate) * up``, or ``activation(x)`` where the arrangement is plain.
 
     Args:
-        x: [M, 2 * I] (I a multiple of 64 for tiles), or [M, I] where it is plain; columns behind are padding.
+        x: [M, 2 * I] (I a multiple of 64 for tiles), or [M, I] where it is plain; further columns are
+            padding.
         out: [M, I].
         activation: name as in :attr:`marlinq.models.anatomy.MLP.activation`.
-        arrangement: arrangement of gate and up in ``x``.
+        arrangement: order of gate and up in ``x``.
 
     Raises:
-        ValueError: a tensor that the kernel can't load, or shapes that don't fit.
+        ValueError: a tensor is not 16-bit or not aligned to 16 bytes, or shapes don't fit each other.
     """
     check_rows(x=x, out=out)
     m, columns = out.shape

@@ -1,4 +1,5 @@
-"""Queries, keys and values of a prompt on their way into attention and cache: ``cuda/step/append.cuh``."""
+"""Normalise and rotate the queries and keys of a prompt; append keys and values to the cache
+(``cuda/step/append.cuh``)."""
 
 from __future__ import annotations
 
@@ -31,18 +32,19 @@ def append(
     *,
     tokens_each: int = 1,
 ) -> Prepared:
-    """Normalise, rotate, and append to the cache.
+    """Normalise and rotate queries and keys; append keys and values to the cache.
 
     Args:
         x: [M, (H + 2 * KV) * D], queries, keys and values side by side.
-        q: [M, H, D], contiguous: where queries go.
-        keys, values: [B, KV, L, D], contiguous: the cache.
+        q: [M, H, D], contiguous; written: the queries.
+        keys, values: [B, KV, L, D], contiguous; the cache.
         lengths: int32 [B]; token t of sequence b goes to position ``lengths[b] + t``.
         work: norms and rotation of queries and keys.
         tokens_each: T, with M = B * T.
 
     Raises:
-        ValueError: a tensor that the kernel can't load, or norms that it can't combine.
+        ValueError: a tensor has a shape, dtype or alignment that the kernel can't load, or norms are of kinds
+            that it can't combine.
     """
     check_rows(q=q, keys=keys, values=values)
     m, heads, size = q.shape

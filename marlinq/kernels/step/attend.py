@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over its cache: ``cuda/step/attend.cuh``."""
+"""Attention of one new token per sequence over its cache (``cuda/step/attend.cuh``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from marlinq.kernels.contract.instantiation import Instantiation, Parameters
 from marlinq.kernels.launch.prepared import ELEMENTS, Prepared, address, check_rows
 from marlinq.kernels.step.heads import HeadWork, NewHeads, head_parameters, new_heads
 
-# Mirrored in the kernel.
+# Query heads and positions of a tile; equal constants are in the kernel.
 _HEADS, _TILE = 8, 16
 _NO_WINDOW = (1 << 31) - 1
 _MANY_SPLITS, _MOST_SPLITS = 16, 64
@@ -23,12 +23,14 @@ _REGISTERS = 65536
 
 
 class AttentionShape(NamedTuple):
-    """What decides how attention is divided among blocks.
+    """Sizes of an attention layer and its cache.
 
     Attributes:
-        batch: B.
-        heads, kv_heads, head_dim: H, KV and D.
-        capacity: L.
+        batch: sequences B.
+        heads: query heads H.
+        kv_heads: heads KV of keys and values.
+        head_dim: channels D of a head.
+        capacity: positions L of the cache.
     """
 
     batch: int
@@ -39,17 +41,18 @@ class AttentionShape(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Sequences times heads of keys and values times chunks of 8 query heads: they divide the work."""
+        """Pieces of work: sequences x heads of keys and values x chunks of up to 8 query heads of each."""
         return self.batch * self.kv_heads * -(-(self.heads // self.kv_heads) // _HEADS)
 
 
 class Division(NamedTuple):
-    """How attention is divided.
+    """How attention is divided among blocks and warps.
 
     Attributes:
-        splits: parts of the positions of each sequence, at most.
+        splits: parts, at most, that the positions of each sequence are split into; each is a block's.
         warps: warps of a block, which take tiles of 16 positions in turns.
-        meets: splits are a cluster of blocks and are added up in distributed shared memory.
+        meets: whether the splits are one cluster of blocks and are added in distributed shared memory; else
+            through global memory.
     """
 
     splits: int
@@ -57,33 +60,34 @@ class Division(NamedTuple):
     meets: bool = False
 
     def shared_bytes(self, head_dim: int, together: int = 1) -> int:
-        """Dynamic shared memory of a block; ``together`` rows are of one sequence."""
-        # A warp's sums, and what it turns the new tokens' heads in; those heads.
+        """Bytes of dynamic shared memory of a block; ``together``: rows that belong to one sequence."""
+        # Each warp's sums and the space in which it rotates heads; then the heads of the new tokens.
         return self.warps * (_HEADS + 1) * head_dim * 4 + (_HEADS + 2 * together) * head_dim * 2
 
     def blocks_each(self, head_dim: int) -> int:
-        """Blocks that a multiprocessor holds: registers decide."""
+        """Blocks that fit on a multiprocessor, by registers."""
         registers = 96 if head_dim <= 64 else 128 if head_dim == 128 else 168 if head_dim < 128 else 255
         return max(1, _REGISTERS // (32 * self.warps * registers))
 
 
 def divide(shape: AttentionShape, multiprocessors: int, *, clusters: bool = False) -> Division:
-    """The division for a GPU, with ``clusters`` for one that has clusters of blocks.
+    """The division for a GPU; ``clusters``: whether it has clusters of blocks.
 
-    Sequences are split until their blocks fill all places at once; never shorter than what the warps of a
-    block take in one turn. Figures are in docs/kernels.md, "Splits of attention".
+    Sequences are split until their blocks fill the GPU, but into parts of no fewer positions than the warps
+    of a block take in one turn. Figures are in docs/kernels.md, "Splits of attention".
     """
     plain = Division(1, warps=8 if shape.units <= multiprocessors else 4)
     places = multiprocessors * plain.blocks_each(shape.head_dim)
     turns = -(-shape.capacity // (_TILE * plain.warps))
-    # Where most multiprocessors idle, a second turn costs less than another block that has to be waited for.
+    # Where most multiprocessors idle, a second turn of the warps costs less than waiting for another block.
     short = turns <= 2
     if short and 4 * shape.units <= multiprocessors:
         return plain
-    # The last block of a sequence reads what all leave: more only to occupy every multiprocessor.
+    # The last block of a sequence adds the sums of all splits, so more than 16 only to fill all
+    # multiprocessors.
     most = min(_MOST_SPLITS, max(_MANY_SPLITS, multiprocessors // shape.units))
     splits = max(1, min(turns, places // shape.units, most))
-    # All blocks of a cluster begin at once. Larger ones, or many, wait for each other's places.
+    # A cluster starts only when there is room for all its blocks; large clusters, or many, would wait.
     crowded = splits > 2 and 4 * shape.units * splits > 3 * places
     return plain._replace(
         splits=splits, meets=clusters and not short and not crowded and 1 < splits <= _LARGEST_CLUSTER
@@ -91,11 +95,11 @@ def divide(shape: AttentionShape, multiprocessors: int, *, clusters: bool = Fals
 
 
 class Workspace(NamedTuple):
-    """Memory through which splits are added up, of any attention that it was made for.
+    """Memory through which splits are added, shared by attention layers that run one after another.
 
     Attributes:
-        partials: float32, uninitialised.
-        counters: int32 zeros, which are zero again behind every launch.
+        partials: sums of the splits, float32, uninitialised.
+        counters: int32, zero before a launch; the launch leaves them zero.
     """
 
     partials: Tensor
@@ -103,7 +107,7 @@ class Workspace(NamedTuple):
 
     @classmethod
     def of(cls, divided: Iterable[tuple[AttentionShape, Division]], device: torch.device) -> Workspace:
-        """Enough for attention of these shapes, so divided, one after another."""
+        """Memory that suffices for each of these shapes and divisions."""
         shapes = list(divided)
         floats = max(
             (shape.units * division.splits * _HEADS * (shape.head_dim + 2) for shape, division in shapes),
@@ -142,28 +146,29 @@ def attend(
     softcap: float | None = None,
     together: bool = False,
 ) -> Prepared:
-    """Append a token to every sequence, and its attention over positions 0 to ``lengths[b]``.
+    """Append a token to every sequence, and compute its attention over positions 0 to ``lengths[b]``.
 
-    Keys and values of earlier tokens and ``lengths`` may be read while the stream's previous kernels still
-    run, if these are launched dependently.
+    If launched dependently, the kernel may read ``lengths``, and keys and values of earlier tokens, while the
+    stream's previous kernels still run.
 
     Args:
-        x: [B, (H + 2 * KV) * D], queries, keys and values side by side; with H * D more columns of gates, by
-            whose sigmoid the result is multiplied, where ``work`` says so.
-        keys, values: [B, KV, L, D], contiguous: the cache; [1, KV, L, D] with ``together``.
-        out: [B, H, D], each row contiguous.
+        x: [B, (H + 2 * KV) * D], queries, keys and values side by side. Where ``work.gated``, each query head
+            is followed by D gates; the result is multiplied by their sigmoid.
+        keys, values: [B, KV, L, D], contiguous; the cache. [1, KV, L, D] with ``together``.
+        out: [B, H, D], each row contiguous; written.
         lengths: int32 [B], tokens in the cache; with ``together`` rising by one from row to row.
-        work: norms and rotation of queries and keys, done first.
+        work: norms and rotation of queries and keys, applied first.
         workspace: made for this shape and division.
         scale: factor on the dot products.
         division: from :func:`divide`.
-        window: positions that are seen at most, the token's own included.
-        softcap: dot products become ``softcap * tanh(product / softcap)``.
-        together: the rows are neighbouring tokens of one sequence, each of which sees those before it; not
-            with norms over all heads.
+        window: positions that a token sees at most, its own included; None for all.
+        softcap: dot products become ``softcap * tanh(product / softcap)``; None for uncapped ones.
+        together: whether the rows are neighbouring tokens of one sequence, each of which sees the rows before
+            it; not with norms over all heads.
 
     Raises:
-        ValueError: a tensor that the kernel can't load, or norms that it can't combine.
+        ValueError: a tensor has a shape, dtype or alignment that the kernel can't load, or norms are of kinds
+            that it can't combine.
     """
     check_rows(keys=keys, values=values, out=out)
     batch, heads, size = out.shape
@@ -174,7 +179,7 @@ def attend(
         raise ValueError(f"x: expected {batch} rows, found {list(x.shape)}")
     shape = AttentionShape(batch, heads, kv_heads, size, capacity)
     group = heads // kv_heads
-    # Exponents are of 2 on the GPU.
+    # The kernel computes powers of 2 instead of e.
     log2e = math.log2(math.e)
     arguments = _Arguments(
         given=new_heads(x, heads, keys, work),

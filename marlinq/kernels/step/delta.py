@@ -1,4 +1,4 @@
-"""A new token of a gated delta net behind its projections: ``cuda/step/delta.cuh``."""
+"""One token of a gated delta net, behind its input projections (``cuda/step/delta.cuh``)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from marlinq.kernels.contract.instantiation import Instantiation, Parameters
 from marlinq.kernels.launch.prepared import ELEMENTS, Prepared, check_rows
 
 _PARTS = 4
-# A thread has a quarter of a column of the state in registers.
+# Limits of the kernel: taps, and channels of keys and values. A thread keeps a quarter of a column of the
+# state in registers.
 _MOST_TAPS, _WIDEST = 8, 128
 
 
 @dataclass(frozen=True, eq=False)
 class DeltaWeights:
-    """What a gated delta net is made of, beside its projections.
+    """Parameters of a gated delta net besides its projections.
 
     Attributes:
-        weight: float32 [channels, taps], of the convolution over queries, keys and values.
+        weight: weights of the convolution over queries, keys and values, float32 [channels, taps].
         decay: float32 [value heads]; its exponential multiplies the steps.
-        step_bias: float32 [value heads].
-        norm: [value channels] in the dtype of activations.
-        eps: added to the mean square.
-        key_heads, value_heads: heads of queries and keys, and of values.
+        step_bias: float32 [value heads], added to the steps.
+        norm: weight of the RMS norm of the result, [value channels] in the dtype of activations.
+        eps: number added to the norm's mean square.
+        key_heads: heads of queries and keys.
+        value_heads: heads of values.
         key_dim: channels of a key.
-        turns: of :class:`marlinq.models.parts.Slices`, of both projections.
+        turns: runs in which the columns of both projections alternate (:class:`marlinq.models.parts.Slices`).
     """
 
     weight: Tensor
@@ -48,7 +50,7 @@ class DeltaWeights:
 
     @property
     def taps(self) -> int:
-        """Tokens that the convolution sees."""
+        """Tokens that the convolution spans."""
         return self.weight.shape[1]
 
 
@@ -71,7 +73,7 @@ class _Arguments(ctypes.Structure):
 
 
 def delta_refusal(taps: int, key_dim: int, value_dim: int) -> str | None:
-    """Why the kernel can't compute a net of such heads; None where it can."""
+    """Why the kernel can't compute a net of these sizes, in one clause; None if it can."""
     if value_dim % 32 or max(value_dim, key_dim) > _WIDEST or taps > _MOST_TAPS:
         return (
             f"keys of {key_dim} and values of {value_dim} channels, {taps} taps; the kernel takes values of "
@@ -89,22 +91,22 @@ def delta(
     lengths: Tensor,
     weights: DeltaWeights,
 ) -> Prepared:
-    """The next token of every sequence: its inputs into the ring, the state replaced, the gated result.
+    """Compute the next token of every sequence; update the convolution's ring and the state.
 
-    The state may be read while the stream's previous kernels still run, if these are launched dependently.
+    If launched dependently, the kernel may read the state while the stream's previous kernels still run.
 
     Args:
-        x: [B, 2 * key heads * key channels + 2 * value heads * value channels]: turns of queries, keys,
-            values and gates.
-        rates: [B, 2 * value heads]: turns of betas and steps.
-        out: [B, value heads * value channels].
-        ring: [B, taps, channels], contiguous: the convolution's inputs, position p at p modulo taps.
-        state: float32 [B, value heads, key channels, value channels], contiguous.
+        x: [B, 2 * key heads * key channels + 2 * value heads * value channels], queries, keys, values and
+            gates, in ``weights.turns`` runs.
+        rates: [B, 2 * value heads], betas and steps, in ``weights.turns`` runs.
+        out: [B, value heads * value channels]; written.
+        ring: [B, taps, channels], contiguous; inputs of the convolution, position p at index p modulo taps.
+        state: float32 [B, value heads, key channels, value channels], contiguous; replaced.
         lengths: int32 [B], tokens before this one.
-        weights: parameters and sizes of the delta net, without its projections.
+        weights: parameters and sizes of the delta net.
 
     Raises:
-        ValueError: a tensor that the kernel can't load, or a shape that it can't compute.
+        ValueError: a tensor has a dtype or shape that the kernel can't load or compute.
     """
     check_rows(x=x, out=out)
     size, key_dim, heads = weights.value_dim, weights.key_dim, weights.value_heads

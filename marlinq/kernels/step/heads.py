@@ -1,4 +1,4 @@
-"""What happens to the heads of new tokens between the product and attention: ``cuda/step/heads.cuh``."""
+"""Norms and rotation of the query and key heads of new tokens (``cuda/step/heads.cuh``)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from marlinq.kernels.launch.prepared import address, check_rows
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """A normalisation of queries or keys.
+    """A norm of queries or keys.
 
     Attributes:
-        kind: as of :class:`marlinq.kernels.step.residual.RowNorm`.
-        weight, bias: of one head [D], or of all heads, in the dtype of the activations; or None.
-        eps, offset: as there.
+        kind: ``RMS``, ``RMS_WIDE`` (rounded after the product with the weight) or ``LAYER``.
+        weight, bias: [D] for one head, or [heads * D], in the dtype of the activations; or None.
+        eps: number added to the mean square or the variance.
+        offset: number added to the weight.
         wide: whether all heads of a row are normalised together.
     """
 
@@ -34,14 +35,15 @@ class HeadNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadWork:
-    """What is done with queries and keys.
+    """Norms and rotation of queries and keys, and the order of their columns.
 
     Attributes:
         table: float32 [L, channels / 2, 2], cosines and sines at every position; None without a rotation.
-        interleaved: pairs are neighbours.
-        query_norm, key_norm: in front of the rotation; both or none of them wide.
-        turns: of :class:`marlinq.models.anatomy.Slices`; 1 for norms over all heads.
-        gated: each head of queries is followed by as many columns of gates; not with norms over all heads.
+        interleaved: whether the two channels that are rotated together are neighbours.
+        query_norm, key_norm: norms before the rotation, or None; both wide or none.
+        turns: runs in which queries, keys and values alternate (:class:`marlinq.models.anatomy.Slices`); 1
+            for norms over all heads.
+        gated: whether each query head is followed by D gates; not with norms over all heads.
     """
 
     table: Tensor | None = None
@@ -77,7 +79,7 @@ class NewHeads(ctypes.Structure):
 
 
 def head_parameters(work: HeadWork) -> Parameters:
-    """What the kernels' configurations say of ``work``."""
+    """Members of the kernels' configuration structs that ``work`` decides."""
     query_norm, key_norm = work.query_norm, work.key_norm
     wide = any(norm.wide for norm in (query_norm, key_norm) if norm is not None)
     return (
@@ -90,7 +92,7 @@ def head_parameters(work: HeadWork) -> Parameters:
 
 
 def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
-    """The kernels' parameter.
+    """The parameter ``given`` of the kernels.
 
     Args:
         x: [M, (heads + 2 * KV) * D], queries, keys and values side by side.
@@ -99,7 +101,9 @@ def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
         work: norms and rotation.
 
     Raises:
-        ValueError: a tensor that the kernels can't load, or norms that they can't combine.
+        ValueError: a tensor has a shape, dtype or alignment that the kernels can't load, or norms are of
+        kinds
+            that they can't combine.
     """
     check_rows(x=x)
     _, kv_heads, capacity, size = keys.shape

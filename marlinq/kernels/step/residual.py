@@ -1,4 +1,4 @@
-"""The residual stream between two products: ``cuda/step/residual.cuh``."""
+"""Add to the residual stream and normalise it, between two products (``cuda/step/residual.cuh``)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, Prepared, address, check_rows
 
 _MOST_THREADS = 512
-# Registers of a thread hold this many vectors of a row in all its forms.
+# Vectors of eight elements of a row that a thread can keep in registers.
 _MOST_VECTORS = 4
 WIDEST = _MOST_THREADS * _MOST_VECTORS * VECTOR
-"""Channels that a row may have."""
+"""Channels of a row at most."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class RowNorm:
     """A normalisation over whole rows (:class:`marlinq.models.anatomy.Norm`).
 
     Attributes:
-        kind: ``RMS``, ``RMS_WIDE`` (rounded behind the weight) or ``LAYER``.
+        kind: ``RMS``, ``RMS_WIDE`` (rounded after the product with the weight) or ``LAYER``.
         weight, bias: [width] in the dtype of the activations, or None.
-        eps: added to the mean square or the variance.
-        offset: added to the weight.
+        eps: number added to the mean square or the variance.
+        offset: number added to the weight.
     """
 
     kind: Literal["RMS", "RMS_WIDE", "LAYER"]
@@ -39,14 +39,14 @@ class RowNorm:
 
 @dataclass(frozen=True)
 class Gather:
-    """Where rows begin: at their tokens' embeddings.
+    """Embeddings of tokens, with which the residual stream begins.
 
     Attributes:
-        tokens: int64 [M].
+        tokens: int64 [M], token of each row.
         embedding: [vocabulary, width].
-        scale: factor on them.
-        positions: learned embeddings of positions [places, width], or None.
-        positions_offset: added to a position before it is looked up.
+        scale: factor on the tokens' embeddings.
+        positions: learned embeddings of positions [most positions, width], added; or None.
+        positions_offset: number added to a position before it is looked up.
     """
 
     tokens: Tensor
@@ -58,12 +58,13 @@ class Gather:
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """What experts gave, before it is summed: row m is ``sum_s routing[m, s] * rows[places[m, s]]``, rounded.
+    """Results of experts that are not summed yet: row m is ``sum_s routing[m, s] * rows[places[m, s]]``,
+    rounded.
 
     Attributes:
-        rows: [pairs, width].
-        places: int32 [M, T] or [M * T, 1]; -1 for what no expert here gave.
-        routing: float32 [M, T].
+        rows: [pairs, width], a result for each pair of a row and an expert.
+        places: int32 [M, T] or [M * T, 1], indices into ``rows``; -1 for experts on other GPUs.
+        routing: float32 [M, T], factors of the experts.
     """
 
     rows: Tensor
@@ -115,19 +116,21 @@ def residual(
 
     Args:
         source: [M, width], or embeddings.
-        stored: [M, width] with the strides of ``source``, other memory; None where nobody reads the sum.
-        out: [M, width] with any row stride; None without ``norm``.
-        norm: norm of the sum.
-        first, second: [M, width] with any row stride: results of products; the first may be of experts.
-        gates: float32 [M, 1], how much each row of ``second`` counts; None for 1.
+        stored: [M, width] with the strides of ``source`` in other memory; written. None where nothing reads
+            x.
+        out: [M, width] with any row stride; written. None without ``norm``.
+        norm: norm of x.
+        first, second: [M, width] with any row stride, results of products; ``first`` may be of experts.
+        gates: float32 [M, 1], factor of each row of ``second``; None for 1.
         post: norm of ``first``.
-        factor: on what is added.
-        lengths: int32 [B], tokens in front of each sequence's new ones; needed for positions.
-        tokens_each: T; row m belongs to sequence m // T.
-        counter: int32 [B] that grows by one at the end.
+        factor: factor of the added rows.
+        lengths: int32 [B], tokens of each sequence before the new ones; needed for embeddings of positions.
+        tokens_each: T, new tokens of each sequence; row m belongs to sequence m // T.
+        counter: int32 [B], incremented by one at the end; or None.
 
     Raises:
-        ValueError: a tensor that the kernel can't load, or more channels than it holds.
+        ValueError: a tensor has a dtype, shape or alignment that the kernel can't load, or more than
+            :data:`WIDEST` channels.
     """
     gather = source if isinstance(source, Gather) else None
     rows = source if isinstance(source, Tensor) else source.embedding

@@ -1,4 +1,4 @@
-"""Which experts a row goes to: ``cuda/step/router.cuh``."""
+"""The router of a mixture: choose the experts of each row (``cuda/step/router.cuh``)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, Prepared, address,
 from marlinq.kernels.step.residual import RowNorm
 
 MOST_EXPERTS, MOST_CHOSEN, MOST_GROUPS = 1024, 32, 32
-"""What the kernel takes at most: a lane keeps a bit for each of its logits, one choice and one group."""
+"""Limits of the kernel: experts, experts of a row, and groups. A lane of a warp keeps one bit for each of its
+logits, one chosen expert and one group."""
 
 ROUTER_WIDEST = 8192
-"""Channels of a row that the kernel makes itself, which a block keeps in its shared memory."""
+"""Channels of a row at most where the kernel also computes ``x`` (:class:`Addition`), in shared memory."""
 
 _WARPS = 16
 _CLUSTER = 8
@@ -24,14 +25,15 @@ _CLUSTER = 8
 
 @dataclass(frozen=True)
 class Addition:
-    """What makes a router's input: ``x = norm(stored)``, ``stored = source + factor * first``, rounded.
+    """Addition and norm that make a router's input: ``stored = source + factor * first``, ``x =
+    norm(stored)``.
 
     Attributes:
         source: [M, H], the residual stream.
-        first: [M, H] with any row stride.
-        stored: [M, H] with the strides of ``source``, other memory; written.
+        first: [M, H] with any row stride, added to it.
+        stored: [M, H] with the strides of ``source`` in other memory; written.
         norm: norm of the sum.
-        factor: on what is added.
+        factor: factor of ``first``.
     """
 
     source: Tensor
@@ -77,27 +79,27 @@ def router(
     Logits are summed in float32. Of equal ones the lowest number is taken.
 
     Args:
-        x: [M, H]; written where there is an addition.
+        x: [M, H]; written where there is an ``addition``.
         weight: [E, H], contiguous, in the dtype of ``x``; E at most :data:`MOST_EXPERTS`.
-        ids: int32 [M, T], T at most :data:`MOST_CHOSEN` and at most E; the highest score comes first.
-        weights: float32 [M, T].
+        ids: int32 [M, T], T at most :data:`MOST_CHOSEN` and at most E; written, highest score first.
+        weights: float32 [M, T]; written.
         scoring: ``softmax`` or ``sigmoid``.
         normalised: weights are divided by their sum before they are scaled.
         scale: factor on the weights.
-        correction: float32 [E]; the experts of the highest ``score + correction`` are taken then. Weights are
-            made of scores alone.
-        groups: groups of neighbouring experts, all of one size, at least two. Only those ``kept`` take part
-            in the choice whose two highest ``score + correction`` are together greatest. 1 without groups.
-        kept: at most ``groups``, with ``top`` experts in them.
-        zeroed: experts of the other groups take part with 0, instead of not at all.
-        wide: logits are not rounded to the dtype of ``x``.
-        gate: of a shared expert, [H] of the dtype of ``x``.
-        gates: float32 [M, 1], written: ``sigmoid(x @ gate)``. Both or None.
+        correction: float32 [E], added to scores to choose experts; weights are made of scores alone. Or None.
+        groups: number of groups of neighbouring experts, equal in size, two experts or more each; 1 without
+            groups. A group's score is the sum of its two highest ``score + correction``.
+        kept: groups with the highest scores, whose experts may be chosen; they have at least T experts.
+        zeroed: whether experts of other groups take part with a score of 0, instead of not at all.
+        wide: whether logits stay in float32 instead of being rounded to the dtype of ``x``.
+        gate: gate of a shared expert, [H] in the dtype of ``x``; or None.
+        gates: float32 [M, 1]; written: ``sigmoid(x @ gate)``. None without ``gate``.
         clusters: whether the GPU has clusters of blocks.
-        addition: sum that makes ``x`` first.
+        addition: sum and norm that the kernel first makes ``x`` of; or None.
 
     Raises:
-        ValueError: a tensor that the kernel can't load, or shapes that don't fit.
+        ValueError: a tensor has a dtype, shape or alignment that the kernel can't load, or shapes don't fit
+            each other.
     """
     check_rows(x=x, weight=weight)
     (m, width), (experts, top) = x.shape, (weight.shape[0], ids.shape[1])
