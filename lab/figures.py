@@ -265,30 +265,18 @@ def _named(row: dict[str, Any]) -> str:
     return f"{row['package']}: {row['method']}"
 
 
-def quality_settings_table() -> str:
-    """Our KL divergence over AutoRound's by kind of groups, on four texts."""
-    ratios = result("quality-smollm2")["ratios"]
-    rows = [["groups", *ratios["names"]]]
-    for setting in ratios["rows"]:
-        size = setting["group_size"]
-        name = "whole channel" if size == -1 else str(size)
-        zeros = "" if setting["symmetric"] else ", zero points"
-        rows.append([name + zeros, *(f"{ratio:.2f}" for ratio in setting["ratios"])])
-    return _table(rows)
-
-
 def quality_texts_table() -> str:
     """KL divergence on four kinds of text."""
     return _texts_table(result("quality-smollm2")["texts"])
 
 
 def quality_gemma_table() -> str:
-    """The same of Gemma 3 270M, groups of 64."""
+    """KL divergence of Gemma 3 270M on four kinds of text, groups of 64."""
     return _texts_table(result("quality-models")["models"][0])
 
 
 def quality_qwen_table() -> str:
-    """The same of Qwen2.5-Coder-0.5B, groups of 128, with the ratio of both rows."""
+    """KL divergence of Qwen2.5-Coder-0.5B on four kinds of text, groups of 128, and the ratio of its rows."""
     found = result("quality-models")["models"][1]
     ours, peer = (row["measured"] for row in found["rows"])
     ratios = [f"{a[0] / b[0]:.2f}" for a, b in zip(ours, peer, strict=True)]
@@ -379,7 +367,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "sustained": sustained_table,
     "experts": experts_table,
     "quality": quality_table,
-    "quality-settings": quality_settings_table,
     "quality-texts": quality_texts_table,
     "quality-gemma": quality_gemma_table,
     "quality-qwen": quality_qwen_table,
