@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,10 +18,10 @@ from marlinq.checkpoint import (
     dequantized,
     without_quantization_config,
 )
+from marlinq.checkpoint.manifest import fingerprint_of, manifest_of
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import ConversionRefused
 from marlinq.core.progress import ReportProgress
-from marlinq.core.version import __version__
 from marlinq.operations.convert.plan import stored_ties
 from marlinq.operations.convert.report import ConversionReport
 
@@ -112,9 +110,8 @@ def _write(
     """
     started = time.monotonic()
     plans = [TensorPlan(info.name, info.dtype, info.shape) for info in dense.tensors.values()]
-    manifest = {"marlinq": __version__, "operation": "convert", "format": DENSE, **facts}
-    options = json.dumps([stored.state(), max_shard_size, manifest], sort_keys=True)
-    fingerprint = hashlib.sha256(options.encode()).hexdigest()
+    manifest = manifest_of("convert", format=DENSE, **facts)
+    fingerprint = fingerprint_of(stored, max_shard_size, manifest)
     computed = [plan.name for plan in plans if dense.computes(plan.name)]
     with CheckpointWriter(
         out, plans, fingerprint=fingerprint, max_shard_bytes=max_shard_size, resume=True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -26,12 +24,12 @@ from marlinq.checkpoint import (
     replace_quantization_config,
     with_dense_weights,
 )
+from marlinq.checkpoint.manifest import fingerprint_of, manifest_of
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.progress import Progress, ReportProgress, shows_progress
 from marlinq.core.schemes import SCHEMES, NamedScheme
-from marlinq.core.version import __version__
 from marlinq.formats import FORMATS, Format, transcode
 from marlinq.formats.dialects import DIALECTS
 from marlinq.operations.convert.dense import DENSE, convert_bitmasks, convert_to_dense
@@ -148,8 +146,7 @@ def _convert(
         progress=progress,
     )
     manifest = _manifest(plan, strict_marlin, skip_unsupported)
-    options = json.dumps([checkpoint.state(), max_shard_size, manifest], sort_keys=True)
-    fingerprint = hashlib.sha256(options.encode()).hexdigest()
+    fingerprint = fingerprint_of(checkpoint, max_shard_size, manifest)
     writer_class = StackingWriter if target.stacked else CheckpointWriter
     with writer_class(
         out, plan.tensors, fingerprint=fingerprint, max_shard_bytes=max_shard_size, resume=True
@@ -213,19 +210,18 @@ def _manifest(plan: ConversionPlan, strict_marlin: bool, skip_unsupported: bool)
         before = read_json(checkpoint.path, MANIFEST)
         # The source's tensor hashes and fingerprint say nothing about the output's files.
         before = {key: value for key, value in before.items() if key not in ("tensors", "fingerprint")}
-    return {
-        "marlinq": __version__,
-        "operation": "convert",
-        "source_format": plan.source.format.name,
-        "format": plan.target.name,
-        "strict_marlin": strict_marlin,
-        "skip_unsupported": skip_unsupported,
-        "allow_loss": plan.allow_loss,
-        "skipped": {name: keep.reason for name, keep in plan.skipped.items()},
-        "scale_dtypes": sorted({spec.scheme.scale_dtype for spec in plan.modules.values()}),
-        "source_quantization_config": dict(plan.source.config.raw),
-        "source": before,
-    }
+    return manifest_of(
+        "convert",
+        source_format=plan.source.format.name,
+        format=plan.target.name,
+        strict_marlin=strict_marlin,
+        skip_unsupported=skip_unsupported,
+        allow_loss=plan.allow_loss,
+        skipped={name: keep.reason for name, keep in plan.skipped.items()},
+        scale_dtypes=sorted({spec.scheme.scale_dtype for spec in plan.modules.values()}),
+        source_quantization_config=dict(plan.source.config.raw),
+        source=before,
+    )
 
 
 @dataclass(frozen=True)

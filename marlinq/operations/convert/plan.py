@@ -32,6 +32,7 @@ from marlinq.core.schemes import NamedScheme
 from marlinq.core.weight import Grid
 from marlinq.formats import Format, Layout, ModuleSpec
 from marlinq.formats.dialects import write_quantization_config
+from marlinq.formats.dialects.patterns import FUSED
 from marlinq.operations.convert.recast import Recast, recast
 from marlinq.operations.convert.sparse import with_sparsity
 
@@ -41,8 +42,6 @@ else:
     from marlinq.core.lazy import torch
 
 _SIXTEEN_BIT = ("float16", "bfloat16")
-
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True)
@@ -428,7 +427,7 @@ def _tensors(
 def _fused_notes(skipped: set[str], kept: Mapping[str, ModuleSpec]) -> list[str]:
     for name in sorted(skipped):
         stem, _, last = name.rpartition(".")
-        parts = next((parts for parts in _FUSED if last in parts), ())
+        parts = next((parts for _, parts in FUSED if last in parts), ())
         if any(f"{stem}.{part}" in kept for part in parts):
             note = (
                 f"{name} is unquantised and its neighbours in {'/'.join(parts)} are not; "

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from marlinq.checkpoint.manifest import manifest_of, source_of
 from marlinq.core import boundaries
-from marlinq.core.version import __version__
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.quantize.allocation.kept import forget_allocation
 from marlinq.operations.quantize.clock import StageClock
@@ -87,17 +87,16 @@ def _manifest(prepared: Prepared) -> dict[str, Any]:
     decisions = prepared.decisions
     plan, recipe, checkpoint = decisions.plan, decisions.recipe, decisions.checkpoint
     head = {} if plan.head is None else {"head": {"module": plan.head.stored, "untied": plan.untied}}
-    return {
-        "tool": f"marlinq {__version__}",
-        "operation": "quantize",
-        "source": {"name": checkpoint.path.name, "identity": checkpoint.identity()},
-        "recipe": recipe.to_dict(),
-        "quality": recipe.quality_record(),
-        "environment": dict(prepared.environment),
+    return manifest_of(
+        "quantize",
+        source=source_of(checkpoint),
+        recipe=recipe.to_dict(),
+        quality=recipe.quality_record(),
+        environment=dict(prepared.environment),
         **({} if decisions.allocation is None else {"allocation": decisions.allocation.record()}),
-        "kept": {name: keep.reason for name, keep in plan.kept.items()},
+        kept={name: keep.reason for name, keep in plan.kept.items()},
         **head,
-    }
+    )
 
 
 def _card(

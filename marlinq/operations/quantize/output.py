@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marlinq.checkpoint import CheckpointWriter, CopyBehind, StackingWriter
+from marlinq.checkpoint.manifest import fingerprint_of
 from marlinq.core.progress import ReportProgress
 from marlinq.operations.quantize.allocation.kept import keep_allocation
 from marlinq.operations.quantize.notes import check_notes, check_planned
@@ -90,6 +89,7 @@ def _fingerprint(prepared: Prepared, max_shard_size: int) -> str:
         # How many threads there are decides how sums are split on a CPU; torchrun changes it.
         environment = {key: value for key, value in environment.items() if key != "threads"}
     # A quality's version stands for what its settings mean, which is not all in the recipe.
-    source = prepared.decisions.checkpoint.state()
-    parts = [recipe.to_dict(), recipe.quality_record(), source, environment, max_shard_size]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    quality = recipe.quality_record()
+    return fingerprint_of(
+        prepared.decisions.checkpoint, recipe.to_dict(), quality, environment, max_shard_size
+    )

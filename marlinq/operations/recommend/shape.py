@@ -15,10 +15,11 @@ from marlinq.checkpoint.reader import CONFIG, read_json
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.sources import local_folder
+from marlinq.formats.dialects.patterns import FUSED
 from marlinq.models import Blueprint, Projection, build_blueprint
 from marlinq.models.blueprint import Block
 
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_JOINED = (*(parts for _, parts in FUSED), ("w1", "w3"))
 """Projections with one input, which the decode step and servers multiply as one."""
 _TOP = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

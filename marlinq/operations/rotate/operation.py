@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from pathlib import Path
@@ -19,11 +17,11 @@ from marlinq.checkpoint import (
     says_tied,
     untied_config,
 )
+from marlinq.checkpoint.manifest import fingerprint_of, manifest_of, source_of
 from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError
 from marlinq.core.progress import Progress, shows_progress
-from marlinq.core.version import __version__
 from marlinq.models import (
     BlockReplay,
     Blueprint,
@@ -118,17 +116,11 @@ def rotate(
         table = checkpoint.tensors[names.require(plan.embedding)]
         tensors.append(TensorPlan(plan.head, table.dtype, table.shape))
         owners[plan.head] = plan.head
-    manifest = {
-        "tool": f"marlinq {__version__}",
-        "operation": "rotate",
-        "source": {"name": checkpoint.path.name, "identity": checkpoint.identity()},
-        "seed": seed,
-    }
-    state = json.dumps([checkpoint.state(), manifest, chosen.type, max_shard_size], sort_keys=True)
+    manifest = manifest_of("rotate", source=source_of(checkpoint), seed=seed)
     with CheckpointWriter(
         place,
         tensors,
-        fingerprint=hashlib.sha256(state.encode()).hexdigest(),
+        fingerprint=fingerprint_of(checkpoint, manifest, chosen.type, max_shard_size),
         max_shard_bytes=max_shard_size,
         resume=True,
     ) as writer:
