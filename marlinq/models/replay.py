@@ -3,7 +3,8 @@
 The outer forward runs once a batch with every block's ``forward`` replaced by a stub. A stub keeps the
 arguments of its call (masks, position embeddings) and returns the hidden states it got, so that the next
 block is called as well. Afterwards block *i* runs on the true hidden states of block *i - 1* with the
-arguments kept for it.
+arguments kept for it; values that blocks hand on beside the hidden states are those of the same pass
+(:mod:`marlinq.models.handed_on`).
 
 Batches carry no attention mask: they are padded on the right, and under causal attention a token never sees
 what stands to its right. Attention then takes the fast causal path, and no mask of length x length is built.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.func import functional_call
 
 from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError
+from marlinq.models.handed_on import HandedOn, Markers, Returned, Shared
 from marlinq.models.instance import ModelInstance
 from marlinq.models.narrow import NarrowLinears
 from marlinq.models.projection import Projection, Receive, tapped
@@ -64,6 +67,15 @@ class BlockReplay:
         self._placed: dict[int, Tensor] = {}
         self._placed_bytes = 0
         self._wrap: Callable[[Tensor], Any] = _unknown
+        self._handed = HandedOn(instance.device)
+        self._returned = False  # a block is called with what the one before returned
+
+    def beside(self) -> BlockReplay:
+        """A replay of the same calls for another pass over the text, to be made once it is recorded: what
+        blocks hand on in one pass does not reach the other."""
+        other = copy(self)
+        other._handed = HandedOn(self._instance.device)
+        return other
 
     def record(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         """Runs the outer forward once a batch and keeps every block's arguments.
@@ -72,15 +84,16 @@ class BlockReplay:
             batches: token ids, int64 [B, T], padded on the right.
 
         Yields:
-            The hidden states [B, T, hidden] that enter block 0, on the instance's device, a batch at a time.
+            The hidden states [B, T, hidden] that enter block 0, on the instance's device, a batch at a time;
+            [B, T, streams, hidden] in models whose blocks mix several residual streams.
 
         Raises:
-            UnsupportedError: the model does something between its blocks, or they exchange state.
+            UnsupportedError: the model does something between its blocks, or they exchange what is not known.
         """
         with self._instance.outer() as root, torch.no_grad():
             wrap = None
             for ids in batches:
-                recorder = _Recorder(self._instance, self._keep, wrap)
+                recorder = _Recorder(self._instance, ids.shape, self._keep, wrap)
                 if wrap is None:
                     first = self._instance.block(0)
                     recorder.learn_from = first.forward
@@ -90,10 +103,14 @@ class BlockReplay:
                     wrap = self._wrap = recorder.wrap
                     self._instance.release_block(0)
                 self._calls.append(recorder.calls)
+                self._returned |= recorder.markers.returned
                 yield recorder.finished()
 
     def run(self, block: int, batch: int, hidden: Tensor) -> Tensor:
-        """What materialised block ``block`` makes of its input ``hidden``, both [B, T, hidden]."""
+        """What materialised block ``block`` makes of its input, both shaped as :meth:`record` yields them.
+
+        Blocks that hand values on are run in order.
+        """
         narrow = nullcontext() if self._products is None else NarrowLinears(self._products)
         with torch.no_grad(), narrow:
             return self.call(block, batch, hidden, {})
@@ -101,14 +118,33 @@ class BlockReplay:
     def call(self, block: int, batch: int, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """As :meth:`run`, differentiable, with ``parameters`` (by full name) in place of the block's own."""
         call = self._calls[batch][block]
-        args = tuple(_restore(value, hidden, self._place) for value in call.args)
-        kwargs = {key: _restore(value, hidden, self._place) for key, value in call.kwargs.items()}
         name = self._instance.blueprint.blocks[block].name
+        shared: list[tuple[Shared, Any]] = []
+
+        def argument(kept: Any) -> Any:
+            if kept is _HIDDEN:
+                return hidden
+            if isinstance(kept, Returned):
+                return self._handed.returned(name, block, batch, kept)
+            if isinstance(kept, Shared):
+                mapping = self._handed.shared(name, batch, kept)
+                shared.append((kept, mapping))
+                return mapping
+            return self._place(kept)
+
+        args = _restore(call.args, argument)
+        kwargs = _restore(call.kwargs, argument)
         module = self._instance.model.get_submodule(name)
         inside = {key.removeprefix(f"{name}."): tensor for key, tensor in parameters.items()}
         with boundaries.forward(self._instance.source):
             output = functional_call(module, inside, args, kwargs)
-        result: Tensor = output if isinstance(output, Tensor) else output[0]
+        for marker, mapping in shared:
+            self._handed.keep_shared(batch, marker, mapping)
+        if isinstance(output, Tensor):
+            return output
+        if self._returned:
+            self._handed.keep_returned(block, batch, output[1:])
+        result: Tensor = output[0]
         return result
 
     @property
@@ -259,16 +295,18 @@ class _Recorder:
     def __init__(
         self,
         instance: ModelInstance,
+        shape: torch.Size,
         keep: Callable[[Tensor], Tensor],
         wrap: Callable[[Tensor], Any] | None,
     ) -> None:
-        self._instance = instance
+        self._instance, self._shape = instance, shape
         self._keep = keep
         self._current: Tensor = torch.empty(0)
         self._initial: Tensor | None = None
         self.wrap: Callable[[Tensor], Any] = wrap or _unknown
         self.learn_from: Callable[..., Any] | None = None
         self.calls: list[_Call] = []
+        self.markers = Markers()
         # Blocks share their arguments, so each is looked at once; the original is held to keep its id.
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -294,10 +332,8 @@ class _Recorder:
                     f"{name} ran at place {len(self.calls)}; expected every block once, in order"
                 )
             if index == 0:
-                self._initial = self._current = _first_hidden(name, args, kwargs)
-                if self.learn_from is not None:
-                    self.wrap = _wrapper(name, self.learn_from(*args, **kwargs))
-            seen = [value for value in (*args, *kwargs.values()) if value is self._current]
+                self._initial = self._current = _first_hidden(name, self._shape, args, kwargs)
+            seen = [value for value in (*args, *kwargs.values()) if self._is_current(value)]
             if len(seen) != 1:
                 raise UnsupportedError(
                     f"{name}: expected the previous block's hidden states as they were, found them "
@@ -309,15 +345,39 @@ class _Recorder:
                     {key: self._freeze(f"{name}({key})", value) for key, value in kwargs.items()},
                 )
             )
+            if index == 0 and self.learn_from is not None:
+                self.wrap = _wrapper(name, self.learn_from(*args, **kwargs))
             if index == len(self._instance.blueprint.blocks) - 1:
                 raise _StopForward
-            return self.wrap(self._current)
+            output = self.wrap(self._current)
+            return output if isinstance(output, Tensor) else self._marked(output)
 
         return stub
 
+    def _marked(self, output: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``output`` with values in it that are known again where the next block is called with them."""
+        hidden, *others = output
+        marks = self.markers.returns(len(others))
+        known = (each is None or isinstance(each, Tensor) for each in others)
+        chosen = (
+            mark if is_known else each for mark, is_known, each in zip(marks, known, others, strict=True)
+        )
+        return (hidden, *chosen)
+
+    def _is_current(self, value: Any) -> bool:
+        """Whether ``value`` is the previous block's output, or a view of all of it."""
+        return isinstance(value, Tensor) and (
+            value.data_ptr() == self._current.data_ptr()
+            and value.shape == self._current.shape
+            and value.stride() == self._current.stride()
+        )
+
     def _freeze(self, where: str, value: Any) -> Any:
-        if value is self._current:
+        if self._is_current(value):
             return _HIDDEN
+        marker = self.markers.of(where, value)
+        if marker is not None:
+            return marker
         if isinstance(value, Tensor):
             if id(value) not in self._kept:
                 self._kept[id(value)] = (value, self._keep(value))
@@ -360,11 +420,13 @@ def _replaced(blocks: list[nn.Module], stubs: list[Callable[..., Any]]) -> Itera
                 block.forward = forward
 
 
-def _first_hidden(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def _first_hidden(name: str, shape: torch.Size, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     hidden = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or not hidden.is_floating_point():
+    if not isinstance(hidden, Tensor) or hidden.shape[:2] != shape or not hidden.is_floating_point():
+        found = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
         raise UnsupportedError(
-            f"{name}: expected hidden states [batch, length, hidden] as its first argument"
+            f"{name}: expected hidden states of {list(shape)} tokens as its first argument, found {found}; "
+            "such models can't run block by block"
         )
     return hidden
 
@@ -385,13 +447,12 @@ def _unknown(hidden: Tensor) -> Any:
     return hidden
 
 
-def _restore(value: Any, hidden: Tensor, place: Callable[[Tensor], Tensor]) -> Any:
-    if value is _HIDDEN:
-        return hidden
-    if isinstance(value, Tensor):
-        return place(value)
+def _restore(value: Any, argument: Callable[[Any], Any]) -> Any:
+    """What a block is called with, ``argument`` giving what stands for tensors and markers."""
+    if value is _HIDDEN or isinstance(value, (Tensor, Shared, Returned)):
+        return argument(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_restore(inner, hidden, place) for inner in value)
+        return type(value)(_restore(inner, argument) for inner in value)
     if isinstance(value, dict):
-        return {key: _restore(inner, hidden, place) for key, inner in value.items()}
+        return {key: _restore(inner, argument) for key, inner in value.items()}
     return value

@@ -115,7 +115,9 @@ class BlockQuantizer:
             if states is not None and self._is_paired():
                 compared = compared_batches(self._batches, self._ranks.size)
                 copy = copied_states(self._instance, states, self._batches, compared, self._writer.partial)
-                self._gathering.original = OriginalStates(self._instance, self._replay, copy, compared)
+                self._gathering.original = OriginalStates(
+                    self._instance, self._replay.beside(), copy, compared
+                )
             self._progress("quantising blocks", 0, count)
             for index in range(count):
                 if index in needed:

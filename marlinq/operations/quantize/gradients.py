@@ -69,7 +69,7 @@ class LossGradients:
         self._batches, self._jobs = batches, list(jobs)
         like = states.load(self._jobs[0])
         self._count = len(instance.blueprint.blocks)
-        shapes = [(*batches[number].ids.shape, like.shape[-1]) for number in self._jobs]
+        shapes = [(*batches[number].ids.shape, *like.shape[2:]) for number in self._jobs]
         # In place of what enters a block comes its gradient, which is that of the block before.
         self._stream = HiddenStates(
             shapes * (self._count + 1),

@@ -63,7 +63,7 @@ def _empty(
     device: torch.device, like: Tensor, batches: Sequence[Batch], folder: Path, device_bytes: int
 ) -> HiddenStates:
     return HiddenStates(
-        [(*batch.ids.shape, like.shape[-1]) for batch in batches],
+        [(*batch.ids.shape, *like.shape[2:]) for batch in batches],
         dtype=like.dtype,
         device=device,
         limit_bytes=psutil.virtual_memory().available // 4,

@@ -123,7 +123,7 @@ def draw_anew(
 
 def _states(batches: Sequence[Batch], like: Tensor, folder: Path, device_bytes: int) -> HiddenStates:
     return HiddenStates(
-        [(*batch.ids.shape, like.shape[-1]) for batch in batches],
+        [(*batch.ids.shape, *like.shape[2:]) for batch in batches],
         dtype=like.dtype,
         device=like.device,
         limit_bytes=psutil.virtual_memory().available // 4,
