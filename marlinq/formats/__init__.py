@@ -1,4 +1,5 @@
-"""Tensor layouts and the configs that describe them; importing it does not import torch."""
+"""Tensor layouts, and the dialects of ``quantization_config`` that describe them; importing it imports no
+torch."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ for _form in (
     Format("awq", "awq", (AWQ(),)),
     Format("marlin", "gptq", (Marlin(),)),
     Format("compressed-tensors", "compressed-tensors", (_COMPRESSED_INTEGERS, *COMPRESSED_FLOATS)),
-    # Linears that stay dense lie beside sparse ones as in any compressed-tensors checkpoint.
+    # Linears that are quantised but not sparse are stored like those of any compressed-tensors checkpoint.
     Format("marlin-24", "compressed-tensors", (COMPRESSED_24, _COMPRESSED_INTEGERS)),
     Format("gptq-marlin-24", "gptq", (GPTQ_24,)),
     Format("fp8", "fp8", (*HUGGING_FACE_FP8, DEEPSEEK_FP4)),

@@ -13,15 +13,15 @@ from marlinq.formats.layouts import Layout, register_layout
 
 @dataclass(frozen=True)
 class Format:
-    """What a name on the command line stands for.
+    """A checkpoint format, as it is named on the command line.
 
     Attributes:
         name: name on the command line and in recipes.
         dialect: name of the ``quantization_config`` dialect in :data:`marlinq.formats.dialects.DIALECTS`.
-        layouts: layouts of its modules, one scheme each or several. Where two hold a scheme, a reader takes
-            the one whose tensors are there and a writer the first.
-        read_only: why no checkpoint is written in this format; None for one that is.
-        stacked: files hold the experts of a layer in one tensor (:mod:`marlinq.formats.stacks`).
+        layouts: layouts of its modules. Where two of them can hold a scheme, a reader takes the one whose
+            tensors exist, and a writer the first.
+        read_only: reason why no checkpoint is written in this format; None for one that is written.
+        stacked: whether files hold the experts of a layer in one tensor (:mod:`marlinq.formats.stacks`).
     """
 
     name: str
@@ -47,12 +47,12 @@ class Format:
 
     @property
     def sparsity(self) -> Sparsity | None:
-        """Sparsity of the weights that it is for; None for a format of dense weights."""
+        """Sparsity that weights must have; None for a format of dense weights."""
         return self.layouts[0].sparsity
 
     @property
     def original_kernel(self) -> bool:
-        """Whether a layout names a kernel that takes fewer shapes than itself."""
+        """Whether a layout has an original kernel that takes fewer shapes than the layout can hold."""
         return any(layout.original_kernel is not None for layout in self.layouts)
 
     def is_codes(self, suffix: str, dtype: str) -> bool:
@@ -72,10 +72,10 @@ class Format:
     def layout_of(self, scheme: Scheme) -> Layout:
         """The layout that a writer stores a weight of ``scheme`` in.
 
-        Of a single layout it is that one, whose own refusals say more.
+        A format's only layout is returned unchecked, since its own refusals are more precise.
 
         Raises:
-            ConversionRefused: none holds it; the message is :meth:`scheme_refusal`'s reason.
+            ConversionRefused: no layout holds it; the message has the reason of :meth:`scheme_refusal`.
         """
         if len(self.layouts) == 1:
             return self.layouts[0]
@@ -92,7 +92,7 @@ class Format:
             scheme: scheme that the config gives it.
 
         Raises:
-            ConversionRefused: its codes are not those of ``scheme``; the message says what they are.
+            ConversionRefused: its codes are not those of ``scheme``; the message names the stored ones.
         """
         there = [
             layout

@@ -1,8 +1,8 @@
 """Packing of unsigned 4- and 8-bit codes into int32 words, natural order.
 
-Slot i of a word holds bits ``bits*i .. bits*i + bits - 1``, i = 0 least significant. The words are int32 bit
-patterns; their sign bit is data. Everything works on the bytes of the little-endian word, so no
-intermediate is wider than one byte a code.
+Slot i of a word holds bits ``bits*i .. bits*i + bits - 1``, i = 0 least significant. The sign bit of a word
+is data. All functions work on the bytes of little-endian words, so that intermediates take at most one byte a
+code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def slots_per_word(bits: int) -> int:
 
 def unpack_last(words: Tensor, bits: int) -> Tensor:
     """int32 [..., W] to uint8 [..., W, 32 / bits]: the slots of each word in natural order."""
-    # Flat first: a dimension of size 1 may carry any stride, which view(dtype) does not accept.
+    # Flattened first: view(dtype) rejects some strides of dimensions of size 1.
     octets = words.reshape(-1).view(torch.uint8).reshape(*words.shape, 4)
     if bits == 8:
         return octets
@@ -48,7 +48,7 @@ def unpack_rows(words: Tensor, bits: int) -> Tensor:
     octets = words.reshape(-1).view(torch.uint8).reshape(rows, columns, 4).transpose(1, 2)
     if bits == 8:
         return octets.reshape(rows * 4, columns)
-    # Separating the bytes first keeps the nibble arithmetic on contiguous rows.
+    # Bytes are separated first, so that nibbles are computed on contiguous rows.
     octets = octets.contiguous()
     codes = torch.empty(rows, 4, 2, columns, dtype=torch.uint8, device=words.device)
     torch.bitwise_and(octets, 15, out=codes[:, :, 0])
@@ -89,7 +89,7 @@ def transpose_fields(words: Tensor) -> Tensor:
     Args:
         words: int32 [W, M] with W = 8 (fields of 4 bits) or 4 (fields of 8 bits), M independent matrices.
 
-    The usual recursion: swap the off-diagonal halves of ever smaller blocks, for all matrices at once.
+    For all matrices at once, the off-diagonal quarters of ever smaller blocks are exchanged.
     """
     width, span = 16, words.shape[0] // 2
     shape = words.shape

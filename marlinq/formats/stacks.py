@@ -1,12 +1,13 @@
-"""Experts of a layer in one tensor, as GPT-OSS files hold MXFP4 weights (docs/formats.md).
+"""Stacks: tensors that hold all experts of a layer, in MXFP4, as in GPT-OSS files (docs/formats.md).
 
-    <experts>.gate_up_proj_blocks   uint8 [E, 2I, H/32, 16]   codes; rows of gate and up take turns
+    <experts>.gate_up_proj_blocks   uint8 [E, 2I, H/32, 16]   codes; even rows are gate's, odd rows are up's
     <experts>.gate_up_proj_scales   uint8 [E, 2I, H/32]       E8M0
     <experts>.down_proj_blocks      uint8 [E, H, I/32, 16]
     <experts>.down_proj_scales      uint8 [E, H, I/32]
 
-A *part* is what one expert's linear has in them: the tensor that compressed-tensors stores for it, byte for
-byte. Everything but reading and writing files knows the parts alone.
+A *part* is the share of one expert's linear in a stack. Taken out, it equals the tensor that
+compressed-tensors stores for that linear, byte for byte. Only code that reads and writes files handles
+stacks; all other code handles parts.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 _LINEARS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _SUFFIXES = {"blocks": "weight_packed", "scales": "weight_scale"}
 _BLOCK_BYTES = 16
-"""Bytes that the codes of 32 channels, which share a scale, take."""
+"""Bytes of the codes of 32 channels, which share a scale."""
 STACKS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)_(blocks|scales)")
 """Names of stacks."""
 _PART = re.compile(r"(.+\.experts)\.(\d{1,6})\.(gate_proj|up_proj|down_proj)\.(weight_packed|weight_scale)")
 STACKED_BIAS = "gate_up_proj_bias"
-"""A parameter of experts that only models of this family have."""
+"""Suffix of a parameter of experts that only models of GPT-OSS's family have."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Part:
     """One expert's tensor in a stack.
 
     Attributes:
-        name: name of the tensor by itself.
+        name: name of the part as a tensor of its own.
         stack: name of the stacked tensor.
         expert: index along the first axis of the stack.
-        first, step: rows first, first + step, ... of the expert's matrix in the stack.
-        blocks: the stack has the bytes of a row in blocks of 16.
+        first, step: its rows in the expert's matrix of the stack: first, first + step, ...
+        blocks: whether the stack splits the bytes of a row into blocks of 16, an axis of its own.
     """
 
     name: str
@@ -55,23 +56,23 @@ class Part:
         return (rows.flatten(1) if self.blocks else rows).contiguous()
 
     def put(self, stack: Tensor, value: Tensor) -> None:
-        """Writes ``value``, as :meth:`taken` gives it, to its place in the whole ``stack``."""
+        """Write ``value``, shaped like the result of :meth:`taken`, into the whole ``stack``."""
         place = stack[self.expert, self.first :: self.step]
         place.copy_(value.reshape(place.shape))
 
     def taken_shape(self, stack: Sequence[int]) -> tuple[int, int]:
-        """Shape of :meth:`taken`, from the stack's."""
+        """Shape of the part as a tensor of its own, from the shape of the stack."""
         return stack[1] // self.step, stack[2] * (_BLOCK_BYTES if self.blocks else 1)
 
     def stack_shape(self, shape: Sequence[int], experts: int) -> tuple[int, ...]:
-        """Shape of the stack of so many experts, from a part's."""
+        """Shape of the stack of ``experts`` experts, from the shape of a part."""
         rows, width = shape
         inner = (width // _BLOCK_BYTES, _BLOCK_BYTES) if self.blocks else (width,)
         return experts, rows * self.step, *inner
 
 
 def part_named(name: str) -> Part | None:
-    """The part that the tensor ``name`` is, or None."""
+    """The part with the tensor name ``name``; None if it is no part's name."""
     found = _PART.fullmatch(name)
     if found is None:
         return None
@@ -89,12 +90,12 @@ def part_named(name: str) -> Part | None:
 
 
 def is_stack(name: str) -> bool:
-    """Whether the tensor ``name`` is a stack."""
+    """Whether ``name`` is the name of a stack."""
     return STACKS.fullmatch(name) is not None
 
 
 def stack_refusal(name: str, dtype: str, shape: Sequence[int]) -> str | None:
-    """How the stack ``name`` differs from what its name promises, or None."""
+    """How dtype or shape differ from those of a stack called ``name``, or None."""
     found = STACKS.fullmatch(name)
     assert found is not None, "not a stack"
     blocks, parts = found[3] == "blocks", len(_LINEARS[found[2]])

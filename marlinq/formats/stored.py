@@ -1,4 +1,4 @@
-"""One quantised weight as its checkpoint stores it, decoded only as far as somebody asks."""
+"""One quantised weight as a checkpoint stores it, decoded on demand."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _WRONG_VERSION = (
 
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
-    """The tensors of one quantised linear, as read, and what they stand for.
+    """The stored tensors of one quantised linear, with their layout.
 
-    Whoever can work with the stored words takes :attr:`words` and pays for no decoding; :attr:`grid` and
-    :meth:`weight` decode the small tensors and everything.
+    :attr:`words` are the packed codes without decoding; :attr:`grid` decodes the small tensors,
+    :meth:`weight` everything.
 
     Attributes:
         name: name in error messages.
         layout: layout of the tensors.
         spec: scheme and shape, from config and shapes.
-        tensors: by suffix, all on one device, of the names, shapes and dtypes that the layout expects.
-        declared: scheme that config.json gives the module; None where no config speaks of it.
+        tensors: tensors by suffix, all on one device, with the names, shapes and dtypes that the layout
+            expects.
+        declared: scheme that config.json gives the module; None where no config mentions it.
     """
 
     name: str
@@ -65,11 +66,13 @@ class StoredWeight:
 
     @property
     def scheme(self) -> Scheme:
-        """What the values are (:attr:`marlinq.core.weight.Grid.scheme`); read from the zero points and g_idx
-        only where the layout has any that could differ from what the config says."""
+        """The scheme that the values have (:attr:`marlinq.core.weight.Grid.scheme`).
+
+        Zero points and g_idx are decoded only where the layout has any that could differ from the config.
+        """
         if not self.layout.says_all(self.spec):
             return self.grid.scheme
-        # Configs speak of activation order where no g_idx bears it out, too.
+        # Some configs claim activation order although no g_idx is stored.
         return replace(self.spec.scheme, act_order=False)
 
     @property
@@ -94,8 +97,9 @@ class StoredWeight:
             return grid
 
     def weight(self, device: torch.device | None = None) -> QuantizedWeight:
-        """The neutral value on ``device``, by default where the tensors are; codes travel packed and are
-        unpacked there.
+        """The weight in neutral order on ``device``, by default the device of the tensors.
+
+        Codes are copied packed and unpacked on ``device``.
 
         Raises:
             CheckpointError, ConversionRefused: as :meth:`marlinq.formats.layouts.Layout.unpack`.
@@ -119,18 +123,20 @@ class StoredWeight:
 
 
 def check_zero_points(grid: Grid, declared: Scheme, codes: Callable[[], Tensor]) -> None:
-    """Make sure that stored zero points are not those of another format than the config names.
+    """Check that zero points were not stored by another version of GPTQ than the config names.
 
     GPTQ v1 stores zero - 1 and GPTQ v2 zero: read as the other version, every zero point is one off.
 
     Args:
-        grid: as decoded.
+        grid: the decoded grid.
         declared: scheme that the config gives the module.
-        codes: gives the codes, uint8 [K, N]; asked for only where the zero points alone don't decide.
+        codes: function that returns the codes, uint8 [K, N]; called only where the zero points alone don't
+            decide.
 
     Raises:
-        CheckpointError: the config says symmetric and a zero point is not the midpoint; or all of them lie
-            one beside the midpoint, and the codes around the midpoint.
+        CheckpointError: the config says symmetric and a zero point is not the midpoint; or all zero points
+        are
+            one off the midpoint although the mean of the codes is nearer to the midpoint.
     """
     if not grid.scheme.stores_zeros:
         return
@@ -142,7 +148,7 @@ def check_zero_points(grid: Grid, declared: Scheme, codes: Callable[[], Tensor])
             f"another value than {middle}, for example {int(wrong[0])}; {_WRONG_VERSION}"
         )
     low, high = int(grid.zeros.min()), int(grid.zeros.max())
-    # Asymmetric quantisation of weights of one sign puts them all at one end, not beside the midpoint.
+    # Equal zero points also arise where all weights have one sign, but then they lie at an end of the range.
     if low == high and abs(low - middle) == 1:
         mean = float(codes().float().mean())
         if abs(mean - middle) < abs(mean - low):

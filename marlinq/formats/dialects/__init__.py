@@ -1,4 +1,4 @@
-"""Every ``quantization_config`` dialect, one file each, and the registry that they are found in."""
+"""Dialects of ``quantization_config``, one file each, and their registry."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def dialect_of(raw: Mapping[str, Any], where: str) -> Dialect:
     """The dialect of a config object; ``where`` names it in messages.
 
     Raises:
-        UnsupportedError: its ``quant_method`` is none that marlinq reads.
+        UnsupportedError: marlinq does not read its ``quant_method``.
     """
     method = raw.get("quant_method")
     if method is None:

@@ -1,7 +1,7 @@
 """The config of AutoRound's own exports, whose tensors are those of GPTQ v1 or of AWQ (docs/formats.md).
 
-``extra_config`` says what differs for single modules: by full name, by the end of one, or by a regular
-expression that is found in it; 16 bits leave a module unquantised.
+``extra_config`` has other settings for single modules. Its keys are full names, ends of names, or regular
+expressions that are searched in names. A module of 16 bits is unquantised.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class AutoRoundDialect(Dialect):
 
 
 def _scheme(changes: Keys, default: Keys) -> Scheme:
-    """The scheme of a module, with what ``changes`` leave out as the whole config has it."""
+    """The scheme of a module: settings from ``changes``, and from the whole config where ``changes`` has
+    none."""
 
     def of(key: str) -> Keys:
         return changes if changes.raw.get(key) is not None else default

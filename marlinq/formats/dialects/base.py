@@ -1,4 +1,4 @@
-"""What every ``quantization_config`` dialect offers, and the value that reading one gives."""
+"""The base class of dialects of ``quantization_config``, and the parsed config."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class QuantizationConfig:
 
     Attributes:
         format: name of its format in :data:`marlinq.formats.FORMATS`.
-        rules: what it says of every module. A scheme's ``scale_dtype`` means nothing here: configs don't say
-            it, the stored scales do.
-        zero_writer: who packed GPTQ v1 zeros, where the config tells (:mod:`marlinq.formats.layouts.gptq`).
-        raw: the object as found.
+        rules: scheme of every module, or the reason why it is unquantised. ``scale_dtype`` of these schemes
+            is meaningless: the stored scales have it, configs don't.
+        zero_writer: program that packed GPTQ v1 zeros (:mod:`marlinq.formats.layouts.gptq`); None where the
+            config does not name it.
+        raw: the object as parsed from JSON.
     """
 
     format: str
@@ -36,10 +37,9 @@ class QuantizationConfig:
 
 
 class Dialect(ABC):
-    """One way to say how a checkpoint is quantised, as a family of loaders reads it.
+    """A dialect of ``quantization_config``, as one family of loaders reads it.
 
-    A dialect maps the ``quantization_config`` object to and from :class:`~marlinq.core.rules.Rules`; it never
-    reads files or tensors.
+    It maps the object to and from :class:`~marlinq.core.rules.Rules`, and never reads files or tensors.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Dialect(ABC):
 
     @abstractmethod
     def read(self, keys: Keys) -> QuantizationConfig:
-        """The config, without ``raw``.
+        """Parse a config; ``raw`` of the result is left empty.
 
         Raises:
-            UnsupportedError: a version, width or scheme that marlinq does not handle, by name.
+            UnsupportedError: a version, width or scheme that marlinq does not handle; the message names it.
             CheckpointError: a key is missing or of the wrong type.
         """
 
@@ -65,7 +65,7 @@ class Dialect(ABC):
 
         Args:
             form: format of the checkpoint; its ``dialect`` is this one.
-            modules: every quantised module and what is stored for it; at least one.
+            modules: shape and scheme of every quantised module; at least one.
             unquantized: linear modules that stay unquantised, lm_head included.
 
         Raises:
@@ -73,7 +73,7 @@ class Dialect(ABC):
         """
 
     def says_head(self, config: QuantizationConfig, name: str) -> bool:
-        """Whether loaders that ask for a word of its own take the output head ``name`` for quantised."""
+        """Whether the config marks the output head ``name`` as quantised for loaders that need it named."""
         return config.raw.get("lm_head") is True
 
     def extra_files(self, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -82,13 +82,15 @@ class Dialect(ABC):
 
 
 def declared_schemes(form: Format, modules: Mapping[str, ModuleSpec]) -> dict[str, Scheme]:
-    """What a config has to say of every module, modules of equal settings having equal values."""
+    """The scheme that a config gives for every module, so that modules with equal settings have equal
+    schemes."""
     sizes = Counter(spec.granularity for spec in modules.values() if spec.granularity.kind == "group")
     usual = sizes.most_common(1)[0][0] if sizes else None
     declared = {}
     for name, spec in modules.items():
         granularity = spec.granularity
-        # One scale per channel is the usual group size where that is K, as its neighbours have it.
+        # One scale per channel equals the usual group size where that is K; writing it alike gives fewer
+        # schemes.
         if granularity == Granularity.channel() and usual == Granularity.group(spec.in_features):
             granularity = usual
         layout = form.layout_of(spec.scheme)

@@ -1,7 +1,7 @@
 """The config of compressed-tensors checkpoints (docs/formats.md).
 
-Groups of targets, each with a scheme of its own; targets are exact names, class names, or ``re:`` patterns
-matched with ``re.match``. Names bind before classes, as the loaders match.
+It has groups of targets, each with a scheme. Targets are exact names, class names, or ``re:`` patterns
+matched with ``re.match``. As in the loaders, names and patterns take precedence over classes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _LARGEST_BLOCK = 1 << 20
 _SPARSE_FORMAT = "marlin-24"
 """The format of sparse integers, here and in :data:`marlinq.formats.FORMATS`."""
 _DENSE_STORAGE = "dense"
-"""What a ``sparsity_config`` says of weights whose storage the groups' format describes alone."""
+"""Format in a ``sparsity_config`` of weights that are stored as the format of their group says."""
 _MIXED = "mixed-precision"
-"""The format of a checkpoint whose groups differ in theirs."""
+"""Format of a checkpoint whose groups have different formats."""
 
 
 class CompressedTensorsDialect(Dialect):
@@ -85,7 +85,7 @@ class CompressedTensorsDialect(Dialect):
         )
 
     def says_head(self, config: QuantizationConfig, name: str) -> bool:
-        # Class targets don't reach it: servers have a class of their own for heads.
+        # Targets by class don't count: servers have another class for heads.
         outcome = next((r.outcome for r in config.rules.ordered if r.matcher.matches(name)), None)
         return isinstance(outcome, Scheme)
 
@@ -125,8 +125,11 @@ class CompressedTensorsDialect(Dialect):
 
 
 def _ignored(names: Sequence[str], *, wrapped: bool) -> list[str]:
-    """A pattern where a name is not enough: of experts, which loaders look up one by one, also where they are
-    stored as one tensor, and of a ``wrapped`` language model, which loaders call differently."""
+    """Entries of ``ignore``: names, or patterns where a name is not enough.
+
+    Loaders look experts up one by one, even where they are stored as one tensor; and they spell the names of
+    a ``wrapped`` language model differently.
+    """
 
     def respelled(name: str) -> bool:
         return wrapped and (is_head(name) or without_prefix(name) != name)
@@ -178,7 +181,7 @@ def _element(weights: Keys) -> Element:
 
 
 def _granularity(settings: Keys) -> Granularity:
-    """What the weights of a group share a scale among."""
+    """Granularity of the weights of a config group."""
     strategy = settings.raw.get("strategy")
     if strategy is None:
         strategy = "channel" if settings.first("group_size") in (None, -1) else "group"
@@ -209,13 +212,13 @@ def _activations(keys: Keys, weights: Element) -> Activations | None:
         raise UnsupportedError(f"{settings.where}: quantised activations of integers are not supported")
     strategy = settings.raw.get("strategy")
     granularity = Granularity.channel() if strategy == "token" else _granularity(settings)
-    # "local" is dynamic below a stored scale for the whole tensor.
+    # "local": dynamic scales of groups, times a stored scale of the whole tensor.
     dynamic = settings.raw.get("dynamic") is True
     return Activations(element, granularity, dynamic)
 
 
 def _formats(scheme: Scheme) -> tuple[str, ...]:
-    """The formats that may be said of a scheme; the first is the one that is written."""
+    """Names of formats that a config may have for a scheme; the first is the one that is written."""
     element = scheme.element
     if element.table is None:
         return ("pack-quantized",) if scheme.sparsity is None else (_SPARSE_FORMAT,)

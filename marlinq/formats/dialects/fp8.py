@@ -1,7 +1,8 @@
-"""The config of Hugging Face's ``fp8`` checkpoints, DeepSeek's and GPTQModel's among them (docs/formats.md).
+"""The config of Hugging Face's ``fp8`` checkpoints, also of DeepSeek's and GPTQModel's (docs/formats.md).
 
 ``weight_block_size`` is [rows, columns] of a block, or null for one scale per tensor. Modules are excluded by
-name. Scales multiply, but in files of GPTQModel, whose config says ``weight_scale_semantics: inverse``.
+name. Weights are codes times scales; only in GPTQModel's files, whose config has ``weight_scale_semantics:
+inverse``, they are codes divided by scales.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _GPTQMODEL_GRANULARITIES = {
 }
 _EXPERTS = r"\.experts\.\d+\."
 _FP4 = Scheme(E2M1, MX_GROUP, E2M1.zero_point, "float8_e8m0fnu")
-"""Experts of ``expert_dtype: fp4``."""
+"""Scheme of the experts where the config has ``expert_dtype: fp4``."""
 _BLOCKS = Scheme(
     E4M3,
     Granularity.block(128, 128),
     E4M3.zero_point,
     activations=Activations(E4M3, Granularity.group(128), dynamic=True),
 )
-"""What a config says of other modules where there are none."""
+"""Scheme in the config for all other modules, where every quantised module is an FP4 expert."""
 _LARGEST_BLOCK = 1 << 20
 
 
@@ -100,7 +101,7 @@ class FP8Dialect(Dialect):
 
 
 def _skips(keys: Keys) -> Iterator[Rule[Scheme]]:
-    """GPTQModel's rules for modules that it leaves alone."""
+    """GPTQModel's rules for modules that are not quantised."""
     for text in keys.mapping("dynamic"):
         if not text.startswith("-:"):
             raise UnsupportedError(f"{keys.where}: dynamic rule {text!r}: FP8 settings of single modules")
@@ -133,7 +134,7 @@ def _activations(keys: Keys, granularity: Granularity) -> Activations:
 
 
 def _activation_granularity(weights: Granularity, dynamic: bool) -> Granularity:
-    """What loaders share a scale among of the inputs of such weights."""
+    """Granularity with which loaders quantise the inputs of weights with granularity ``weights``."""
     if not dynamic:
         return Granularity.tensor()
     return Granularity.group(weights.channels) if weights.kind == "block" else Granularity.channel()

@@ -70,7 +70,7 @@ class GPTQDialect(Dialect):
     ) -> dict[str, Any]:
         schemes = declared_schemes(form, modules)
         default = majority(schemes)
-        # Loaders that read the flag for a module whose g_idx is trivial still get the right weights.
+        # One flag for all modules: loaders still get the right weights of a module whose g_idx is trivial.
         act_order = any(spec.scheme.act_order for spec in modules.values())
         dynamic: dict[str, Any] = {}
         wrapped = in_wrapper([*schemes, *unquantized])
@@ -106,19 +106,19 @@ class GPTQDialect(Dialect):
         fused = any(expert_layer(name) for name in schemes)
         kept_inside = {inside_block(name) for name in unquantized if in_block(name)}
         if kept_inside and not fused and not config["lm_head"] and not kept_inside & set(inside):
-            # transformers' loader ignores dynamic rules; it can follow a skip that holds in every block. A
-            # quantised head or quantised experts it can't load, and for vLLM the list would have to name the
-            # head too.
+            # transformers' loader ignores dynamic rules, but honours this list of names inside a block. Not
+            # written for a quantised head or experts: it can't load those, and vLLM would need the head
+            # listed.
             config["modules_in_block_to_quantize"] = [inside]
         return config
 
     def extra_files(self, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-        # GPTQModel reads this file before config.json, so both have to say the same.
+        # GPTQModel reads this file before config.json, so both hold the same settings.
         return {"quantize_config.json": config}
 
 
 def _zero_point(keys: Keys, default: ZeroPoint) -> ZeroPoint:
-    # Where the config does not say, the stored zero points do.
+    # Without ``sym`` the stored zero points decide.
     symmetric = keys.boolean("sym", default == "midpoint")
     return "midpoint" if symmetric else "stored"
 

@@ -1,4 +1,4 @@
-"""Typed access to a config object that nobody has checked, with errors that name the file and the key."""
+"""Typed access to an untrusted config object, with errors that name the file and the key."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ class Keys:
         self._patterns = Patterns(where)
 
     def first(self, *names: str) -> Any:
-        """The value of the first of ``names`` that is there and not null."""
+        """The value of the first of ``names`` that is present and not null."""
         return next((self.raw[name] for name in names if self.raw.get(name) is not None), None)
 
     def integer(self, *names: str) -> int:
-        """The integer under the first of ``names`` that is there."""
+        """The integer under the first of ``names`` that is present."""
         value = self.first(*names)
         if not isinstance(value, int) or isinstance(value, bool):
             raise CheckpointError(f"{self.where}: {names[0]}: expected an integer, found {value!r}")
         return value
 
     def element(self, *names: str) -> Element:
-        """The integer element of as many bits as one of ``names`` says."""
+        """The integer element whose bits are under the first of ``names`` that is present."""
         try:
             return integer_element(self.integer(*names))
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.where}: {error}") from None
 
     def granularity(self, *names: str) -> Granularity:
-        """What a group size says: -1 for one scale per output channel, or positive."""
+        """The granularity of a group size: -1 for one scale per output channel, or positive."""
         value = self.integer(*names)
         if value != -1 and not 1 <= value < _LARGEST_GROUP:
             raise CheckpointError(f"{self.where}: group_size: expected -1 or positive, found {value}")

@@ -1,8 +1,8 @@
 """The config of ModelOpt (docs/formats.md).
 
 ``quant_algo`` names one scheme for all modules, or ``MIXED_PRECISION`` with one for each of
-``quantized_layers``. Modules are excluded by patterns with ``*``. The same words stand in
-``hf_quant_config.json`` under ``quantization``.
+``quantized_layers``. Modules are excluded by patterns with ``*``. ``hf_quant_config.json`` holds the same
+settings under ``quantization``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Module names as patterns: one pattern for many names."""
+"""Write one pattern for many module names, as the loaders of a config match them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 
-# Loaders that fuse these match rules against the fused name, others against the parts (docs/formats.md).
+# Loaders that fuse these linears match rules against the fused name, others against the parts
+# (docs/formats.md).
 FUSED = (
     ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("gate_up_proj", ("gate_proj", "up_proj")),
@@ -13,20 +14,19 @@ FUSED = (
 """Fused linears of serving engines: the fused name and the names of its parts."""
 
 EXPERTS = ".experts"
-"""How the name of a layer's experts ends."""
+"""End of the name of a layer's experts."""
 
 _LANGUAGE_MODELS = ("model.language_model", "language_model.model", "thinker.model", "model")
-"""Names in front of ``.layers`` of a language model inside another: transformers', vLLM's, those of
-Qwen-Omni's files, and of older files and SGLang. Loaders rename weights, but take patterns as they are
-(docs/formats.md)."""
+"""Prefixes of ``.layers`` in a language model inside a wrapper: of transformers, of vLLM, of Qwen-Omni's
+files, of older files and SGLang. Loaders rename weights, but not patterns in a config (docs/formats.md)."""
 _HEADS = ("lm_head", "language_model.lm_head", "thinker.lm_head")
 
 _DRAFT, WHOLE_DRAFT = "mtp.", "^mtp.*"
-"""How names of a draft head begin, and the pattern of all of them that loaders look for."""
+"""Prefix of the names of a draft head, and the pattern that loaders expect for all of them."""
 _NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+")
 _ANY_EXPERT = r"(?:\.\d+\.[^.]+)?"
-"""What may follow it."""
+"""Pattern of what may follow the name of a layer's experts."""
 
 
 def expert_layer(name: str) -> str | None:
@@ -36,9 +36,10 @@ def expert_layer(name: str) -> str | None:
 
 
 def with_whole_experts(members: Sequence[str], others: Iterable[str]) -> list[str]:
-    """``members`` with the layer's name, once, for the linears of experts none of which is among ``others``.
+    """``members``, where the names of a layer's experts are replaced by the layer's name, if none is in
+    ``others``.
 
-    Loaders that know a layer's experts as one module look that name up.
+    Loaders that have one module for a layer's experts look that name up.
     """
     parted = {expert_layer(name) for name in others}
     layers = {name: expert_layer(name) for name in members}
@@ -58,25 +59,27 @@ def inside_block(name: str) -> str:
 
 
 def is_head(name: str) -> bool:
-    """Whether ``name`` is an output head's: ``embed_out`` is what GPT-NeoX files call theirs."""
+    """Whether ``name`` is an output head's, ``lm_head`` or GPT-NeoX's ``embed_out``."""
     return name.rsplit(".", maxsplit=1)[-1] in ("lm_head", "embed_out")
 
 
 def in_wrapper(names: Iterable[str]) -> bool:
-    """Whether ``names``, of all linears of a checkpoint, are those of a language model inside another."""
+    """Whether ``names``, of all linears of a checkpoint, belong to a language model inside a wrapper."""
     blocks = [name for name in names if in_block(name) and not name.startswith("mtp.")]
     inside = any(name.startswith(tuple(f"{each}." for each in _LANGUAGE_MODELS[:-1])) for name in blocks)
-    # Older files have the language model's blocks as ``model.layers``, beside those of a tower.
+    # Older files call the language model's blocks ``model.layers``, beside the blocks of a vision or audio
+    # tower.
     beside = any(not name.startswith("model.") for name in blocks)
     return inside or (beside and any(name.startswith("model.layers.") for name in blocks))
 
 
 def whole_drafts(names: Sequence[str], others: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Patterns of draft heads (multi-token prediction) without a linear among ``others``, and other names.
+    """Patterns of draft heads (multi-token prediction) that have no linear in ``others``; and the other
+    names.
 
-    Loaders of a draft head ask for layers that they fuse in ways of their own, so that a list of single
-    linears misses some: SGLang then builds them quantised, drops what is stored, and accepts no draft. A
-    pattern of the whole head, ``^mtp.*`` or the block behind the model's last, leaves nothing out.
+    Each loader fuses the layers of a draft head in its own way, so a list of single linears would miss fused
+    ones. SGLang then builds these quantised, drops the stored weights, and rejects every draft. A pattern of
+    the whole head, ``^mtp.*`` or the block after the model's last, matches every fusion.
     """
     others = set(others)
     lists: dict[str, set[int]] = {}
@@ -98,7 +101,7 @@ def whole_drafts(names: Sequence[str], others: Iterable[str]) -> tuple[list[str]
 
 
 def both_spellings(names: Iterable[str], *, wrapped: bool) -> list[str]:
-    """``names``, and of a ``wrapped`` language model's what other loaders call them."""
+    """``names``; of a ``wrapped`` language model also the names that other loaders give them."""
     found: dict[str, None] = {}
     for name in names:
         found[name] = None
@@ -110,7 +113,7 @@ def both_spellings(names: Iterable[str], *, wrapped: bool) -> list[str]:
 
 
 def without_prefix(name: str) -> str:
-    """The part of a wrapped language model's name that all loaders share, for lists of parts of names."""
+    """The part of a wrapped language model's module name that is the same in all loaders."""
     inner = _inside_language_model(name)
     return name if inner is None else inner
 
@@ -123,7 +126,7 @@ def _inside_language_model(name: str) -> str | None:
 
 
 def _stem_pattern(stem: str, wrapped: bool) -> str:
-    """A pattern of what stands in front of the number of a block."""
+    """A pattern of ``stem``, the text before a block's number."""
     if wrapped and (inner := _inside_language_model(f"{stem}.")) is not None:
         prefixes = "|".join(map(re.escape, _LANGUAGE_MODELS))
         return f"(?:{prefixes})\\.{re.escape(inner.removesuffix('.'))}"
@@ -133,9 +136,9 @@ def _stem_pattern(stem: str, wrapped: bool) -> str:
 def names_pattern(members: Sequence[str], others: Iterable[str], *, wrapped: bool = False) -> str:
     """One regular expression that matches exactly ``members``, and the fused name of a complete set of parts.
 
-    Members that stand in several blocks are written once with the block numbers as an alternation. The
-    experts of a layer are one such set: their pattern matches any number of them. Names of a ``wrapped``
-    language model are matched as every loader spells them.
+    Members that differ only in the block's number are written once, with the numbers as an alternation. A
+    layer's experts are one such set, whose pattern matches any expert. Names of a ``wrapped`` language model
+    are matched in every loader's spelling.
     """
     others = set(others) - set(members)
     names = with_whole_experts(members, others)

@@ -1,4 +1,4 @@
-"""Every tensor layout, one file each, and the registry that the rest of the program finds them in."""
+"""Tensor layouts, one file each, and their registry."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUTS: dict[str, Layout] = {}
 
 
 def register_layout(layout: Layout) -> Layout:
-    """Make ``layout`` known by its name; :func:`marlinq.formats.register_format` does it; returns it."""
+    """Make ``layout`` known by its name; returns it. :func:`marlinq.formats.register_format` calls it."""
     LAYOUTS[layout.name] = layout
     return layout
 

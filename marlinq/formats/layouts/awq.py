@@ -4,7 +4,7 @@
     qzeros  int32 [G, N/8]   the same interleave; stores the zero point itself
     scales  float16 [G, N]
 
-4-bit only and without g_idx. A symmetric tuple is stored with all zeros 8 and ``zero_point: true``.
+4-bit only and without g_idx. A symmetric weight is stored with all zero points 8 and ``zero_point: true``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class AWQ(WordLayout):
         return rows, columns * 8
 
     def from_natural(self, natural: Tensor) -> Tensor:
-        # Eight words of neighbouring columns hold 8 (K) x 8 (N) codes; AWQ packs the other axis.
+        # Eight natural words of neighbouring columns hold 8 (K) x 8 (N) codes; AWQ packs along N instead of
+        # K.
         rows, columns = natural.shape[0], natural.shape[1] // 8
         words = natural.reshape(rows, columns, 8).permute(2, 0, 1)[_ORDER].reshape(8, -1)
         return transpose_fields(words).reshape(8, rows, columns).transpose(0, 1).reshape(rows * 8, columns)

@@ -1,4 +1,4 @@
-"""What every tensor layout offers, and the values it works with."""
+"""The base class of tensor layouts, and the descriptions of tensors and modules that it works with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def holds(self, wanted: TensorSpec) -> bool:
-        """Whether a stored tensor of this kind is one of kind ``wanted``: E8M0 scales are bytes to some."""
+        """Whether a stored tensor of this spec may stand for ``wanted``; some writers store E8M0 as uint8."""
         return self.shape == wanted.shape and _AS_BYTES.get(self.dtype, self.dtype) == _AS_BYTES.get(
             wanted.dtype, wanted.dtype
         )
@@ -42,15 +42,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """What a config and the stored shapes say about one quantised linear, before its data is read.
+    """Shape and scheme of one quantised linear, known from config and stored shapes before its data is read.
 
     Attributes:
         in_features, out_features: K and N.
-        scheme: how it is quantised; ``scheme.act_order`` is what the config says of g_idx, or, in a plan,
-            what the data say.
+        scheme: scheme of the weight; ``scheme.act_order`` is taken from the config, or, when a checkpoint to
+            write is planned, from the data.
         zero_writer: the program that packed GPTQ v1 zeros, where it is known
             (see :mod:`marlinq.formats.layouts.gptq`).
-        extras: suffixes among :attr:`Layout.read_only` that the module has.
+        extras: suffixes of :attr:`Layout.read_only` that the module has.
     """
 
     in_features: int
@@ -66,7 +66,7 @@ class ModuleSpec:
 
     @property
     def granularity(self) -> Granularity:
-        """Weights that share a scale; a group of K or more is a channel."""
+        """Granularity of the scales; a group of K or more is a channel."""
         return self.scheme.granularity.for_channels(self.in_features)
 
     @property
@@ -87,13 +87,13 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class PlainTensors:
-    """The small tensors of a layout that can be judged as they are stored, without torch.
+    """The small tensors of a layout that can be checked as stored, without torch.
 
     Attributes:
-        zeros: suffix of int32 words packed with one zero point a slot, in any order.
-        less: what is stored is the zero point less this.
-        order: suffix of the int32 g_idx, where one is stored.
-        shape: suffix of int64 (N, K), where it is stored.
+        zeros: suffix of int32 words with one zero point a slot, in any order; None where none are stored.
+        less: number by which stored zero points are smaller than true ones.
+        order: suffix of the int32 g_idx; None where none is stored.
+        shape: suffix of the int64 shape (N, K); None where none is stored.
     """
 
     zeros: str | None = None
@@ -103,75 +103,77 @@ class PlainTensors:
 
 
 class Layout(ABC):
-    """One on-disk layout of a quantised linear: what it can hold, and the way there and back.
+    """One on-disk layout of a quantised linear: the weights it can hold, and how they are packed and
+    unpacked.
 
-    A layout never reads files or configs; it maps a module's tensors, keyed by the suffix after
-    ``<module>.``, to and from a :class:`~marlinq.core.weight.QuantizedWeight`. Everything about the layout,
-    its names included, is said here: no other room knows a suffix or a layout by name.
+    A layout never reads files or configs. It maps a module's tensors, keyed by the suffix after
+    ``<module>.``, to and from a :class:`~marlinq.core.weight.QuantizedWeight`. No other room knows a suffix
+    or a layout by name.
     """
 
     name: str
-    """What messages call it; a format of one layout has its name."""
+    """Name in messages; a format of one layout has the same name."""
     family: str
-    """Layouts of one family store codes and scales in the same bits."""
+    """Name shared by layouts that store codes and scales in the same bits."""
     key: str
     """The suffix of the codes; its presence marks a quantised module."""
     scale_key: str
     """The suffix of the scales."""
     mask_key: str | None = None
-    """The suffix of what says where the stored codes of a sparse weight stand; None where all are stored."""
+    """The suffix of the mask with the places of a sparse weight's stored codes; None where all are stored."""
     code_dtype: str = "int32"
     """The dtype of the codes' tensor."""
     suffixes: tuple[str, ...]
     """All suffixes the layout owns; ``bias`` is never among them, it is carried unchanged."""
     read_only: tuple[str, ...] = ()
-    """Those of ``suffixes`` that old writers left: read where they are, never written."""
+    """Suffixes, of ``suffixes``, that only old writers wrote: read where present, never written."""
     elements: tuple[str, ...]
     """Names of the element types it holds."""
     granularities: tuple[GranularityKind, ...] = ("channel", "group")
     """Kinds of granularity it holds."""
     only_groups: int | None = None
-    """Input channels of the only groups it holds; None where the size is open. Of a weight with as many
-    channels, a group is one scale per channel."""
+    """The only group size it holds; None for any. In a weight with as many input channels, such a group is
+    one scale per output channel."""
     tensor_scales: tuple[TensorScale, ...] = ("none",)
-    """Kinds of second-level scale it holds; a run of ``quantize`` makes the first."""
+    """Kinds of second-level scale it holds; ``quantize`` makes the first."""
     holds_activations: bool = False
-    """Whether its config says how inputs are quantised."""
+    """Whether its config can say how inputs are quantised."""
     sparsity: Sparsity | None = None
-    """Sparsity of all weights it holds; None for a layout of dense weights, which holds the zeros of sparse
-    ones as codes and says nothing of them."""
+    """Sparsity of all weights it holds; None for a layout of dense weights, which can hold sparse ones, too,
+    with their zeros as codes."""
     granularity: Granularity | None = None
-    """What ``quantize`` makes where the recipe leaves the group size open; None for the largest group size
-    that fits."""
+    """Granularity that ``quantize`` takes where the recipe leaves the group size open; None for the largest
+    group size that fits."""
     scale_dtype: str | None = "float16"
     """The dtype that loaders of this layout expect of scales; None keeps what the weight has."""
     rounds: str | None = None
-    """Why values are rounded when they are read; None where they are read as they are."""
+    """Reason why reading rounds values; None where values are read exactly."""
     stores_order: bool = False
     """Whether a g_idx is stored, so that a weight in activation order can be held."""
     plain: PlainTensors | None = None
-    """What ``inspect`` may read without decoding; None lets it decode every module's grid."""
+    """Tensors that ``inspect`` checks without decoding; None makes it decode every module's grid."""
     original_kernel: str | None = None
-    """The kernel that :meth:`strict_refusal` is about, where it takes fewer shapes than the layout."""
+    """Name of the kernel that the layout was made for, if it takes fewer shapes than the layout
+    (:meth:`strict_refusal`)."""
 
     def as_stored(self, scheme: Scheme) -> Scheme:
-        """``scheme`` as modules of this layout have it: some store zero points always, some never."""
+        """``scheme`` as this layout stores it: some layouts always store zero points, some never."""
         return scheme
 
     def says_all(self, spec: ModuleSpec) -> bool:
-        """Whether ``spec`` alone tells the scheme of a module's values: no zero points and no g_idx are
-        stored, which could differ from what the config says."""
+        """Whether ``spec`` alone decides the scheme of a module's values, since neither zero points nor g_idx
+        are stored that could differ from the config."""
         return False
 
     def is_codes(self, suffix: str, dtype: str) -> bool:
         """Whether a tensor of this suffix and dtype holds a quantised linear's codes.
 
-        Where codes have the name of an unquantised weight, the dtype tells them apart.
+        The dtype matters where codes have the suffix of an unquantised weight.
         """
         return suffix == self.key and (suffix != UNQUANTIZED or dtype == self.code_dtype)
 
     def read_scale_dtype(self, stored: str) -> str:
-        """The dtype of the scales that are stored as tensors of dtype ``stored``, which may be raw bytes."""
+        """The dtype of scales whose stored tensor has dtype ``stored``, which may be uint8 for E8M0."""
         return stored
 
     def scheme_refusal(self, scheme: Scheme) -> str | None:
@@ -193,7 +195,7 @@ class Layout(ABC):
     def shape_refusal(self, spec: ModuleSpec) -> str | None:
         """Why a module of this shape, group size and element can't be stored, or None.
 
-        Zero points play no part: whether they are all the midpoint is known from the values alone.
+        Zero points are not considered: only the values tell whether all of them are the midpoint.
         """
 
     def strict_refusal(self, spec: ModuleSpec) -> str | None:
@@ -205,7 +207,8 @@ class Layout(ABC):
         return None
 
     def refusal(self, weight: Grid, scale_dtype: str | None = None) -> str | None:
-        """Why ``pack`` would refuse, or None when it is lossless. The codes play no part in it."""
+        """Why ``pack`` would refuse ``weight``, or None if packing is lossless. It does not depend on
+        codes."""
         dtype = scale_dtype or self.scale_dtype or weight.scheme.scale_dtype
         return (
             self.shape_refusal(spec_of(weight)) or self.value_refusal(weight) or _scale_refusal(weight, dtype)
@@ -213,7 +216,7 @@ class Layout(ABC):
 
     @abstractmethod
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
-        """The tensors, by suffix, that a module of this kind has on disk."""
+        """Dtypes and shapes of a module's tensors on disk, by suffix."""
 
     @abstractmethod
     def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], element: Element) -> tuple[int, int]:
@@ -221,7 +224,7 @@ class Layout(ABC):
 
     @abstractmethod
     def pack_codes(self, codes: Tensor, spec: ModuleSpec) -> Tensor:
-        """What is stored under ``key`` for ``codes``, uint8 [K, N]."""
+        """The tensor stored under ``key`` for ``codes``, uint8 [K, N]."""
 
     @abstractmethod
     def unpack_codes(self, stored: Tensor, spec: ModuleSpec, mask: Tensor | None = None) -> Tensor:
@@ -234,13 +237,15 @@ class Layout(ABC):
         """
 
     def pack_mask(self, codes: Tensor, spec: ModuleSpec) -> Tensor:
-        """What is stored under :attr:`mask_key` for ``codes``, uint8 [K, N], of a sparse weight."""
+        """The tensor stored under :attr:`mask_key` for ``codes``, uint8 [K, N], of a sparse weight."""
         raise NotImplementedError(f"{self.name} has no mask")
 
     @abstractmethod
     def _pack_grid(self, grid: Grid, scheme: Scheme) -> dict[str, Tensor]:
-        """The tensors of an accepted grid, its scales in the stored dtype; ``scheme.stores_zeros`` says
-        whether zero points have to be there."""
+        """The tensors of a grid that has been accepted and whose scales have the stored dtype.
+
+        ``scheme.stores_zeros``: whether zero points are written.
+        """
 
     @abstractmethod
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
@@ -251,9 +256,9 @@ class Layout(ABC):
 
         Args:
             weight: weight to store.
-            declared: statements of the config: the dtype of the scales, and whether zero points are stored.
-                A weight whose zero points happen to be the midpoint may be declared to store them, so that
-                it has the tensors that the config promises. Default: the layout's scales, the weight's zeros.
+            declared: scheme in the config, which decides the dtype of the scales and whether zero points are
+                stored. They are stored even if all of them happen to be the midpoint. Default: scales in the
+                layout's dtype, zero points where the weight has any.
 
         Raises:
             ConversionRefused: the layout can't hold ``weight`` without loss; the message is the reason.
@@ -296,7 +301,7 @@ class Layout(ABC):
         return grid.with_codes(self.unpack_codes(tensors[self.key], spec, mask))
 
     def unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
-        """Everything but the codes, from the tensors except the codes' own.
+        """Everything but the codes, from all tensors but that of the codes.
 
         Raises:
             CheckpointError, ConversionRefused: as :meth:`unpack`.
@@ -307,9 +312,9 @@ class Layout(ABC):
     def mismatch(
         self, found: Mapping[str, TensorSpec], spec: ModuleSpec, without: str | None = None
     ) -> str | None:
-        """How ``found`` differs from the tensors that a module of this kind has, or None.
+        """How ``found`` differs from the tensors that a module of ``spec`` has; None where it doesn't.
 
-        ``without`` is a suffix that is not looked at.
+        ``without`` is a suffix that is ignored.
         """
         expected = {suffix: want for suffix, want in self.expected(spec).items() if suffix != without}
         for suffix, want in expected.items():
@@ -340,7 +345,7 @@ def spec_of(weight: Grid) -> ModuleSpec:
 def _scale_refusal(q: Grid, dtype: str) -> str | None:
     """Why the scales can't be cast to ``dtype`` exactly, or None.
 
-    NaN and infinity survive the cast as they are, so they are not refused here; ``verify`` reports them.
+    NaN and infinity are not refused, since a cast keeps them; ``verify`` reports them.
     """
     wide = q.scales.to(torch.float32)
     back = wide.to(torch_dtype(dtype)).to(torch.float32)
@@ -355,7 +360,8 @@ def _scale_refusal(q: Grid, dtype: str) -> str | None:
 
 
 def zero_range_refusal(q: Grid, lowest: int) -> str | None:
-    """Why the zero points don't fit a field of one code's bits that starts at ``lowest``, or None."""
+    """Why the zero points are not in ``lowest`` .. ``lowest + 2**bits - 1``, the range of a stored field; or
+    None."""
     highest = q.element.codes - 1
     low, high = int(q.zeros.min()), int(q.zeros.max())
     if low >= lowest and high <= highest:

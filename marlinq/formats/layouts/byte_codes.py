@@ -19,14 +19,15 @@ else:
 class ByteLayout(Layout):
     """A layout of bytes: [N, K] for 8-bit codes, [N, K/2] for 4-bit codes, even channels in the low nibble.
 
-    That is the natural order of bytes. A layout in another one, such as a signed one, has its own
-    :meth:`to_bytes` and :meth:`from_bytes`.
+    These are natural bytes. A layout that stores other bytes, such as signed codes, overrides
+    :meth:`to_bytes` and
+    :meth:`from_bytes`.
     """
 
     code_dtype = "uint8"
 
     def to_bytes(self, stored: Tensor) -> Tensor:
-        """Natural bytes, uint8 [N, K*bits/8], from what is stored under ``key``."""
+        """Natural bytes, uint8 [N, K*bits/8], from the tensor stored under ``key``."""
         return stored.view(torch.uint8)
 
     def from_bytes(self, natural: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class ByteLayout(Layout):
         return None
 
     def codes_spec(self, spec: ModuleSpec) -> TensorSpec:
-        """The tensor under ``key``."""
+        """Dtype and shape of the tensor under ``key``."""
         width = spec.in_features * spec.scheme.element.bits // 8
         return TensorSpec(self.code_dtype, (spec.out_features, width))
 

@@ -4,10 +4,10 @@
     weight_scale      fp16 or bf16 [N, G]
     weight_shape      int64 [2] = (N, K)
     weight_zero_point int32 [N*bits/32, G]   asymmetric only; packed along N; stores the zero point
-    weight_g_idx      int32 [K]              read where an old writer left it; never written
+    weight_g_idx      int32 [K]              only of old writers; read, never written
 
-The package holds signed values and adds the offset 2**(bits-1) to codes and zeros before packing, so the
-stored bits are the neutral tuple's own.
+The compressed-tensors package holds signed values and adds 2**(bits-1) to codes and zero points before
+packing, so stored bits are the codes and zero points of the neutral order.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     codes         E4M3: [N, K]; E2M1: [N, K/2], the even channel in the low nibble
     scales        [] or [1] for one scale, [N, 1] per output channel, [N, ceil(K/g)] per group,
                   [ceil(N/r), ceil(K/c)] per r x c block
-    second level  float32 [] or [1], one more scale per tensor
-    input scale   [] or [1], of activations that have a stored scale
+    second level  float32 [] or [1], second-level scale
+    input scale   [] or [1], scale of static activations
 
-Formats differ in the names, in the dtype of the scales and in whether a scale multiplies or divides. A name
-tells nothing: ``weight_scale_inv`` multiplies in Hugging Face's files and divides in GPTQModel's.
+Formats differ in the names, in the dtype of the scales and in whether a scale multiplies or divides. The name
+does not tell: ``weight_scale_inv`` multiplies in Hugging Face's files and divides in GPTQModel's.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ _EXPONENTS = "float8_e8m0fnu"
 
 @dataclass(frozen=True, kw_only=True)
 class FloatNames:
-    """What a format calls the tensors of a linear, and how it stores its scales.
+    """Suffixes and dtypes of a linear's tensors in one format.
 
     Attributes:
         codes: suffix of the codes.
         code_dtype: dtype of the codes' tensor.
         scales: suffix of the scales.
         scale_dtype: dtype that loaders expect of the scales; None for the model's.
-        exponent_bytes: scales of dtype E8M0 are written as uint8.
+        exponent_bytes: whether scales of dtype E8M0 are written as uint8.
         second: suffix of the second-level scale; None where there is none.
         second_use: use of the second-level scale: multiplies, divides or none.
         inputs: suffix of the activations' scale; None where none is stored.
-        single: shape of one scale.
-        flat: scales of output channels are [N], not [N, 1].
-        divides: stored scales divide. They are read as reciprocals, which float32 rounds.
+        single: shape of a tensor with one scale.
+        flat: whether scales of output channels are [N], not [N, 1].
+        divides: whether weights are codes divided by stored scales. Scales are then read as reciprocals,
+            which float32 rounds.
     """
 
     codes: str = UNQUANTIZED
@@ -63,14 +64,14 @@ class FloatNames:
 
 
 class FloatCodes(ByteLayout):
-    """Codes of one float element.
+    """A layout of codes of one float element.
 
     Args:
         name: name of the layout.
         element: name of the element.
         names: names and dtypes of its tensors.
         granularities: kinds of granularity that the format describes.
-        groups: size of the only groups that it holds; None where that is open.
+        groups: the only group size that it holds; None for any.
     """
 
     holds_activations = True
@@ -108,7 +109,7 @@ class FloatCodes(ByteLayout):
         if scheme.element.name in self.elements and (scheme.stores_zeros or scheme.act_order):
             return f"{scheme.describe()}; {self.name} stores neither zero points nor an order"
         if scheme.granularity.kind == "channel" and scheme.scale_dtype == self.scale_dtype:
-            # Of a weight as wide as a group; its shape tells.
+            # A weight of K = one group has one scale per channel; shape_refusal checks K.
             scheme = self._in_groups(scheme)
         if (reason := super().scheme_refusal(scheme)) is not None:
             return reason
@@ -130,7 +131,7 @@ class FloatCodes(ByteLayout):
         return super().shape_refusal(spec)
 
     def _in_groups(self, scheme: Scheme) -> Scheme:
-        """``scheme`` in the only groups there are."""
+        """``scheme`` in groups of :attr:`only_groups`."""
         if self.only_groups is None:
             return scheme
         return replace(scheme, granularity=Granularity.group(self.only_groups))
@@ -165,7 +166,7 @@ class FloatCodes(ByteLayout):
         return scheme.activations is not None and not scheme.activations.dynamic
 
     def _input_dtype(self, scheme: Scheme) -> str:
-        """The dtype of the activations' scale: that of the weights' where it follows the model."""
+        """The dtype of the activations' scale: that of the weights' scales where both follow the model."""
         return "float32" if self.scale_dtype is not None else scheme.scale_dtype
 
     def _scales_shape(self, spec: ModuleSpec) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Which layouts of floats there are, by the format that they belong to."""
+"""The layouts of FP8 and FP4 codes, grouped by format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from marlinq.formats.layouts.float_codes import FloatCodes, FloatNames
 
 FP8, FP4 = "fp8_e4m3", "fp4_e2m1"
 _MX, _NV = 32, 16
-"""Channels that share a scale in the MX formats and in NVFP4."""
+"""Group sizes of the MX formats and of NVFP4."""
 
 COMPRESSED_MXFP4 = FloatCodes(
     "mxfp4-pack-quantized",
@@ -21,7 +21,7 @@ COMPRESSED_MXFP4 = FloatCodes(
     granularities=("group",),
     groups=_MX,
 )
-"""MXFP4 in compressed-tensors, and of one expert of GPT-OSS."""
+"""MXFP4 in compressed-tensors; also of one expert of GPT-OSS, taken out of its stack."""
 
 COMPRESSED_FLOATS = (
     FloatCodes(
@@ -55,7 +55,8 @@ COMPRESSED_FLOATS = (
         granularities=("tensor", "channel", "block"),
     ),
 )
-"""compressed-tensors, beside pack-quantized; groups come first, which may be as wide as a weight."""
+"""Layouts of compressed-tensors besides pack-quantized. Those in groups come first: in a weight of K = one
+group, groups and channels look alike."""
 
 HUGGING_FACE_FP8 = tuple(
     FloatCodes(
@@ -71,7 +72,8 @@ HUGGING_FACE_FP8 = tuple(
         ("fp8-mistral", "qscale_weight", "qscale_act"),
     )
 )
-"""Hugging Face ``fp8``: the names that scales have on disk. The first is the one that is written."""
+"""Layouts of Hugging Face ``fp8``, one for each name of the scales on disk. The first is the one that is
+written."""
 
 GPTQMODEL_FP8 = FloatCodes(
     "gptqmodel-fp8",
@@ -88,7 +90,7 @@ DEEPSEEK_FP4 = FloatCodes(
     granularities=("group",),
     groups=_MX,
 )
-"""Experts of DeepSeek-V4, beside FP8."""
+"""FP4 experts of DeepSeek-V4, whose other linears are FP8."""
 
 MODELOPT = (
     FloatCodes(
@@ -112,4 +114,4 @@ MODELOPT = (
         granularities=("tensor",),
     ),
 )
-"""ModelOpt."""
+"""Layouts of ModelOpt."""

@@ -5,10 +5,10 @@
     scales  float16 [G, N]
     g_idx   int32 [K]
 
-v1 zeros. Writers subtract one either per zero or, as GPTQModel does, per whole word, where a zero of 0
-borrows from its neighbour. Both give the same bits while every zero is at least 1, and then no slot reads
-as all ones. A slot of all ones therefore means a zero of 0 (or 2**bits) was written, and only a known
-whole-word writer can be decoded; otherwise the value is refused as ambiguous.
+v1 zeros: some writers subtract 1 from each slot; GPTQModel subtracts a constant from the whole word, where a
+zero of 0 borrows from its neighbour. Both give the same bits if every zero is at least 1, and then no slot is
+all ones. A slot of all ones means that a zero of 0 (or 2**bits) was written. It can be decoded only if the
+writer is known to subtract from whole words; otherwise it is refused as ambiguous.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WORD_ADD_WRITER = "gptqmodel"
 
 
 class GPTQ(WordLayout):
-    """GPTQ v1 or v2; they differ in the stored zeros only."""
+    """GPTQ v1 or v2, which differ only in the stored zero points."""
 
     family = "gptq"
     key = "qweight"

@@ -1,7 +1,7 @@
 """Marlin layout (IST-DASLab Marlin; docs/formats.md).
 
     B int32 [K/16, 2N]   tiles of 16 (K) x 64 (N); 128 words a tile, word 4t + q for lane t = 0..31, q = 0..3
-    s float16 [G, N]     permuted so that a lane finds its scales together
+    s float16 [G, N]     permuted so that the scales of a lane are adjacent
 
 Slot i of word (t, q) of tile (kt, nt), with j = [0, 2, 4, 6, 1, 3, 5, 7][i] and R = [0, 1, 8, 9], holds
 
@@ -36,7 +36,7 @@ TILE_K = 16
 TILE_N = 64
 
 _LOW = 0x0F0F0F0F
-# On a GPU every step costs a launch, and the codes of a weight come by the megabyte.
+# Rows of words unpacked at a time. On a GPU every slab costs launches, so slabs are larger.
 _SLAB_ROWS = {"cpu": 256, "cuda": 2048}
 
 
@@ -143,12 +143,13 @@ def unpack_tiles(words: Tensor) -> Tensor:
 def tile_words(natural: Tensor) -> Tensor:
     """Natural words int32 [K/8, N] to Marlin words [K/16, 2N]; K % 16 == 0, N % 64 == 0.
 
-    A Marlin word takes byte t % 4, the codes of k = 2 (t % 4) and its successor, from four natural words:
-    rows k < 8 and k >= 8 of the tile (slots j and j + 2), columns n and n + 8 (j and j + 4).
+    A Marlin word of lane t takes byte t % 4, the codes of k = 2 (t % 4) and k + 1, from four natural words:
+    those of the tile's rows k < 8 and k >= 8 (slots j and j + 2), in columns n and n + 8 (slots j and j + 4).
     """
     upper, lower = natural[0::2], natural[1::2]
     rows, columns = upper.shape
-    # Low and high nibbles part: j = 0, 2 go to the low byte of a half word and j = 1, 3 to its high byte.
+    # Separate low and high nibbles: j = 0, 2 go to the low byte of a half word, and j = 1, 3 to its high
+    # byte.
     even = (upper & _LOW) | ((lower & _LOW) << 4)
     odd = ((upper >> 4) & _LOW) | (lower & ~_LOW)
     # [parity, kt, nt, q, n + 8, t // 4] to the four words of a byte transpose, then to [kt, nt, t, q].
@@ -172,8 +173,8 @@ def untile_words(stored: Tensor) -> Tensor:
 def permute_scales(scales: Tensor) -> Tensor:
     """[G, N] from channel order to the stored order, or back: the permutation is its own inverse.
 
-    With several groups the 8x8 block that 64 columns form is transposed; with one group, in every 32 columns
-    the two axes of 4 of the [4, 4, 2] block that they form.
+    With several groups, every 64 columns are seen as [8, 8] and transposed. With one group, every 32 columns
+    are seen as [4, 4, 2] and their first two axes are exchanged.
     """
     groups, n = scales.shape
     block = (groups, n // 64, 8, 8, 1) if groups > 1 else (groups, n // 32, 4, 4, 2)

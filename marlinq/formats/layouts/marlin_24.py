@@ -1,7 +1,7 @@
 """Marlin-24 layout: 4- and 8-bit codes of 2:4 sparse weights (Sparse-Marlin; docs/formats.md).
 
     codes   int32 [K/32, N*bits/2]   tiles of 16 kept channels x 64 outputs; 16 * bits words of 32 bits a tile
-    mask    int16 [K/32, 2N]         four descriptors a word, scattered
+    mask    int16 [K/32, 2N]         four descriptors of 4 bits a word; their order: _mask_places
     scales  float16 [G, N]           permuted within 64 outputs where there are several groups
 
 Of every four channels 4i .. 4i + 3 two codes are stored, kept channels 2i and 2i + 1, and their places
@@ -11,11 +11,11 @@ u = 0..3 of tile (kt, nt) holds
     kept channel 16 kt + 2 (t % 4) + R[j % 4]        n = 64 nt + 8 (t // 4) + 4 (j // 4) + u
 
 Four bits: word 4t + u, slot i holds element [0, 2, 4, 6, 1, 3, 5, 7][i]. Eight bits: words 2 (4t + u) + h,
-slot i holds element 4h + [0, 2, 1, 3][i]. Of four channels with fewer than two codes beside the zero point,
-zeros are stored too, in fixed places, so a weight has one encoding alone.
+slot i holds element 4h + [0, 2, 1, 3][i]. Where four channels have fewer than two nonzero codes, codes of
+zero are stored, too, in fixed places, so every weight has exactly one encoding.
 
-Writers of compressed-tensors left scales unpermuted where K is two groups; such a checkpoint can't be told
-from one for the kernel, and is read as one.
+Writers of compressed-tensors left scales unpermuted where K is two groups. Such a checkpoint can't be
+distinguished from one with permuted scales, and is read as the latter.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _TILE_K, _TILE_N = 16, 64
 _ROWS = (0, 1, 8, 9)
 _SLOTS = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3, 4, 6, 5, 7)}
 _SCALES = (0, 4, 1, 5, 2, 6, 3, 7)
-# Places of the two stored codes for each set of used places, bit p of the index for place p; None for three
-# and four used places.
+# Places of the two stored codes. The index is a set of places with nonzero codes, bit p for place p; None for
+# sets of three and four places.
 _PLACES = (
     (2, 3), (0, 2), (1, 2), (0, 1), (2, 3), (0, 2), (1, 2), None,
     (2, 3), (0, 3), (1, 3), None, (2, 3), None, None, None,
@@ -55,11 +55,11 @@ _PLACES = (
 
 @dataclass(frozen=True)
 class Suffixes:
-    """What a writer calls the tensors.
+    """Suffixes of a writer's tensors.
 
     Attributes:
         codes, mask, scales: suffixes of the three tensors.
-        shape: suffix of int64 (N, K), which some loaders register; read and never written. None without.
+        shape: suffix of the int64 shape (N, K), which is read but never written; None where there is none.
     """
 
     codes: str
@@ -157,7 +157,7 @@ class Marlin24(Layout):
 
     def pack_mask(self, codes: Tensor, spec: ModuleSpec) -> Tensor:
         stored_places = places(codes, spec.scheme.element.midpoint)
-        # int16 [K/16, N]: four descriptors a word.
+        # Four descriptors a word: int16 [K/16, N].
         four = (stored_places[:, 0] | stored_places[:, 1] << 2).to(torch.int32).reshape(-1, 4, codes.shape[1])
         words = four[:, 0] | four[:, 1] << 4 | four[:, 2] << 8 | four[:, 3] << 12
         signed = words - ((words >= 1 << 15).to(torch.int32) << 16)
@@ -166,10 +166,10 @@ class Marlin24(Layout):
         return stored.reshape(codes.shape[0] // 32, -1)
 
     def unpack_codes(self, stored: Tensor, spec: ModuleSpec, mask: Tensor | None = None) -> Tensor:
-        """The codes; ``mask`` is :meth:`pack_mask`'s.
+        """The codes, uint8 [K, N]; ``mask``: the tensor of :meth:`pack_mask`.
 
         Raises:
-            CheckpointError: a descriptor's places are not two ascending ones.
+            CheckpointError: the two places of a descriptor don't ascend.
         """
         assert mask is not None, "a sparse layout's codes come with their mask"
         (k, n), bits = spec.shape, spec.scheme.element.bits
@@ -209,21 +209,22 @@ class Marlin24(Layout):
 
 
 COMPRESSED_24 = Marlin24("marlin-24", Suffixes("weight_packed", "meta", "scale_packed", shape="weight_shape"))
-"""As compressed-tensors names it."""
+"""Marlin-24 with the names of compressed-tensors."""
 
 GPTQ_24 = Marlin24("gptq-marlin-24", Suffixes("B_24", "B_meta", "s"))
-"""As Sparse-Marlin and AutoGPTQ name it."""
+"""Marlin-24 with the names of Sparse-Marlin and AutoGPTQ."""
 
 
 def _permuted(scales: Tensor, order: tuple[int, ...]) -> Tensor:
-    """[G, N], columns reordered within each eight; one group alone stays as it is."""
+    """Scales [G, N] with columns reordered within every eight; unchanged where G is 1."""
     if len(scales) == 1:
         return scales.contiguous()
     return scales.reshape(len(scales), -1, 8)[:, :, list(order)].reshape(scales.shape)
 
 
 def places(codes: Tensor, zero: int) -> Tensor:
-    """uint8 [K / 4, 2, N]: the places of the stored codes of every span of ``codes``, uint8 [K, N]."""
+    """uint8 [K / 4, 2, N]: places 0 .. 3 of the two stored codes in every span of four, of ``codes`` uint8
+    [K, N]."""
     used = (codes != zero).to(torch.int32).reshape(-1, SPAN, codes.shape[1])
     which = used[:, 0] | used[:, 1] << 1 | used[:, 2] << 2 | used[:, 3] << 3
     table = torch.tensor([places or (0, 0) for places in _PLACES], dtype=torch.uint8, device=codes.device)
@@ -238,7 +239,7 @@ def kept_codes(codes: Tensor, zero: int) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _tile_order(bits: int) -> Tensor:
-    """int64 [1024]: for every slot of a tile's words the place 64 * kept channel + output of its code."""
+    """int64 [1024]: for every slot of a tile's words the index 64 * kept channel + output of its code."""
     places = []
     for lane in range(32):
         for part in range(4):
@@ -250,11 +251,12 @@ def _tile_order(bits: int) -> Tensor:
 
 
 def _mask_places(words: int, n: int, device: torch.device) -> Tensor:
-    """int64 [words * N]: where the word of 16 channels m and output r, at m * N + r, is stored."""
+    """int64 [words * N]: at index m * N + r the place of the mask word of channels 16m .. 16m + 15, output
+    r."""
     m = torch.arange(words, device=device).unsqueeze(1)
     r = torch.arange(n, device=device).unsqueeze(0)
     row = 64 * (r // 64) + 2 * (r % 2) + r % 8 // 4 + 32 * (r % 4 // 2) + 4 * (r % 64 // 8)
-    # Within each 2 x 2 block of rows and words the two on the other diagonal change places.
+    # Within each 2 x 2 block of rows and words the two off the diagonal change places.
     up = (row % 2 == 0) & (m % 2 == 1)
     down = (row % 2 == 1) & (m % 2 == 0)
     swap = up.to(torch.int64) - down.to(torch.int64)

@@ -1,4 +1,4 @@
-"""From one layout's codes to another's, without unpacking where both store words or both store bytes."""
+"""Convert packed codes between layouts, without unpacking where both store words or both store bytes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 
 def transcode(stored: Tensor, spec: ModuleSpec, source: Layout, target: Layout) -> Tensor:
-    """What ``target`` stores for the codes that ``source`` stores as ``stored``.
+    """The codes tensor of ``target`` for codes that ``source`` stores as ``stored``.
+
+    Neither layout may have a mask; codes of layouts with masks are unpacked instead (:meth:`Layout.pack`).
 
     Args:
-        stored: the source's codes tensor, of the shape that ``spec`` says.
+        stored: codes tensor of ``source``, with the shape for ``spec``.
         spec: the module; ``target`` must be able to hold its shape.
-
-    Neither layout has a mask; the codes of such a one are unpacked (:meth:`Layout.pack`).
+        source: layout of ``stored``.
+        target: layout to convert to.
     """
     if source is target or source.family == target.family:
         return stored

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
-# A slab stays in a processor's caches; a GPU's are larger, and each of its steps costs a launch.
+# Codes of a slab: few enough for a processor's caches. On a GPU every slab costs launches, so slabs are
+# larger.
 _SLAB_CODES = {"cpu": 1 << 21, "cuda": 1 << 23}
 _SLAB_STEP = 16
 
@@ -23,8 +24,9 @@ _SLAB_STEP = 16
 class WordLayout(Layout):
     """A layout of int32 words.
 
-    Natural words are int32 [K*bits/32, N], slot i of word (r, n) the code of channel r*slots + i. Every
-    layout of words stores a permutation of them, so that conversion never has to unpack.
+    Natural words are int32 [K*bits/32, N]; slot i of word (r, n) holds the code of channel r*slots + i. Every
+    layout of words stores a permutation of these codes, and converts to and from natural words without
+    unpacking.
     """
 
     @abstractmethod
@@ -37,7 +39,7 @@ class WordLayout(Layout):
 
     @abstractmethod
     def channels(self, stored: Tensor, start: int, stop: int, element: Element) -> Tensor:
-        """The view of ``stored`` with input channels ``start .. stop - 1``; both multiples of 16, or K."""
+        """View of ``stored`` with input channels ``start .. stop - 1``; both are multiples of 16, or K."""
 
     def pack_codes(self, codes: Tensor, spec: ModuleSpec) -> Tensor:
         return permuted(pack_rows(codes, spec.scheme.element.bits), spec, None, self)
@@ -47,10 +49,10 @@ class WordLayout(Layout):
 
 
 def permuted(words: Tensor, spec: ModuleSpec, source: WordLayout | None, target: WordLayout | None) -> Tensor:
-    """The words that ``target`` stores for the codes that ``source`` stores as ``words``.
+    """The words of layout ``target`` for codes that ``source`` stores as ``words``; None stands for natural
+    words.
 
-    None stands for natural words. Works on slabs of some million codes: they stay in the processor's caches,
-    and beside the two tensors only a few MB are in memory.
+    Works on slabs of some million codes, which stay in the processor's caches and take a few MB of memory.
     """
     element = spec.scheme.element
     slots = slots_per_word(element.bits)
