@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -137,16 +138,18 @@ def _measure(
     start = torch.randn(batch, layers[0].k, dtype=torch.float16, device=device)
     # The glue alone shows what of the chain is not products.
     outputs = [torch.randn(batch, layer.n, dtype=torch.float16, device=device) for layer in layers]
-    alone: list[Run] = [lambda copy, x, out=out: out for out in outputs]
+
+    def given(out: Tensor) -> Run:
+        return lambda copy, x: out
+
+    alone = list(map(given, outputs))
     plans = {name: (steps, False) for name, steps in runs.items()}
     plans["marlinq, dependent launch"] = (runs["marlinq"], True)
     plans["element-wise kernels alone"] = (alone, False)
     results: dict[str, Tensor] = {}
     graphs = {}
     for name, (steps, dependent) in plans.items():
-        forward: Callable[[], Tensor] = lambda steps=steps, dependent=dependent: chain(  # noqa: E731
-            steps, glues, depth, start, dependent=dependent
-        )
+        forward = partial(chain, steps, glues, depth, start, dependent=dependent)
         forward()
         kept = torch.empty(batch, layers[0].k, dtype=torch.float16, device=device)
         results[name] = kept

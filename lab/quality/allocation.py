@@ -21,6 +21,7 @@ from marlinq.models import build_blueprint, without_false_ties
 from marlinq.operations.evaluate import evaluate
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.allocation.allocate import measure_sensitivities
+from marlinq.operations.quantize.allocation.chosen import Allocation, Uniform
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.recipe import Recipe
 
@@ -71,7 +72,7 @@ def main() -> None:
         ("at-base", base.bits),
     ):
         if bits is None:
-            chosen = base if name == "base" else fine
+            chosen: Allocation | Uniform = base if name == "base" else fine
             mine = recipe.replace(group_size=given.base if name == "base" else 32)
         else:
             # A hair more than a uniform scheme's own size, which its text rounds.

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quantize_time import PARTS, split_into, write_text
+from quantize_time import PARTS, split_into, write_text  # type: ignore[import-not-found]
 
 from marlinq import quantize
 from marlinq.operations.quantize.expert_solves import ExpertQuantizer
@@ -109,8 +109,7 @@ def main() -> None:
         print(f"{part:34s} {took:7.2f} s, {took / options.layers:.3f} a block")
     samples.print()
     print(f"{time.monotonic() - start:.2f} s, {report.dtype}, {report.calibration}")
-    for label, value in report.display()[0].rows:
-        print(f"{label:14}{value}")
+    print(report.render())
     if options.json:
         options.json.write_text(json.dumps({"layers": options.layers, "curve": curve}, indent=1))
 
@@ -176,7 +175,7 @@ def write(folder: Path, layers: int, experts: int, tokenizer: Path) -> None:
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16)
 
-    shards: list[dict[str, torch.Tensor]] = []
+    shards: list[dict[str, str]] = []
     for layer in range(layers):
         stem = f"model.layers.{layer}"
         tensors = {

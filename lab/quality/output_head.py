@@ -43,7 +43,8 @@ def main() -> None:
     if not dense.exists():
         loaded = load(options.quantised, device=options.device, dtype="float32", operator="dense")
         loaded.model.save_pretrained(dense)
-        loaded.tokenizer.save_pretrained(dense)
+        tokenizer: Any = loaded.tokenizer
+        tokenizer.save_pretrained(dense)
         del loaded
     rows: list[dict[str, Any]] = []
     for blocks, folder in (("16-bit", options.model), ("4-bit", dense)):
@@ -91,9 +92,9 @@ def main() -> None:
         f"calibrated on {options.calibration.name}: {calibration}",
         f"evaluated on {options.text.name}: {measured.windows} windows of {options.length} tokens",
     ]
-    record = {"conditions": lines, "recipe": recipe.to_dict(), "rows": rows}
     # The folder that the text was in is of no interest.
-    record["recipe"]["calibration"] = options.calibration.name
+    settings = {**recipe.to_dict(), "calibration": options.calibration.name}
+    record = {"conditions": lines, "recipe": settings, "rows": rows}
     print(json.dumps(record, indent=2))
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -305,7 +305,7 @@ def _remember(model: torch.nn.Module) -> None:
             known[key] = forward(input_ids=input_ids, **others)
         return known[key]
 
-    model.forward = remembering  # type: ignore[method-assign]
+    model.forward = remembering
 
 
 def _examples(documents: list[list[int]]) -> list[dict[str, list[int]]]:

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
-from random_checkpoint import write_original
+from random_checkpoint import write_original  # type: ignore[import-not-found]
 
 from marlinq import quantize
 from marlinq.checkpoint import CheckpointWriter, CopyBehind

@@ -62,7 +62,7 @@ def quantise(
         solved.append(time.monotonic())
         return result
 
-    LifecycleCallbacks.sequential_epoch_end = noted  # type: ignore[method-assign, assignment]
+    LifecycleCallbacks.sequential_epoch_end = noted
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(model)
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}

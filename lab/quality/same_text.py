@@ -21,6 +21,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,13 +86,14 @@ class Comparison:
 @torch.no_grad()
 def continued(reference: LoadedModel, prompt: str, tokens: int) -> Reference:
     """``tokens`` greedy tokens by transformers' forward pass, whole sequences at a time."""
-    ids: list[int] = reference.tokenizer(prompt)["input_ids"]
+    tokenizer: Any = reference.tokenizer
+    ids: list[int] = tokenizer(prompt)["input_ids"]
     output = reference.model.generate(
         torch.tensor([ids]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
     )
     found = output[0, len(ids) :].tolist()
     logits = reference.model(output[:, :-1]).logits[0, len(ids) - 1 :].float()
-    return Reference(ids, found, logits, reference.tokenizer.decode(found))
+    return Reference(ids, found, logits, tokenizer.decode(found))
 
 
 @torch.no_grad()

@@ -122,7 +122,7 @@ def _errors(weight: Tensor) -> dict[str, Tensor]:
 def _count(model: Any, ids: Tensor, estimates: dict[nn.Module, Estimates], draws: int) -> None:
     def listen(module: nn.Module, given: Any, output: Tensor) -> None:
         x, each = given[0].detach()[0], estimates[module]
-        output.register_hook(lambda gradient: each.add(x, gradient[0]))  # type: ignore[no-untyped-call]
+        output.register_hook(lambda gradient: each.add(x, gradient[0]))
 
     handles = [module.register_forward_hook(listen) for module in estimates]
     embed = model.get_input_embeddings()

@@ -126,7 +126,8 @@ def main() -> None:
             seed=int(asked.get("seed", 0)),
         )
         loop_module._SMALL = int(asked.get("graph", 1)) << 30
-        tuning_module.has_panel_kernel = gpu.has_panel_kernel if int(asked.get("fused", 1)) else _never
+        patched: Any = tuning_module
+        patched.has_panel_kernel = gpu.has_panel_kernel if int(asked.get("fused", 1)) else _never
         tuning_module._LARGEST_REMAINDER = float(asked.get("rem", 0.45))
         with reproducible(bench.device):
             lines = _try(bench, instance, documents, settings, asked, lessons)
@@ -296,7 +297,8 @@ def freeze_codes(loop: Loop, share: float) -> None:
 @contextmanager
 def kept_divergences(found: list[float]) -> Iterator[None]:
     """Appends what every micro-batch that is learnt from adds to the mean divergence of its step."""
-    divergence = loop_module.divergence
+    patched: Any = loop_module
+    divergence = patched.divergence
 
     def kept(*args: Any, **kwargs: Any) -> tuple[float, Tensor | None]:
         total, rows = divergence(*args, **kwargs)
@@ -304,11 +306,11 @@ def kept_divergences(found: list[float]) -> Iterator[None]:
             found.append(total * kwargs["weight"])
         return total, rows
 
-    loop_module.divergence = kept
+    patched.divergence = kept
     try:
         yield
     finally:
-        loop_module.divergence = divergence
+        patched.divergence = divergence
 
 
 def last_tenth(found: Sequence[float], steps: int) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def main() -> None:
     names = [each.name for each in fields(COSTS)]
     nothing = replace(COSTS, **dict.fromkeys(names, 0.0))
     rows, labels, expected = [], [], []
-    shapes = {}
+    shapes: dict[str, Any] = {}
     for row in measured["rows"]:
         shape = shapes.setdefault(row["shape"], None) or shape_of(
             row["shape"], Synthetic(row["shape"]).config()

@@ -184,8 +184,8 @@ def measure(
     for group_size, symmetric, act_order in [*ways, (64, True, "none")]:
         if group_size != -1 and k % group_size:
             continue
-        zero_point = "midpoint" if symmetric else "stored"
-        scheme = Scheme(INT4, Granularity.from_group_size(group_size), zero_point)
+        granularity = Granularity.from_group_size(group_size)
+        scheme = Scheme(INT4, granularity, "midpoint" if symmetric else "stored")
         q, _ = solve_gptq(layer.weight, layer.hessian, scheme, GPTQOptions(act_order=act_order))
         able = [name for name, layout in LAYOUTS.items() if layout.refusal(q) is None]
         turn += 1

@@ -181,7 +181,7 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
             size = 0
         shards[-1].append(name)
         size += tensor.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     with ThreadPoolExecutor() as pool:
         for index, names in enumerate(shards):
             file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"

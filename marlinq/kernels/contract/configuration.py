@@ -40,6 +40,7 @@ class Configuration(Protocol):
     """The compile-time parameters of one kernel: a frozen dataclass; tables of measured choices store its
     fields."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
     variant: ClassVar[str]
     """Name of the kernel in :data:`VARIANTS`."""
 
