@@ -1,6 +1,6 @@
-"""Quantised weights of one shape and scheme side by side, so that one operation serves all of them.
+"""Joins quantised weights of one shape and scheme, so that one GPU operation serves all of them.
 
-A mixture's block has hundreds of small weights; a GPU works on one for less time than a launch takes.
+A mixture's block has hundreds of small weights, and launching an operation takes longer than computing one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from marlinq.core.weight import QuantizedWeight
 
 ItemT = TypeVar("ItemT")
 
-# Elements of a batch at most, unless one weight has more: 128 MiB in float32.
 BATCH_WEIGHTS = 1 << 25
+"""Largest number of weights in a batch of several modules: 128 MiB in float32."""
 
 
 class ModuleBatch(NamedTuple, Generic[ItemT]):
-    """Quantised weights of one shape and scheme, joined.
+    """Quantised weights of one shape and scheme, joined along their output channels.
 
     Attributes:
-        items: owners of the weights, in order.
-        weight: joined weights, [items * N, K].
+        items: owner of each weight, in order.
+        weight: the joined weight, with len(items) * N output channels.
     """
 
     items: list[ItemT]
@@ -33,11 +33,11 @@ class ModuleBatch(NamedTuple, Generic[ItemT]):
 def in_module_batches(
     solved: Iterable[tuple[ItemT, QuantizedWeight]], limit: int = BATCH_WEIGHTS
 ) -> Iterator[ModuleBatch[ItemT]]:
-    """Joins weights of equal shape, groups and elements.
+    """Joins weights of equal shape and scheme into batches.
 
     Args:
-        solved: owner and weight each, all on one device; a batch keeps their order.
-        limit: elements of a batch at most; a weight with more is a batch of its own.
+        solved: (owner, weight) pairs, all on one device; a batch keeps their order.
+        limit: largest number of weights in a batch; a larger module is a batch alone.
     """
     waiting: dict[tuple[object, ...], list[tuple[ItemT, QuantizedWeight]]] = {}
     for item, weight in solved:
@@ -60,7 +60,7 @@ def _batch(members: list[tuple[ItemT, QuantizedWeight]]) -> ModuleBatch[ItemT]:
 
 
 def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """The weight whose output channels are those of ``parts``, one after the other."""
+    """The output channels of all ``parts``, concatenated in order."""
     first = parts[0]
     if len(parts) == 1:
         return first

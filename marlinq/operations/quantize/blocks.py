@@ -1,4 +1,4 @@
-"""The heart of a quantise run: one decoder block after the other, and the output head at last."""
+"""Quantises a model's decoder blocks in order, then the output head."""
 
 from __future__ import annotations
 
@@ -33,21 +33,20 @@ from marlinq.operations.quantize.watch import stop_if_far_off
 
 
 class BlockQuantizer:
-    """Quantises block after block, each on what the blocks before it, already quantised, make of the text.
+    """Quantises the blocks in order, each calibrated on the outputs of the quantised blocks before it.
 
-    A method that is not sequential sees what the original makes of it; a method without calibration sees the
-    weights alone: no block is run.
+    A method that is not sequential is calibrated on the original blocks' outputs instead. A method without
+    calibration reads weights only and runs no block.
 
     Args:
-        instance: the live model.
-        plan: fate of each projection.
-        writer: where results go, and where those of an interrupted run are.
-        batches: the calibration text; empty for a method without calibration.
-        recipe: how experts are calibrated.
-        progress: told about every finished block.
-        ranks: processes that share the work; ``batches`` are this one's.
-        products: what the products of linear layers are rounded to while text goes through a float32 model;
-            None for float32.
+        instance: the loaded model.
+        plan: scheme, or reason to keep, of each projection.
+        writer: writes results, and holds those of an interrupted run.
+        batches: calibration text; empty for a method without calibration.
+        recipe: settings of the run.
+        progress: called with (activity, blocks done, blocks in all).
+        ranks: processes that share the work; ``batches`` is this process's share of the text.
+        products: dtype that linear layers multiply in while a float32 model is calibrated; None for float32.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class BlockQuantizer:
         self._gradients: LossGradients | None = None
 
     def run(self) -> None:
-        """Quantises every block that is not written yet, then the output head if it is wanted.
+        """Quantises every block that is not written yet, then the output head if the plan has it.
 
         Raises:
             NumericsError: weights, activations or statistics are NaN or infinite; the module is named.
@@ -91,18 +90,18 @@ class BlockQuantizer:
         head = self._plan.head
         if head is not None and self._plan.is_written(head, self._writer.written, self._writer.notes):
             head = None
-        # Nothing after the last block with work to do is of interest, but to the head.
+        # Blocks after the last one with quantised modules are run only for the head's calibration.
         count = max((index for index, members in enumerate(members_of) if members), default=-1) + 1
         calibrated = self._plan.method.calibrated
         to_the_end = head is not None and calibrated
         if to_the_end:
             count = len(self._blocks)
-        written = self._writer.written  # a new set each time, of thousands of experts
+        written = self._writer.written  # the property builds a new set each time
         is_written = [
             self._plan.are_written(members, written, self._writer.notes) for members in members_of[:count]
         ]
         onward = [calibrated and (to_the_end or index + 1 < count) for index in range(count)]
-        # What the others make of the text is of interest to nobody.
+        # Other blocks are neither quantised nor run.
         needed = [index for index in range(count) if onward[index] or not is_written[index]]
         states = None
         unwritten = [members for members, done in zip(members_of, is_written, strict=False) if not done]
@@ -136,11 +135,12 @@ class BlockQuantizer:
         is_written: bool,
         onward: bool,
     ) -> None:
-        """Quantises a block that is not written yet; where it goes onward, runs it on the text."""
+        """Quantises a block unless it is written; with ``onward``, computes the inputs of the next block."""
         module = self._instance.block(index)
         _check_weights(self._blocks[index].name, module)
         keep = onward and self._plan.method.sequential
-        # Where tokens choose experts, inputs are read again for each slice of statistics.
+        # once: one run gives statistics and outputs alike. Not with experts, whose statistics are gathered
+        # slice by slice, each in a run of its own.
         routed = self._instance.blueprint.routed or bool(self._blocks[index].experts)
         once = onward and bool(members) and not (keep or is_written or routed)
         if is_written:
@@ -154,11 +154,11 @@ class BlockQuantizer:
         self._instance.release_block(index)
 
     def _is_paired(self) -> bool:
-        """Whether any module is solved by comparison with the original's inputs."""
+        """Whether the method of any module compares its inputs with those in the original model."""
         return any(planned.method.paired(planned.options) for planned in self._plan.modules.values())
 
     def _using_output_gradients(self, members: Sequence[PlannedModule]) -> list[PlannedModule]:
-        """Those that are solved by the loss's gradients at their outputs."""
+        """The members whose method uses the gradients of the loss at their outputs."""
         return [
             planned
             for planned in members
@@ -184,7 +184,7 @@ class BlockQuantizer:
         )
 
     def _advance_original(self, index: int) -> None:
-        """Runs a block of the original whose inputs nobody wants."""
+        """Runs a block of the original on all batches without recording its modules' inputs."""
         original = self._gathering.original
         if original is not None:
             for number in range(len(self._batches)):
@@ -207,8 +207,8 @@ class BlockQuantizer:
     ) -> None:
         """Quantises a block and writes it.
 
-        With ``keep`` the block is left with the new weights; with ``once`` its output takes the place of its
-        input in ``states``.
+        With ``keep``, the block in memory gets the quantised weights. With ``once``, its outputs replace its
+        inputs in ``states``.
         """
         of_experts = {name for each in self._blocks[index].experts for name in each.parameters}
         fused = {
@@ -234,10 +234,9 @@ class BlockQuantizer:
                 moments = self._gradients.moments(index, using, states)
             gathered = self._gathering.gather(index, calibrated, states, outputs)
             for group in (*gathered.groups, *gathered.late):
-                # Statistics of methods that use the gradients have a place for them.
-                found = {name: moments[name] for name in group if name in moments}
-                if found:
-                    gathered.statistics[group[0]].outputs.update(found)
+                of_group = {name: moments[name] for name in group if name in moments}
+                if of_group:
+                    gathered.statistics[group[0]].outputs.update(of_group)
             if outputs is not None:
                 outputs.check()
         quantized: dict[str, QuantizedWeight] = {}
@@ -246,7 +245,7 @@ class BlockQuantizer:
             if not groups:
                 continue
             if late and states is not None:
-                # They see what the others, quantised, make of the text.
+                # Late projections are calibrated with the block's other projections quantised.
                 for name, solved in quantized.items():
                     install(self._instance, by_name[name], solved)
                 quantized.clear()
@@ -270,11 +269,11 @@ class BlockQuantizer:
             for group in groups
             for members in _of_equal_settings([by_name[name] for name in group])
         ]
-        # They are used up.
+        # Removed from ``gathered`` so that each group's memory is free once it is solved.
         statistics = {
             group[0]: gathered.statistics.pop(group[0]) for group in groups if group[0] in gathered.statistics
         }
-        # A correction for drift is held to a norm of the whole weight.
+        # No cuts with drift correction, whose size is bounded by a norm over the whole weight.
         return shared_solves(solves, statistics, self._solve, self._ranks, cut=not self._is_paired())
 
     def _quantize_head(self, head: PlannedModule, states: HiddenStates | None) -> None:
@@ -293,7 +292,7 @@ class BlockQuantizer:
         statistics: Statistics | None,
         rows: Sequence[slice],
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
-        """Solves some output channels of each module."""
+        """Solves the output channels ``rows[i]`` of each module ``members[i]``."""
         solved: list[tuple[QuantizedWeight, SolveReport]] = members[0].method.solve(
             [
                 self._instance.weight(planned.projection)[part].to(torch.float32)
@@ -321,7 +320,7 @@ def _of_equal_settings(members: Sequence[PlannedModule]) -> list[list[PlannedMod
 
 def _check_weights(name: str, block: nn.Module) -> None:
     parameters = dict(block.named_parameters())
-    # All are looked at before the first answer is waited for.
+    # Launches every check before the first result is waited for.
     finite = [torch.isfinite(parameter).all() for parameter in parameters.values()]
     for (inner, parameter), is_finite in zip(parameters.items(), finite, strict=True):
         if not bool(is_finite):

@@ -1,4 +1,4 @@
-"""The schemes that an allocation chooses from, by the names that a recipe's ``allocation`` has."""
+"""The schemes that an allocation chooses from, by their names in a recipe's ``allocation``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from marlinq.core.errors import UsageError
 from marlinq.core.safe_text import shown
 
 KEPT = "unquantised"
-"""The candidate that leaves weights as they are."""
+"""Name of the candidate that leaves weights unquantised."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Candidate:
 
     Attributes:
         name: name in recipes and reports.
-        settings: keys of an override that asks for it; None leaves the module unquantised.
+        settings: recipe override that gives a module this scheme; None leaves the module unquantised.
     """
 
     name: str
@@ -32,23 +32,24 @@ CANDIDATES: dict[str, Candidate] = {
         Candidate("int4/128", {"scheme": "int4", "group_size": 128}),
         Candidate("int4/64", {"scheme": "int4", "group_size": 64}),
         Candidate("int4/32", {"scheme": "int4", "group_size": 32}),
-        # Groups cost INT8 up to half a bit and lower an error that is small beside any 4-bit one.
+        # One scale per channel: groups would cost INT8 up to half a bit per weight, and its error is small
+        # beside that of any 4-bit scheme anyway.
         Candidate("int8", {"scheme": "int8", "group_size": -1}),
         Candidate("fp8", {"scheme": "fp8"}),
         Candidate(KEPT, None),
     )
 }
-"""Every candidate by its name, the smallest first."""
+"""Every candidate by name, from the fewest bits per weight to the most."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """The modules of one candidate: names of modules, or of what they lie in, such as a layer's experts."""
+    """Modules of one candidate, named themselves or through a parent, such as a layer's ``experts``."""
 
     names: frozenset[str]
 
     def matches(self, module: str) -> bool:
-        """Whether ``module`` or anything that it lies in is among the names."""
+        """Whether ``module`` or one of its parents is among the names."""
         while module:
             if module in self.names:
                 return True
@@ -57,10 +58,10 @@ class Members:
 
 
 def read_allocation(value: Any) -> dict[str, tuple[str, ...]]:
-    """An allocation as recipes hold it: names of modules by candidate.
+    """Reads a recipe's ``allocation``: candidate -> names of modules.
 
     Raises:
-        UsageError: it is no such mapping, a candidate is unknown, or a module has two.
+        UsageError: ``value`` is no such mapping, a candidate is unknown, or a module is named twice.
     """
     if not isinstance(value, Mapping):
         raise UsageError(

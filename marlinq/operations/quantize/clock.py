@@ -1,4 +1,4 @@
-"""Where the time of a run goes, told from the progress that it reports anyway."""
+"""Measures the time of each stage of a run from its progress reports."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from marlinq.core.progress import ReportProgress
 
 BLOCKS = "quantising blocks"
-"""What the run reports while it goes from block to block."""
+"""Name of the stage in which the run quantises one decoder block after the other."""
 
 
 class StageClock:
-    """A progress report that keeps time and passes everything on.
+    """A progress callback that measures time and passes every report on.
 
-    Work is reported when it is done, so the time since the last report belongs to the stage that is reported
-    now; where a stage only begins (no step is done yet), to what came before.
+    Steps are reported when they are done, so the time since the last report belongs to the reported stage.
+    A report of 0 steps begins a stage, and the time until then belongs to the stage before.
 
     Args:
-        report: called with every report.
-        now: seconds of a clock that never goes back.
+        report: callback that gets every report.
+        now: monotonic clock, in seconds.
     """
 
     def __init__(self, report: ReportProgress, now: Callable[[], float] = time.monotonic) -> None:
@@ -39,7 +39,7 @@ class StageClock:
         self._report(stage, done, total)
 
     def mark(self, stage: str) -> float:
-        """Count the time since the last mark as that of ``stage``; returns it."""
+        """Adds the seconds since the last mark to those of ``stage``, and returns them."""
         now = self._now()
         passed, self._last = now - self._last, now
         self._seconds[stage] = self._seconds.get(stage, 0.0) + passed
@@ -47,10 +47,10 @@ class StageClock:
 
     @property
     def stages(self) -> tuple[tuple[str, float], ...]:
-        """Stages and their seconds, in the order in which they were first met."""
+        """(stage, seconds) in the order in which stages began."""
         return tuple(self._seconds.items())
 
     @property
     def total(self) -> float:
-        """Seconds until the last mark."""
+        """Seconds from creation to the last mark."""
         return self._last - self._start

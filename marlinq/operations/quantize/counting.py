@@ -1,4 +1,4 @@
-"""Tokens of calibration text that lies on this machine, counted for a plan."""
+"""Counts the tokens of local calibration text for a plan."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from marlinq.operations.quantize.text import SELF, longest, recipes_of_parts, te
 def local_tokens(
     recipe: Recipe, checkpoint: Checkpoint, blueprint: Blueprint, *, trust_remote_code: bool
 ) -> dict[str, int]:
-    """Tokens that the run takes from each file or folder of ``recipe``; datasets of the Hub are not asked.
+    """Number of tokens that the run takes from each local file or folder of ``recipe``.
+
+    Datasets on the Hub are left out: nothing is downloaded.
 
     Raises:
-        MarlinqError: as the run itself would.
+        MarlinqError: a file can't be read or tokenised; the errors are those of the run itself.
     """
     found: dict[str, int] = {}
     duplicates = Duplicates()

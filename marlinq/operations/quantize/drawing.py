@@ -1,4 +1,4 @@
-"""Tokens drawn from what a model predicts."""
+"""Draws tokens from a model's predictions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def draw(likely: Tensor, generator: torch.Generator) -> Tensor:
-    """One token for each row of probabilities, float [R, vocabulary], int64 [R]."""
-    # The largest of probabilities over exponential draws falls on a token as often as it is likely.
+    """One token (int64 [R]) for each row of probabilities ``likely`` (float [R, vocabulary])."""
+    # Exponential race: argmax of p_i / E_i, with E_i drawn from Exp(1), is i with probability p_i.
     return (likely / torch.empty_like(likely).exponential_(generator=generator)).argmax(-1)

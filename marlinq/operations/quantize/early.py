@@ -1,4 +1,4 @@
-"""Refusals that need config.json alone, before transformers is imported and the model is built."""
+"""Refusals from config.json alone, made before transformers is imported and the model is built."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.operations.quantize.recipe import Recipe, common_group_size
 
 _TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config")
-"""Keys of config.json that hold the language model's part in wrappers of several models."""
+"""Keys of config.json that hold the language model's config in multi-modal models."""
 
 
 def refuse_by_config(folder: Path, config: Mapping[str, Any], recipe: Recipe) -> None:
-    """Refuses what can't be quantised whatever else the folder holds.
+    """Refuses a model that can't be quantised, as far as config.json tells.
 
-    What passes may still be refused by the plan, which knows every module's shape.
+    The plan, which knows every module's shape, may refuse more.
 
     Args:
         folder: path of the checkpoint, for messages.
-        config: its config.json.
+        config: the checkpoint's config.json.
         recipe: settings of the run.
 
     Raises:
-        UnsupportedError: its hidden size is no multiple of the group size.
+        UnsupportedError: the hidden size is not a multiple of the group size.
     """
     width = _hidden_size(config)
     size = recipe.group_size
-    # An override may keep or change every module that reads the hidden states.
+    # With overrides, modules that read the hidden states may have other group sizes or stay unquantised.
     if recipe.overrides or width is None or not isinstance(size, int) or size <= 0 or width % size == 0:
         return
     fitting = common_group_size([width])
@@ -39,7 +39,7 @@ def refuse_by_config(folder: Path, config: Mapping[str, Any], recipe: Recipe) ->
 
 
 def _hidden_size(config: Mapping[str, Any]) -> int | None:
-    """Channels that enter the attention of every block, where the config says so plainly."""
+    """The config's ``hidden_size``, or None."""
     for part in (config, *(config.get(key) for key in _TEXT_CONFIGS)):
         width = part.get("hidden_size") if isinstance(part, Mapping) else None
         if type(width) is int and width > 0:

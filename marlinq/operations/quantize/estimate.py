@@ -1,7 +1,7 @@
-"""What a run will take: memory by counting, time by counting and two short measurements on the device.
+"""Estimates the memory and time of a run.
 
-Times are rough, within a factor of two on an idle machine: rates are those of one product and one solve of
-the shapes at hand, and everything else is taken to scale with the work.
+Memory is counted. Time is counted work over two rates that are measured on the device in less than a second:
+one product and one solve in the model's shapes. It is right within a factor of two on an idle machine.
 """
 
 from __future__ import annotations
@@ -26,34 +26,37 @@ from marlinq.operations.quantize.original import compared_share
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 
 _PROBE_ROWS = 512
+"""rows of activations in the measured product"""
 _PROBE_K, _PROBE_N = 512, 512
+"""largest K and N of the measured solve"""
 _PROBE_SECONDS = 0.2
-# Channels at which a solve's error feedback, which grows with K, takes as long as its search for scales.
+"""seconds that the product is repeated for"""
 _EVEN_CHANNELS = 1024
-# A step of writing reads the weights from a GPU's memory at this share of its bandwidth.
+"""K at which a solve's error feedback, which grows with K, takes as long as its search for scales"""
 _WRITING_SHARE = 0.5
-# Copying, hashing and writing, bytes a second.
+"""share of a GPU's memory bandwidth at which a step of writing text reads the weights"""
 _DISK_RATE = 1e9
-# The interpreter, torch and transformers.
+"""bytes a second that are copied, hashed and written"""
 _PROCESS_BYTES = 600e6
+"""bytes of host memory for the interpreter, torch and transformers"""
 _SOLVE_COPIES = 6
-"""Copies of a weight in float32 that a solve has at a time: itself, its transpose, codes, losses."""
+"""float32 copies of a weight during its solve: the weight, its transpose, codes, losses and others"""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will take, seconds and bytes.
+    """Estimated time and peak memory of a run.
 
     Attributes:
-        writing_seconds: for calibration text that the model writes.
-        block_seconds: for the forward passes and their statistics.
-        solve_seconds: for the method.
-        tuning_seconds: for the steps of tuning.
-        copy_seconds: for what is read and written.
-        text_bytes: on the device while the model writes.
-        block_bytes: on the device at the largest block.
-        tuning_bytes: on the device for codes, and for what a code that is tuned needs.
-        host_bytes: beside the device's, with hidden states that it has no room for; on a CPU all of it.
+        writing_seconds: seconds while the model writes calibration text.
+        block_seconds: seconds for forward passes and their statistics.
+        solve_seconds: seconds for the method's solves.
+        tuning_seconds: seconds for the steps of tuning.
+        copy_seconds: seconds for reading and writing files.
+        text_bytes: device bytes while the model writes text.
+        block_bytes: device bytes while the largest block is quantised.
+        tuning_bytes: device bytes while codes are tuned.
+        host_bytes: host bytes, with hidden states that don't fit the device; on a CPU all memory of the run.
     """
 
     writing_seconds: float
@@ -68,7 +71,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of the whole run."""
+        """Seconds of the whole run."""
         return (
             self.writing_seconds
             + self.block_seconds
@@ -95,32 +98,33 @@ def estimate(
     writing_dtype: torch.dtype,
     tuning: tuple[float, float] = (0.0, 0.0),
 ) -> Estimate:
-    """Counts and measures.
+    """Counts the work of a run, measures the device's rates, and returns time and memory.
 
     Args:
         plan: plan of the output.
-        work: amount of work of the model.
-        blocks: the quantised modules of each block.
-        tokens: number of tokens of the calibration; 0 for a method without.
-        writing: part of the text that the model writes, if any.
+        work: work per token of the model.
+        blocks: quantised modules of each block.
+        tokens: tokens of calibration text; 0 for a method without calibration.
+        writing: text that the model writes; None for none.
         parameters: number of parameters of the whole model.
-        hidden_size: channels of its hidden states.
+        hidden_size: channels of the hidden states.
         batch_tokens: tokens of a forward pass.
-        source_bytes: bytes of the checkpoint.
-        device, dtype: where and in which dtype blocks run.
-        products: in which dtype linear layers multiply.
-        writing_dtype: in which dtype the model writes.
-        tuning: operations and bytes on the device.
+        source_bytes: bytes of the source checkpoint.
+        device, dtype: device and dtype that blocks run in.
+        products: dtype that linear layers multiply in.
+        writing_dtype: dtype in which the model writes text.
+        tuning: (operations, device bytes) of tuning.
     """
     modules = list(plan.modules.values())
     rate = _product_rate(modules, device, dtype)
     low_precision = rate if products == dtype else _product_rate(modules, device, products)
-    # Once for the inputs of its linears, and once for what the next block sees of it, unless both are one.
+    # A sequential method runs each block twice: for its linears' inputs, and quantised for its outputs.
     passes = 2.0 if plan.method.sequential else 1.0
     outer = 1.0
     if any(each.method.paired(each.options) for each in modules):
-        # The original's pass, and that of projections that see the others quantised. A drift is not
-        # symmetric, so its product takes twice as long as the Hessian's.
+        # Two more passes on the compared share of the text: one through the original, one for projections
+        # that are solved after the block's others. The products for the drift are not symmetric and cost
+        # twice those of the Hessian.
         share = compared_share(tokens)
         passes, outer = passes + 2 * share, outer + 2 * share
     seconds = (
@@ -186,7 +190,7 @@ def _writing_seconds(
 def _tuning_seconds(operations: float, modules: Sequence[PlannedModule], device: torch.device) -> float:
     if not operations:
         return 0.0
-    # Products round to bfloat16 on a GPU, whatever the model's dtype is.
+    # On a GPU, tuning multiplies in bfloat16 whatever the model's dtype.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return operations / _product_rate(modules, device, dtype)
 
@@ -194,7 +198,7 @@ def _tuning_seconds(operations: float, modules: Sequence[PlannedModule], device:
 def _product_rate(
     modules: Sequence[PlannedModule], device: torch.device, dtype: torch.dtype, *, rows: int = _PROBE_ROWS
 ) -> float:
-    """Operations a second of a product of the largest linear's shape, no larger than 4096 x 4096."""
+    """Measured operations a second of a product in the largest linear's shape, cut to 4096 x 4096."""
     largest = max(modules, key=_weights)
     k, n = min(largest.spec.in_features, 4096), min(largest.spec.out_features, 4096)
     x = torch.ones(rows, k, device=device, dtype=dtype)
@@ -208,7 +212,7 @@ def _product_rate(
 
 
 def _solve_seconds(plan: OutputPlan, modules: Sequence[PlannedModule], device: torch.device) -> float:
-    """From one solve of a random weight of 512 x 512 or less, by K * N * (1024 + K)."""
+    """Seconds of all solves: a measured solve of at most 512 x 512, scaled by K * N * (1024 + K)."""
     first = next(each for each in modules if each.method is plan.method)
     size = first.spec.scheme.channels_per_group(first.spec.in_features)
     k = max(min(_PROBE_K, first.spec.in_features) // size, 1) * size

@@ -1,4 +1,4 @@
-"""The experts of a decoder block: solved group by group, written and put in place as they come."""
+"""Solves the experts of a decoder block group by group, and writes each as soon as it is solved."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ExpertQuantizer:
     """Quantises fused experts.
 
     Args:
-        instance: the live model.
-        calibration: statistics of the experts.
+        instance: the loaded model.
+        calibration: gathers the statistics of the experts.
         ranks: processes that share the work.
     """
 
@@ -52,15 +52,15 @@ class ExpertQuantizer:
         """Quantises the experts of block ``index`` and writes them, each as soon as it is solved.
 
         Args:
-            index: block that is materialised.
+            index: index of the block, whose weights are in memory.
             experts: experts of the block.
-            planned: every projection of them by name.
+            planned: every projection of the experts by name.
             states: hidden states that enter the block; None for a method without calibration.
-            written: takes the results.
-            keep: leave the block with the new weights.
+            written: writer of the results.
+            keep: whether the block in memory gets the quantised weights.
 
         Returns:
-            Notes that are to be committed with what was written.
+            Notes to commit together with the written modules.
         """
         notes: dict[str, Any] = {}
         fresh: list[tuple[PlannedModule, QuantizedWeight]] = []
@@ -77,7 +77,7 @@ class ExpertQuantizer:
         return notes
 
     def _solve(self, groups: Sequence[ExpertGroup]) -> list[list[tuple[QuantizedWeight, SolveReport]]]:
-        """Solves groups, those of equal shapes and settings together."""
+        """Solves groups; those with equal shapes and settings in one call of the method."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for number, group in enumerate(groups):
             shapes = tuple(
@@ -101,6 +101,6 @@ class ExpertQuantizer:
         return [results[number] for number in range(len(groups))]
 
     def _inputs(self, group: ExpertGroup) -> Inputs[Any]:
-        # Widened where they are solved: those of all experts in float32 would be twice the block.
+        # In the stored dtype, which the method widens: all experts in float32 would take twice the block.
         weights = [self._instance.weight(each.projection) for each in group.members]
         return Inputs(weights, group.statistics, [each.projection.name for each in group.members])

@@ -1,10 +1,12 @@
-"""Fused experts of one block: their inputs, what becomes of experts that few tokens reach, and their solve.
+"""Statistics of a block's fused experts, and the fallback for experts that few tokens reach.
 
-Routing stays as it is: an expert is calibrated on the tokens that chose it. Experts that fewer tokens chose
-than the recipe asks for get a named fallback, from one more pass in which they see every token of the layer.
+An expert is calibrated on the tokens that the router sends to it. If they are fewer than the recipe's
+``expert_tokens``, the expert gets the recipe's fallback, from a second pass in which it sees every token of
+the layer.
 
-Memory holds the statistics of a slice of the experts. Experts of one block don't feed each other, so a slice
-is solved and put in place before the next is looked at, and the size of a slice changes no bit of the result.
+The statistics of a slice of the experts are in memory at a time. Experts of one block don't feed each other,
+so a slice is solved and replaced before the next is gathered, and the size of a slice changes no bit of the
+result.
 """
 
 from __future__ import annotations
@@ -37,20 +39,20 @@ ROUTED, ALL = "routed", "all"
 BLEND, SHARED = "blend", "shared"
 
 _Statistics = dict[tuple[int, int], Statistics]
-"""By expert and product."""
+"""(expert, product) -> statistics of the product's input."""
 
 NewStatistics = Callable[[PlannedModule], Statistics]
 
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """Projections that are solved together, from one input.
+    """Projections that share an input and are solved together.
 
     Attributes:
         members: gate and up, or down; of several experts where they share the input.
         statistics: statistics of the input; None for a method without calibration.
         tokens: number of tokens that the router sent to the expert.
-        fallback: measure taken where those were too few, or None.
+        fallback: sentence on the fallback for an expert with too few tokens, or None.
     """
 
     members: tuple[PlannedModule, ...]
@@ -59,7 +61,7 @@ class ExpertGroup:
     fallback: str | None
 
     def noted(self, report: SolveReport) -> SolveReport:
-        """``report`` with the fallback, in front of the method's own."""
+        """``report`` with this group's fallback in front of the method's."""
         notes = [note for note in (self.fallback, report.fallback) if note]
         return replace(report, fallback="; ".join(notes)) if notes else report
 
@@ -68,13 +70,13 @@ class ExpertCalibration:
     """The statistics of fused experts, slice by slice.
 
     Args:
-        instance: the live model.
+        instance: the loaded model.
         replay: the recorded calls of its blocks.
-        recipe: settings of experts: their tokens, and how many are enough.
-        batches: how many there are.
-        new: empty statistics of a projection's input.
-        ranks: processes that share the work; ``batches`` are this one's.
-        limit_bytes: bytes of statistics that may exist at a time; by default a share of the free memory.
+        recipe: recipe with the settings of experts.
+        batches: number of this process's batches.
+        new: function that makes empty statistics of a projection's input.
+        ranks: processes that share the work.
+        limit_bytes: bytes of statistics in memory at a time; None for a share of the free memory.
     """
 
     def __init__(
@@ -103,16 +105,16 @@ class ExpertCalibration:
         planned: Mapping[str, PlannedModule],
         states: HiddenStates | None,
     ) -> Iterator[list[ExpertGroup]]:
-        """What has to be solved for the experts of block ``index``, in their order, some at a time.
+        """The groups to solve for the experts of block ``index``, in order, a list at a time.
 
-        A group's statistics are gone when the next ones are asked for. The block's other weights have to be
-        those that experts see in the calibration; experts that were given may be replaced meanwhile.
+        A group's statistics are freed when the next list is asked for. The block's other modules must keep
+        the weights that experts are calibrated with; experts of earlier lists may be replaced meanwhile.
 
         Args:
-            index: index of the block, which is materialised.
+            index: index of the block, whose weights are in memory.
             experts: experts of the block.
             planned: every projection of the experts by name.
-            states: the hidden states that enter the block; None for a method without calibration.
+            states: hidden states that enter the block; None for a method without calibration.
         """
         members = [
             (tuple(planned[found.name] for found in first), planned[second.name])
@@ -177,8 +179,8 @@ class ExpertCalibration:
         pooled: _Statistics,
         found: _Statistics,
     ) -> dict[int, tuple[int, str]]:
-        """Completes ``found`` for experts that too few tokens chose; returns their tokens and what was
-        done."""
+        """Completes the statistics ``found`` of experts with too few tokens, and returns expert ->
+        (its tokens, sentence on the fallback)."""
         if not starved:
             return {}
         least, way = max(self._recipe.expert_tokens, 1), self._recipe.expert_fallback
@@ -202,7 +204,7 @@ class ExpertCalibration:
                     whole = pooled[_POOL, SECOND]
                 assert whole is not None
                 mine = found.get((expert, product)) or self._new(planned)
-                # Blended, its own tokens count as if the missing ones were drawn from the whole layer.
+                # BLEND: the missing tokens are taken as drawn from all tokens of the layer.
                 mine.blend(whole, share=1 - tokens / least if way == BLEND else 1.0)
                 found[expert, product] = mine
             notes[expert] = (tokens, f"{tokens} tokens, fewer than {least}: {_MEANINGS[way]}")
@@ -219,8 +221,11 @@ class ExpertCalibration:
         *,
         all_tokens: bool,
     ) -> _Statistics:
-        """The statistics of the experts ``part``. With ``all_tokens`` they share the first product's input,
-        which is gathered once a layer and kept in ``pooled``."""
+        """The statistics of the experts ``part``, from the tokens routed to them or from all tokens.
+
+        With ``all_tokens``, the input of the first product is the same for every expert; its statistics are
+        gathered once per layer and kept in ``pooled``.
+        """
         found: _Statistics = {}
         layer = (_EVERY, FIRST)
         known = layer in pooled
@@ -257,7 +262,7 @@ class ExpertCalibration:
         members: Sequence[tuple[tuple[PlannedModule, ...], PlannedModule]],
         states: HiddenStates,
     ) -> Statistics:
-        """One statistic of what all experts' second products are given by the routing."""
+        """Statistics of the second product's input over all experts and their routed tokens."""
         pool = self._new(members[0][1])
 
         def receive(expert: int, product: int, x: Tensor) -> None:
@@ -274,7 +279,7 @@ class ExpertCalibration:
         keys: Sequence[tuple[int, int]],
         members: Sequence[tuple[tuple[PlannedModule, ...], PlannedModule]],
     ) -> None:
-        """Makes ``found`` what all ranks saw together; what no token of any reached is left out."""
+        """Sums the statistics ``found`` over all ranks; removes those without a token on any rank."""
         if self._ranks.size == 1:
             return
         for key in keys:
@@ -306,8 +311,9 @@ class ExpertCalibration:
                     receive(expert, product, x)
 
     def _given(self, index: int, experts: Experts, states: HiddenStates) -> Iterator[ExpertTokens]:
-        """What the layer is given in all batches, in as few portions as memory allows: an expert's tokens of
-        many batches make one product. A portion that holds everything is kept for the next pass."""
+        """The layer's inputs and routing over all batches, joined into as few portions as memory allows, so
+        that an expert's tokens of many batches make one product. A single portion is kept for the next
+        pass."""
         if self._whole is not None:
             yield self._whole
             return
@@ -329,23 +335,26 @@ class ExpertCalibration:
                 yield portion
 
     def _slice(self, experts: Experts, every: bool) -> int:
-        """Experts whose statistics, a float32 [K, K] for each product, fit the limit. First products that
-        share one are solved together, and then their weights in float32, some four copies, have to fit."""
+        """Number of experts whose statistics, a float32 [K, K] for each product, fit the memory limit.
+
+        With ``every``, all first products share one input and are solved together, so the limit counts four
+        float32 copies of their weights instead.
+        """
         together = _SOLVE_COPIES * experts.hidden * experts.parts * experts.intermediate
         each = 4 * (experts.intermediate**2 + (together if every else experts.hidden**2))
-        # Every rank has to take the same steps.
+        # The smallest number over all ranks, so that all take the same steps.
         return self._ranks.least(max(1, (self._limit or _free_bytes(self._instance.device)) // each))
 
 
 _SOLVE_COPIES = 4
-# Experts that a rank is given to solve at a time.
+"""float32 copies of a weight during its solve"""
 _TOGETHER = 64
-# Of a layer's inputs that are held at a time: 131,072 tokens of 4096 channels and 16 bits. The same on every
-# machine, since it decides in which order sums are taken.
+"""experts that a rank solves at a time"""
 _PORTION_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
-
+"""bytes of a layer's inputs in memory at a time; on a GPU 131,072 tokens of 4096 channels and 16 bits. The
+same on every machine, because it decides the order of sums."""
 _EVERY, _POOL = -1, -2
-"""In the place of an expert's number: all tokens of the layer, and all experts' own inputs."""
+"""Keys in the place of an expert's number: all tokens of the layer, and the routed inputs of all experts."""
 
 _MEANINGS = {
     BLEND: "Hessian blended with that of all tokens of the layer",
@@ -364,7 +373,7 @@ def _slices(count: int, size: int) -> Iterator[range]:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """What statistics may take: half of what a GPU has free, a quarter of the host's memory."""
+    """Bytes that statistics may take: half of a GPU's free memory, a quarter of the host's."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available) // 4
     free, _ = torch.cuda.mem_get_info(device)

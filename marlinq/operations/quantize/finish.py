@@ -1,4 +1,4 @@
-"""The last stage of a quantise run: config, manifest, model card and report; then the folder is finished."""
+"""The last stage of a quantise run: writes config, manifest, model card and report."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from marlinq.operations.report import CARD, TimeFigures, hub_id, model_card, wri
 
 
 def finish(model: str | os.PathLike[str], prepared: Prepared, solved: Solved, output: Output) -> Path:
-    """Writes what stands beside the tensors and gives the folder its name; returns it.
+    """Writes the files beside the tensors, renames the unfinished folder, and returns its final path.
 
     Args:
-        model: source as the user named it, for the card.
-        prepared, solved, output: the run.
+        model: source as the user named it, for the model card.
+        prepared, solved, output: results of the earlier stages.
     """
     decisions, writer = prepared.decisions, output.writer
     forget_written_text(writer)
@@ -50,7 +50,7 @@ def finish(model: str | os.PathLike[str], prepared: Prepared, solved: Solved, ou
 def run_report(
     folder: Path, prepared: Prepared, solved: Solved, output: Output, *, seconds: float
 ) -> QuantizeReport:
-    """The report of a run that took so many ``seconds`` and left ``folder``."""
+    """The report of a run that took ``seconds`` and wrote ``folder``."""
     decisions = prepared.decisions
     plan, device = decisions.plan, decisions.device
     return QuantizeReport(
@@ -77,7 +77,7 @@ def run_report(
 
 
 def write_run_report(folder: Path, clock: StageClock, device: str, ranks: int) -> None:
-    """Writes the report's page; the checkpoint is whole without it, so a failure is only told."""
+    """Writes the HTML report. The checkpoint is complete without it, so a failure is only a warning."""
     time = TimeFigures(clock.stages, tuple(clock.blocks), clock.total, device, ranks)
     with boundaries.decoration("no report was written", f"marlinq report {folder} makes one"):
         write_report(folder, time)
@@ -102,7 +102,7 @@ def _manifest(prepared: Prepared) -> dict[str, Any]:
 def _card(
     model: str | os.PathLike[str], prepared: Prepared, solved: Solved, manifest: dict[str, Any]
 ) -> dict[str, str]:
-    """The model card under its file name; empty where it could not be made, which is only told."""
+    """File name -> text of the model card; empty where it can't be made, which is only a warning."""
     made = {}
     checkpoint = prepared.decisions.checkpoint
     with boundaries.decoration("no model card was written", "write one before you publish the checkpoint"):

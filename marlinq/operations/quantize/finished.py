@@ -1,4 +1,4 @@
-"""A run that is resumed although it has ended: its folder is there, and nothing is left to do."""
+"""The report of a finished run, for ``--resume`` on a folder where nothing is left to do."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def finished_run(
     revision: str | None,
     progress: ReportProgress,
 ) -> QuantizeReport | None:
-    """The report of the run that left ``out``; None where no folder is there.
+    """The report of the finished run that wrote the folder ``out``; None where ``out`` does not exist.
 
     Raises:
-        OutputError: the folder is the output of another recipe, source or program.
+        OutputError: another recipe, source or program wrote the folder.
         CheckpointError: the source is damaged.
     """
     if not os.path.lexists(out):
@@ -54,7 +54,7 @@ def finished_run(
         same = False
     if not same:
         raise OutputError(
-            f"{out}: already exists, and no run of this recipe and source left it; choose another output "
+            f"{out}: already exists, and was not written by this recipe and source; choose another output "
             "folder or remove it"
         )
     blocks = len({match[0] for name in modules if (match := _BLOCK.match(name)) is not None})

@@ -1,4 +1,4 @@
-"""The second stage of a quantise run: the text that modules are calibrated on and tuning learns from."""
+"""The second stage of a quantise run: gathers the text for calibration and tuning."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class RunText:
 
     Attributes:
         calibration: documents that modules are calibrated on; empty where no stage reads text.
-        learning: documents that tuning learns from, on the first rank.
-        held_out: documents that neither calibration nor tuning sees, which tell whether tuning helped.
+        learning: documents that tuning learns from; on the first rank only.
+        held_out: documents that neither calibration nor tuning sees, to measure whether tuning helped; on the
+            first rank only.
     """
 
     calibration: tuple[Document, ...] = ()
@@ -30,12 +31,12 @@ class RunText:
 
 
 def gather_text(prepared: Prepared, output: Output, *, progress: ReportProgress) -> RunText:
-    """Gets all text of the run and notes its identity in the folder.
+    """Gathers all text of the run and notes its identity in the folder.
 
     Args:
-        prepared: the run.
-        output: its folder, where an interrupted run left what the model wrote.
-        progress: told while the model writes or draws.
+        prepared: decisions of the first stage.
+        output: output folder, with text that the model wrote in an interrupted run.
+        progress: called with (activity, steps done, steps in all) while the model writes.
 
     Raises:
         OutputError: the interrupted run had other text.
@@ -61,7 +62,7 @@ def gather_text(prepared: Prepared, output: Output, *, progress: ReportProgress)
     documents = share_documents(None if text is None else text.documents, ranks)
     if text is not None:
         note_text(writer, decisions.recipe, text)
-    # Nor does the quantiser see what is held out: its codes fit what it saw better than any other text, and
-    # there hardly anything that is learnt later would look like a gain.
+    # Held-out documents are left out of the calibration too: codes fit the text they were calibrated on
+    # better than any other, so that tuning would hardly show a gain on it.
     unseen = set(held_out)
     return RunText(tuple(each for each in documents if each not in unseen), tuple(learning), tuple(held_out))

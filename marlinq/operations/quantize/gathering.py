@@ -1,4 +1,5 @@
-"""Statistics of what the projections of a decoder block read, beside what the original's read."""
+"""Gathers statistics of the inputs of a decoder block's projections, and of the same inputs in the original
+model for methods that compare the two."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from marlinq.operations.quantize.ranks import Ranks
 
 
 class Gathering:
-    """Runs blocks on the text for the statistics of their projections.
+    """Runs blocks on the calibration text to gather statistics of their projections' inputs.
 
     Args:
-        instance: the live model.
+        instance: the loaded model.
         replay: the recorded calls of its blocks.
-        batches: the calibration text, this rank's.
+        batches: this process's share of the calibration text.
         ranks: processes that share the work.
     """
 
@@ -40,15 +41,15 @@ class Gathering:
         self.masks = [batch.mask().to(instance.device) if batch.padded else None for batch in batches]
         self._ranks = ranks
         self.original: OriginalStates | None = None
-        """Set where the method compares."""
+        """Hidden states of the original model; None unless a method compares the two models."""
 
     def empty(self, planned: PlannedModule) -> Statistics:
-        """Statistics of a projection's input, nothing counted yet."""
+        """New statistics of a projection's input, without any token."""
         projection = planned.projection
-        found: Statistics = planned.method.statistics(
+        statistics: Statistics = planned.method.statistics(
             projection.in_features, planned.options, device=self.instance.device, name=projection.name
         )
-        return found
+        return statistics
 
     def gather(
         self,
@@ -57,13 +58,13 @@ class Gathering:
         states: HiddenStates,
         outputs: BlockOutputs | None = None,
     ) -> Gathered:
-        """Runs block ``index`` on all of the text.
+        """Runs block ``index`` on all of the text and returns its projections' statistics.
 
         Args:
-            index: index of the block, which is materialised.
-            members: its projections.
-            states: hidden states in front of the block.
-            outputs: where to keep what it puts out; None where that is of no interest.
+            index: index of the block, whose weights are in memory.
+            members: calibrated projections of the block.
+            states: hidden states that enter the block.
+            outputs: receives the block's outputs; None drops them.
         """
         by_name = {planned.projection.name: planned for planned in members}
         original, places = OriginalRun(), dict[str, str]()
@@ -73,7 +74,7 @@ class Gathering:
         places = self._ranks.share_json(places)
         block = _Block(self, index, by_name, places)
 
-        # Which projections share an input is known after the first run, so all of them are listened to there.
+        # The first batch records the inputs of all projections, which tells those that share an input.
         groups = shared_inputs(
             self.instance.model,
             [planned.projection for planned in members],
@@ -83,23 +84,23 @@ class Gathering:
         start = 1
         agreed = [tuple(group) for group in self._ranks.share_json(groups)]
         if agreed != groups:
-            # Tokens of this rank's first batch chose other experts than those of the first rank's.
+            # This rank's first batch reached other experts than the first rank's: start over with its groups.
             groups, start = agreed, 0
             block.statistics.clear()
         first = [by_name[group[0]].projection for group in groups]
         read = [projection for projection in first if projection.name not in places]
         for number in range(start, len(self.masks)):
             original = OriginalRun()
-            # A first batch that is seen again has no pairs: the original's block has run on it.
+            # A first batch that is run again has no pairs: the original's block has already run on it.
             if number and self.original is not None:
                 original = self.original.advance(index, number, read, block.inner)
             wanted = [each for each in first if not block.is_late(each.name, number)]
-            # Experts run in whatever order the tokens ask for, so there is no last one to stop at.
+            # Experts run in an order that depends on the tokens, so no projection is known to be the last.
             to_the_end = outputs is not None or self.instance.blueprint.routed
             last = None if to_the_end or not wanted else wanted[-1].name
             block.run(number, states.load(number), original, outputs, wanted, last)
         for projection in first:
-            # An expert that no token chose has nothing.
+            # Makes empty statistics for an expert that no token reached.
             block.statistics_of(projection.name)
         late = [group for group in groups if places.get(group[0]) == block.name]
         return Gathered([group for group in groups if group not in late], late, block.statistics)
@@ -107,12 +108,13 @@ class Gathering:
     def gather_late(
         self, index: int, members: Sequence[PlannedModule], states: HiddenStates, gathered: Gathered
     ) -> None:
-        """Adds to the statistics of :attr:`Gathered.late` what they see once the others are quantised.
+        """Adds the compared batches to the statistics of :attr:`Gathered.late`, once the block's other
+        projections are quantised.
 
         Args:
-            index: index of the block, whose other projections have their new weights.
+            index: index of the block, whose other projections have their quantised weights.
             members, states: as for :meth:`gather`.
-            gathered: result of gathering.
+            gathered: result of :meth:`gather`.
         """
         if self.original is None or not gathered.late:
             return
@@ -124,7 +126,7 @@ class Gathering:
             inputs: dict[str, Tensor] = {}
             output = self.replay.inputs(index, number, states.load(number), late, inputs.__setitem__)
             if output is None:
-                raise AssertionError("nothing stops this run")
+                raise AssertionError("the block stopped early although no projection was given as the last")
             original = self.original.output(number)
             for name, x in inputs.items():
                 gathered.statistics[name].add_stream(x, output, original, mask)
@@ -132,14 +134,14 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The inputs of a block's projections.
+    """Statistics of the inputs of a block's projections.
 
     Attributes:
-        groups: names of projections by shared input.
-        late: more of them, which write to the residual stream that the block puts out: with the other
-            projections quantised they can make up for these too, and are solved after them.
-        statistics: statistics of each group, under its first name; of late ones without the batches that the
-            original runs, which :meth:`Gathering.gather_late` adds.
+        groups: names of projections that share an input, one tuple for each input.
+        late: groups that write to the residual stream at the block's end. They are solved after the others,
+            so that they also correct the error of the other, already quantised projections.
+        statistics: statistics of each group by its first name. Those of late groups lack the batches that
+            the original runs too, which :meth:`Gathering.gather_late` adds.
     """
 
     groups: list[tuple[str, ...]]
@@ -148,11 +150,11 @@ class Gathered:
 
 
 class BlockOutputs:
-    """What a block makes of its input, in whose place it goes.
+    """Stores a block's outputs in the place of its inputs.
 
     Args:
-        block: the block's name.
-        states: the input of every batch.
+        block: name of the block.
+        states: hidden states of every batch.
     """
 
     def __init__(self, block: str, states: HiddenStates) -> None:
@@ -166,10 +168,10 @@ class BlockOutputs:
         self._states.store(batch, output)
 
     def check(self) -> None:
-        """Looks at all when all batches are under way, for it waits for the device.
+        """Checks all outputs at once, after the last batch, because the check waits for the device.
 
         Raises:
-            NumericsError: one holds NaN or infinity.
+            NumericsError: an output holds NaN or infinity.
         """
         if not bool(torch.stack(self._finite).all()):
             raise NumericsError(
@@ -179,13 +181,14 @@ class BlockOutputs:
 
 
 class _Block:
-    """The statistics of one block while batches go through it.
+    """The statistics of one block while batches run through it.
 
     Args:
-        gathering: owner of the block.
+        gathering: model, replay and batches.
         index: index of the block.
-        planned: its projections by name.
-        places: where the residual stream is behind the projections that write to it.
+        planned: projections of the block by name.
+        places: projection that writes to the residual stream -> module whose input (or the block whose
+            output) is the stream after this projection.
     """
 
     def __init__(
@@ -202,7 +205,7 @@ class _Block:
         self.statistics: dict[str, Any] = {}
         self._batch = 0
         self._original = OriginalRun()
-        # Inputs of projections that write to the stream, until it is known what becomes of it.
+        # Inputs of projections that write to the stream, until the stream after them has been computed.
         self._waiting: dict[str, Tensor] = {}
 
     def run(
@@ -217,12 +220,12 @@ class _Block:
         """Runs the block on a batch.
 
         Args:
-            batch: its number.
-            hidden: hidden states in front of the block.
-            original: inputs of the original's modules.
-            outputs: where to keep what the block makes of it.
-            projections: to listen to, beside those that already are.
-            last: the projection behind which nothing is of interest; None to run to the end.
+            batch: number of the batch.
+            hidden: hidden states that enter the block.
+            original: inputs of the original's modules for this batch.
+            outputs: receives the block's output; None drops it.
+            projections: projections whose inputs are recorded, besides those that already are.
+            last: projection after whose input the run may stop; None runs to the end.
         """
         self._batch, self._original = batch, original
         with streams_at(self._all.instance.model, self.inner, self._reach):
@@ -239,14 +242,14 @@ class _Block:
         self._reach(self.name, output)
         for name in self._waiting:
             raise UnsupportedError(
-                f"{name}: expected {self._places[name]} to be called behind it for every batch, as for the "
-                f"first; found batch {batch} without; quantise with --drift-correction 0"
+                f"{name}: expected {self._places[name]} to be called after it in every batch, as in the "
+                f"first; found batch {batch} without such a call; quantise with --drift-correction 0"
             )
         if outputs is not None:
             outputs.keep(batch, output)
 
     def statistics_of(self, name: str) -> Any:
-        """The statistics of the input of a projection."""
+        """Statistics of a projection's input, made when first asked for."""
         if name not in self.statistics:
             self.statistics[name] = self._all.empty(self._planned[name])
             if name in self._places:
@@ -254,12 +257,13 @@ class _Block:
         return self.statistics[name]
 
     def is_late(self, name: str, batch: int) -> bool:
-        """Whether a projection sees the batch when all others are quantised, and not before."""
+        """Whether :meth:`Gathering.gather_late` adds this batch to a projection's statistics."""
         original = self._all.original
         return self._places.get(name) == self.name and original is not None and original.has(batch)
 
     def receive(self, name: str, x: Tensor) -> None:
-        """Counts an input of a projection, at once or when the residual stream behind it is known."""
+        """Adds an input to a projection's statistics, at once or when the residual stream after the
+        projection has been computed."""
         if self.is_late(name, self._batch):
             return
         statistics, mask = self.statistics_of(name), self._all.masks[self._batch]
@@ -272,15 +276,15 @@ class _Block:
             statistics.add(x, mask)
 
     def _reach(self, place: str, stream: Tensor) -> None:
-        """The residual stream has come to ``place``."""
+        """Completes the projections that wait for the residual stream at ``place``."""
         for name in [name for name in self._waiting if self._places[name] == place]:
             original = self._original.streams.get(place)
             mask = self._all.masks[self._batch]
             self.statistics[name].add_stream(self._waiting.pop(name), stream, original, mask)
 
     def _is_pair(self, name: str, x: Tensor, original: Tensor) -> bool:
-        """Whether two inputs of a projection are of the same tokens: all of the batch, where there are
-        experts, since each model sends them tokens of its own choice."""
+        """Whether two inputs of a projection hold the same tokens. In a model with experts only an input
+        with all tokens of the batch is sure to, because each model routes tokens differently."""
         planned = self._planned[name]
         paired = planned.method.paired(planned.options)
         routed = self._all.instance.blueprint.routed

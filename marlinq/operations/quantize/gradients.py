@@ -1,10 +1,10 @@
-"""The loss's gradients at the outputs of a block's projections, for methods that mind them.
+"""Gradients of the loss at the outputs of a block's projections, for methods that use them.
 
-The loss is the cross-entropy on labels that the original draws from its own predictions: the second moment of
-its gradients is the Fisher information, the curvature of the divergence from the original (Martens and Grosse
-2015). One backward pass of the original keeps the gradient of the residual stream between any two blocks; a
-block's own backward pass, when its turn to be quantised has come, gives those of its projections. So memory
-follows the text, not the layers.
+The loss is the cross-entropy on labels drawn from the original's own predictions. The second moment of its
+gradients is the Fisher information: the curvature of the KL divergence from the original (Martens and Grosse
+2015). One backward pass through the original stores the gradient of the residual stream between all blocks.
+When a block is quantised, a backward pass through this block alone gives the gradients at its projections.
+Memory therefore grows with the text, not with the number of projections.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _STAGE = "gradients of the loss"
 
 
 class LossGradients:
-    """Gradients at the residual stream behind every block.
+    """Gradients of the loss at the residual stream after every block.
 
     Args:
-        instance: the live original, no block materialised.
+        instance: the loaded original, without any block's weights in memory.
         replay: replay of the instance, with the batches recorded.
         batches: the text.
-        jobs: numbers of the batches that gradients are taken on, in any order; labels are drawn anew for one
-            that is there twice.
-        states: hidden states in front of the first block, of every batch.
-        logits: tokens whose logits are held at once.
+        jobs: numbers of the batches that gradients are taken on, in any order; a repeated number gets newly
+            drawn labels.
+        states: hidden states that enter the first block, of every batch.
+        logits: tokens whose logits are in memory at once.
         seed: seed of the labels.
-        folder: where hidden states go that memory has no room for.
+        folder: folder for hidden states that don't fit memory.
         device_bytes: bytes of hidden states that may stay on the device.
-        progress: told about every block, twice.
+        progress: called for every block of the forward and of the backward pass.
 
     Raises:
         NumericsError: a gradient is NaN or infinite.
@@ -70,7 +70,8 @@ class LossGradients:
         like = states.load(self._jobs[0])
         self._count = len(instance.blueprint.blocks)
         shapes = [(*batches[number].ids.shape, *like.shape[2:]) for number in self._jobs]
-        # In place of what enters a block comes its gradient, which is that of the block before.
+        # The forward pass fills this with the stream after every block; the backward pass replaces each
+        # entry by its gradient.
         self._stream = HiddenStates(
             shapes * (self._count + 1),
             dtype=like.dtype,
@@ -89,12 +90,12 @@ class LossGradients:
     def moments(
         self, index: int, projections: Sequence[Projection], states: HiddenStates
     ) -> dict[str, HessianAccumulator]:
-        """What gathered the gradients [T, N] at the outputs of a block's projections, by name.
+        """Second moments (sums of outer products, [N, N]) of the gradients at projections' outputs, by name.
 
         Args:
-            index: index of the block, which is materialised with the original's weights.
-            projections: modules of their own.
-            states: hidden states in front of the block, of every batch.
+            index: index of the block, whose original weights are in memory.
+            projections: projections that are modules of their own, not parts of a fused parameter.
+            states: hidden states that enter the block, of every batch.
         """
         found = {
             each.name: HessianAccumulator(each.out_features, device=self._instance.device, name=each.name)
@@ -112,15 +113,15 @@ class LossGradients:
     def weight_gradients(
         self, index: int, parameters: Sequence[str], states: HiddenStates
     ) -> Iterator[dict[str, Tensor]]:
-        """The gradient of each batch's loss at weights of a block.
+        """Gradients of each job's loss at weights of a block.
 
         Args:
-            index: of the block, which is materialised with the original's weights.
-            parameters: their full names.
-            states: what enters the block, of every batch.
+            index: index of the block, whose original weights are in memory.
+            parameters: full names of the weights.
+            states: hidden states that enter the block, of every batch.
 
         Yields:
-            For each job, in order, the gradients by name, in the parameters' shapes.
+            for each job, in order, name -> gradient in the weight's shape.
         """
         with _passes(self._instance.device):
             for job, number in enumerate(self._jobs):
@@ -150,7 +151,7 @@ class LossGradients:
                 progress(_STAGE, index + 1, 2 * self._count)
 
     def _predict(self, chunk: int, seed: int) -> None:
-        """Replaces what leaves the last block by the gradient there."""
+        """Replaces the last block's outputs by the gradients of the loss at them."""
         generator = torch.Generator(self._instance.device).manual_seed(seed)
         with self._instance.outer(whole=True):
             head = self._instance.head_parameters()
@@ -170,7 +171,7 @@ class LossGradients:
 
     def _backward(self, progress: ReportProgress) -> None:
         finite = []
-        # Nobody asks for the gradient at what enters the first block.
+        # The gradient at the first block's input is not used.
         order = range(self._count - 1, 0, -1)
         with self._instance.reading_ahead(order):
             for done, index in enumerate(order):
@@ -190,12 +191,12 @@ class LossGradients:
             )
 
     def _back(self, index: int, job: int, hidden: Tensor) -> Tensor:
-        """The gradient at what enters a block, ``hidden``, from that at what leaves it."""
+        """The gradient at a block's input ``hidden``, from the stored gradient at its output."""
         leaf = hidden.requires_grad_()
         with torch.enable_grad():
             # A block may change its input in place.
             output = self._replay.call(index, self._jobs[job], leaf * 1, {})
-        # From here on nothing but the hooks' and the input's gradients is made: weights have none.
+        # inputs=[leaf]: no gradients of weights are computed, only the input's and those that hooks read.
         behind = self._stream.load(self._place(index + 1, job))
         torch.autograd.backward(output, behind, inputs=[leaf])
         assert leaf.grad is not None
@@ -203,13 +204,13 @@ class LossGradients:
 
 
 def _listen(receive: Callable[[Tensor], None], module: nn.Module, given: Any, output: Tensor) -> None:
-    """Has ``receive`` called with the gradient at a module's output."""
+    """Forward hook of a module: ``receive`` is called with the gradient at its output."""
     if output.requires_grad:
         output.register_hook(receive)  # type: ignore[no-untyped-call]
 
 
 def _slope(rows: Tensor, predict: Callable[[Tensor], Tensor], generator: torch.Generator) -> Tensor:
-    """The gradient [R, H] of the cross-entropy on labels drawn from what is predicted behind ``rows``."""
+    """The gradient [R, H] at ``rows`` of the cross-entropy on labels drawn from their own predictions."""
     leaf = rows.detach().requires_grad_()
     with torch.enable_grad():
         logits = predict(leaf)
@@ -224,6 +225,6 @@ def _slope(rows: Tensor, predict: Callable[[Tensor], Tensor], generator: torch.G
 
 @contextmanager
 def _passes(device: torch.device) -> Iterator[None]:
-    """The same gradients each time."""
+    """Inside, forward and backward passes give the same bits in every run."""
     with reproducible(device), reproducible_attention(device):
         yield

@@ -1,4 +1,4 @@
-"""The output head: larger than any linear of a block, so it is solved in slices of its output channels."""
+"""Quantises the output head, which is larger than any linear of a block, in slices of output channels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from marlinq.operations.quantize.solves import add_up
 
 SLICE_ROWS = 1 << 15
 """Output channels solved at a time: about as many as the widest linears of a block have, so that the head
-needs no more memory on the device than they do."""
+needs no more device memory than they do."""
 
 
 def solve_head(
@@ -32,18 +32,18 @@ def solve_head(
 ) -> tuple[QuantizedWeight, SolveReport]:
     """Quantises the output head.
 
-    Output channels that share nothing are solved in slices; the result is that of one solve, up to the
-    rounding of the matrix products.
+    Output channels are independent of each other where each has scales of its own, and are then solved in
+    slices. The result equals that of one solve up to the rounding of matrix products.
 
     Args:
         planned: the head.
         weight: float [N, K], on the CPU in its stored dtype.
-        statistics: statistics of the head's input; None for a method that is not calibrated.
-        device: where slices are solved.
-        rows: output channels of a slice.
+        statistics: statistics of the head's input; None for a method without calibration.
+        device: device that slices are solved on.
+        rows: output channels per slice.
 
     Returns:
-        The quantised weight, on the CPU, and the report.
+        The quantised weight, on the CPU, and the report of its solve.
     """
     parts: list[QuantizedWeight] = []
     reports: list[SolveReport] = []
@@ -65,14 +65,14 @@ def solve_head(
 def head_statistics(
     gathering: Gathering, head: PlannedModule, batches: Sequence[Batch], states: HiddenStates, ranks: Ranks
 ) -> Statistics:
-    """Statistics of the head's input, the final norm's output, over the batches of all ranks.
+    """Statistics of the head's input (the final norm's output) over the batches of all ranks.
 
     Args:
-        gathering: runs the model.
+        gathering: model and replay.
         head: the output head.
         batches: calibration text of this rank.
-        states: hidden states that leave the last block.
-        ranks: this process and the others.
+        states: outputs of the last block.
+        ranks: processes that share the work.
     """
     statistics = gathering.empty(head)
     masks = iter(gathering.masks)

@@ -1,4 +1,4 @@
-"""Quantised modules on their way into the output folder, and back from it into the live model."""
+"""Writes quantised modules to the output folder, reads them back, and puts them into the loaded model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, modu
 from marlinq.operations.quantize.ranks import Ranks
 from marlinq.operations.quantize.report import ModuleReport
 
-# Bytes of packed tensors that are handed to the writer's thread together, but for a block's last ones.
 _BYTES_AT_ONCE = 1 << 29
+"""bytes of packed tensors after which they are handed to the writer's thread"""
 
 
 class ModuleWriter:
     """Packs solved modules and hands them to a thread that writes them; a context manager.
 
     Args:
-        plan: layout and names.
+        plan: layout and stored names of every module.
         writer: writer of the folder.
-        instance: the live model.
+        instance: the loaded model.
         ranks: processes that share the run; the first one writes.
     """
 
@@ -54,7 +54,7 @@ class ModuleWriter:
         self._behind.__exit__(kind, error, trace)
 
     def add(self, planned: PlannedModule, solved: QuantizedWeight, report: ModuleReport) -> dict[str, Any]:
-        """Packs a module, on the first rank; returns the note that is to be committed with it."""
+        """Packs a module on the first rank, and returns the note to commit with it."""
         note = {module_note(planned): asdict(report)}
         if not self._ranks.first:
             return note
@@ -65,7 +65,7 @@ class ModuleWriter:
         return note
 
     def commit(self, notes: Mapping[str, Any]) -> None:
-        """Hands over what was added, with the notes of modules that are complete by then."""
+        """Hands the packed tensors to the writer's thread, with the notes of completed modules."""
         self._behind.write(self._waiting, notes)
         self._waiting = {}
 
@@ -80,13 +80,14 @@ class ModuleWriter:
 
 
 def install(instance: ModelInstance, planned: PlannedModule, quantized: QuantizedWeight) -> None:
-    """Gives the live model the weight that a loader of the output will see, in the dtype of the forward."""
+    """Replaces a projection's weight in the loaded model by its dequantised weight, as loaders of the output
+    will see it."""
     weight = quantized.to(instance.device).dequantize(instance.dtype)
     instance.replace(planned.projection, weight)
 
 
 def install_all(instance: ModelInstance, solved: Sequence[tuple[PlannedModule, QuantizedWeight]]) -> None:
-    """:func:`install` for many weights, those of one shape together."""
+    """:func:`install` for many weights, in one operation for all of one shape."""
     for batch in in_module_batches(solved):
         dense = batch.weight.to(instance.device).dequantize(instance.dtype)
         for planned, weight in zip(batch.items, dense.chunk(len(batch.items)), strict=True):

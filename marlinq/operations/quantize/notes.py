@@ -1,4 +1,4 @@
-"""What a quantise run notes in the journal of its unfinished folder, and what it takes up from there."""
+"""Notes that a quantise run keeps in the journal of its unfinished folder, and reads when it is resumed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from marlinq.operations.quantize.report import ModuleReport, planned_facts
 from marlinq.operations.quantize.tuning import NOTE, TuningReport
 
 TEXT = "calibration"
-"""Name of the note about the calibration text."""
+"""Key of the note about the calibration text."""
 _MODULE = "module "
 _TEXT_FIELDS: Mapping[str, Any] = {"source": str, "documents": int, "tokens": int}
 
 
 def module_reports(notes: Mapping[str, Any]) -> dict[str, ModuleReport]:
-    """The reports that a writer's notes hold, by stored module name."""
+    """The module reports in a writer's notes, by stored module name."""
     return {
         key.removeprefix(_MODULE): ModuleReport(**value)
         for key, value in notes.items()
@@ -29,14 +29,14 @@ def module_reports(notes: Mapping[str, Any]) -> dict[str, ModuleReport]:
 
 
 def check_notes(notes: Mapping[str, Any], folder: Path) -> None:
-    """Make sure that the notes of a run have the fields and types of ours.
+    """Checks the fields and types of the notes of a run.
 
     Args:
-        notes: as a writer has them.
-        folder: they were found in.
+        notes: the writer's notes.
+        folder: folder of the journal, for messages.
 
     Raises:
-        OutputError: one has not.
+        OutputError: a note has other fields or types.
     """
     for name, note in notes.items():
         fields = _TEXT_FIELDS if name == TEXT else None
@@ -55,22 +55,22 @@ def check_notes(notes: Mapping[str, Any], folder: Path) -> None:
 
 
 def check_planned(notes: Mapping[str, Any], plan: OutputPlan, folder: Path) -> None:
-    """Make sure that notes which a run takes up are about what it plans, as far as the plan can tell.
+    """Checks that the notes of an interrupted run agree with the plan of the run that resumes it.
 
     Args:
-        notes: after :func:`check_notes`.
-        plan: of the run.
-        folder: they were found in.
+        notes: notes that passed :func:`check_notes`.
+        plan: plan of the resuming run.
+        folder: folder of the journal, for messages.
 
     Raises:
-        OutputError: one is about something else.
+        OutputError: a note is about a module, shape or scheme that the plan does not have.
     """
     planned = {module_note(each): each for each in plan.modules.values()}
     for name, note in notes.items():
         known = name in (TEXT, NOTE) or name in planned
         if name in planned:
             known = all(note[key] == value for key, value in planned_facts(planned[name]).items())
-            # A method that reads no text has seen no token.
+            # Without calibration, modules have seen no token.
             known &= plan.method.calibrated or note["tokens"] == 0
         if not known:
             raise OutputError(

@@ -1,4 +1,4 @@
-"""The dtypes that a run computes in, and what else of the machine can change a bit of the result."""
+"""The dtypes that a run computes in, and the facts about the machine that can change bits of its result."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from marlinq.core.version import __version__
 from marlinq.models import Blueprint
 from marlinq.operations.quantize.planning import OutputPlan
 
-# Operations of a run's forward passes up to which a GPU computes in float32: 15 seconds of an H200, and a
-# quarter of that for a method that is chosen for its speed.
 _FLOAT32_WORK = 6e14
+"""operations of forward passes up to which a GPU computes in float32: 15 seconds of an H200"""
 _QUICK_SHARE = 0.25
-# Operations up to which a CPU multiplies in float32: ten seconds of two cores.
+"""share of ``_FLOAT32_WORK`` for methods that are not sequential, which are chosen for their speed"""
 _CPU_FLOAT32_WORK = 1e12
+"""operations of forward passes up to which a CPU multiplies in float32: ten seconds of two cores"""
 
 
 def compute_dtype(checkpoint: Checkpoint, plan: OutputPlan, device: torch.device, tokens: int) -> torch.dtype:
-    """The dtype that blocks run in on a calibration of ``tokens`` tokens.
+    """The dtype that blocks run in on ``tokens`` tokens of calibration text.
 
-    float32 on the CPU, where other operations than products are slow in 16 bits. On a GPU too while that
-    takes seconds, so that both lead to the same result; a larger model runs in the checkpoint's own dtype
-    there.
+    On a CPU float32, because operations other than products are slow in 16 bits there. On a GPU float32 as
+    long as that takes seconds, so that GPU and CPU agree; a larger model runs in the checkpoint's dtype.
     """
     share = 1.0 if plan.method.sequential else _QUICK_SHARE
     if device.type == "cpu" or _forward_work(plan, tokens) <= share * _FLOAT32_WORK:
@@ -39,10 +38,10 @@ def compute_dtype(checkpoint: Checkpoint, plan: OutputPlan, device: torch.device
 def compute_products(
     plan: OutputPlan, blueprint: Blueprint, device: torch.device, tokens: int
 ) -> torch.dtype | None:
-    """The dtype that inputs of linear layers' products are rounded to where blocks run in float32, or None.
+    """The dtype that linear layers multiply in while blocks run in float32; None for float32.
 
-    bfloat16 on a CPU that has instructions for it, unless float32 takes seconds only. Not where tokens choose
-    experts: rounding would send some of them to others.
+    bfloat16 on a CPU that has instructions for it, unless float32 takes seconds only. Never in a model with
+    experts, because rounding would route some tokens to other experts.
     """
     if _forward_work(plan, tokens) <= _CPU_FLOAT32_WORK or blueprint.routed:
         return None
@@ -55,7 +54,8 @@ def described_dtype(dtype: torch.dtype, products: torch.dtype | None) -> str:
 
 
 def environment_of(device: torch.device, dtype: torch.dtype, products: torch.dtype | None) -> dict[str, Any]:
-    """Versions, device, dtypes and threads: what besides recipe and model can change a bit of the result."""
+    """Versions, device, dtypes and threads: everything besides recipe and model that can change a bit of the
+    result."""
     return {
         "marlinq": __version__,
         "torch": torch.__version__,

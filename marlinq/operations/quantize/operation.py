@@ -51,31 +51,32 @@ def quantize(
 ) -> QuantizeReport:
     """Quantises a decoder-only language model, one decoder block at a time.
 
-    Memory follows the largest decoder block, the statistics of its inputs and the calibration's hidden
-    states, never the model; only calibration text that the model writes itself needs the whole model for a
-    while. Blocks run in float32 on the CPU, and on a GPU unless that took long; a larger model runs in the
-    checkpoint's own dtype there, and a CPU that multiplies bfloat16 faster rounds products of linear layers
-    to it. The solve is float32. A method without calibration (round-to-nearest) reads no text and runs no
-    block.
+    Memory holds the largest decoder block, the statistics of its inputs and the hidden states of the
+    calibration text. The whole model is in memory only while it writes calibration text.
+
+    Blocks run in float32, with two exceptions: on a GPU a large model runs in the checkpoint's dtype, and a
+    CPU that has bfloat16 instructions multiplies linear layers in bfloat16. Solves are float32. A method
+    without calibration (round-to-nearest) reads no text and runs no block.
 
     Args:
-        model: a local folder with safetensors weights, or a Hub id.
-        out: the folder to create; ``<out>.partial`` while the run lasts.
-        recipe: format, method, bits, calibration and so on, as a :class:`Recipe` or a dict of its settings;
-            its defaults when None.
+        model: local folder with safetensors weights, or a Hub id.
+        out: folder to create; it is named ``<out>.partial`` while the run lasts.
+        recipe: format, method, bits, calibration and further settings, as a :class:`Recipe` or a dict; its
+            defaults when None.
         device: ``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
         resume: continue an interrupted run of the same recipe, model and machine; the result has the same
-            bytes as an undisturbed run. Of a run that is finished the report is returned.
+            bytes as that of an uninterrupted run. If the run is finished already, its report is returned.
         revision: branch, tag or commit of a Hub id; the main branch when None.
-        max_shard_size: bytes of tensor data a file of weights holds at most.
+        max_shard_size: bytes of tensor data in the largest file of weights.
         trust_remote_code: run model code that the checkpoint brings.
         progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
             done, steps in all).
-        message: called with a line before the model writes text, and now and then with a line on how the
-            blocks come out and how tuning stands; None prints them on stderr where progress is shown.
+        message: called with one line before the model writes text, and from time to time with one line on
+            the error of finished blocks and the state of tuning; None prints them on stderr where progress is
+            shown.
 
     Raises:
-        MarlinqError: one of its subclasses; see :mod:`marlinq.core.errors`.
+        MarlinqError: any of its subclasses; see :mod:`marlinq.core.errors`.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
     recipe = as_recipe(recipe)

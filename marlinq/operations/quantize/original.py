@@ -1,4 +1,4 @@
-"""The original model beside the quantised one, block by block, for methods that compare the two."""
+"""Runs the original model beside the quantised one, block by block, for methods that compare the two."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from torch import Tensor
 from marlinq.calibration import Batch, HiddenStates
 from marlinq.models import BlockReplay, ModelInstance, Projection, StreamFinder, streams_at, tapped
 
-# Tokens that say enough about a drift: three for each channel of the widest layers there are.
 _ENOUGH_TOKENS = 3 << 14
+"""tokens from which drift is estimated: three for each input channel of a layer with K = 16,384"""
 
 
 def compared_batches(batches: Sequence[Batch], shards: int = 1) -> list[int]:
-    """The batches that the original runs too: all of a short text; of a long one evenly spaced batches, that
-    many that 49,152 tokens are seen (up to twice as many), since each costs two forward passes.
+    """Numbers of the batches that the original model runs too, since each costs two more forward passes.
+
+    All batches of a short text; of a longer one evenly spaced batches with 49,152 to 98,304 tokens.
 
     Args:
-        batches: longest documents first.
-        shards: shards of the text, of which ``batches`` are one.
+        batches: this process's batches, longest documents first.
+        shards: number of processes that share the text.
     """
     tokens = shards * sum(sum(batch.lengths) for batch in batches)
     return list(range(0, len(batches), _stride(tokens)))
 
 
 def compared_share(tokens: int) -> float:
-    """What part of a text of ``tokens`` the original runs on, above 0 and up to 1."""
+    """Share of a text of ``tokens`` tokens that the original model runs too, above 0 and up to 1."""
     return 1 / _stride(tokens)
 
 
@@ -39,12 +40,11 @@ def _stride(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class OriginalRun:
-    """What a block of the original saw of one batch; empty for a batch that it does not run.
+    """Recorded tensors of one batch in a block of the original; empty for a batch that it does not run.
 
     Attributes:
-        inputs: inputs of projections, [..., K] by name.
-        streams: the residual stream behind projections that write to it, [..., H] by the name of the module
-            whose input it is.
+        inputs: name of a projection -> its input, [..., K].
+        streams: name of a module whose input is the residual stream -> that input, [..., H].
     """
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -52,12 +52,12 @@ class OriginalRun:
 
 
 class OriginalStates:
-    """The hidden states that the original has between blocks.
+    """The original model's hidden states between blocks.
 
     Args:
-        instance: the live model; a block has its original weights whenever it is run here.
+        instance: the loaded model; a block must have its original weights whenever it is run here.
         replay: replay of the instance, with the batches recorded.
-        states: hidden states in front of the first block; overwritten.
+        states: hidden states that enter the first block; overwritten.
         batches: numbers of the batches that ``states`` holds, in order.
     """
 
@@ -72,7 +72,7 @@ class OriginalStates:
         return batch in self._places
 
     def output(self, batch: int) -> Tensor:
-        """What the block that a batch went through last made of it, [B, T, H]."""
+        """Output [B, T, H] of the last block that the batch ran through."""
         return self._states.load(self._places[batch])
 
     def advance(
@@ -82,14 +82,14 @@ class OriginalStates:
         projections: Sequence[Projection] = (),
         streams: Iterable[str] = (),
     ) -> OriginalRun:
-        """Runs a block on a batch; its output takes the place of its input.
+        """Runs a block on a batch and stores its output in the place of its input.
 
         Args:
-            index: index of the block; every batch goes through every block once, in order.
-            batch: its number.
-            projections: whose inputs are wanted. Experts see tokens of their own choice in either model, so
-                theirs can't be paired and are left out.
-            streams: names of modules whose input is the residual stream, where that is wanted.
+            index: index of the block; every batch runs through every block once, in order.
+            batch: number of the batch.
+            projections: projections whose inputs are recorded. Experts are left out: the two models route
+                tokens differently, so that their inputs can't be compared.
+            streams: names of modules whose input, the residual stream, is recorded.
         """
         found = OriginalRun()
         place = self._places.get(batch)
@@ -106,9 +106,13 @@ class OriginalStates:
     def explore(
         self, index: int, batch: int, projections: Sequence[Projection]
     ) -> tuple[OriginalRun, dict[str, str]]:
-        """:meth:`advance`, and which of ``projections`` write to the residual stream: for each of these, by
-        name, where the stream behind it is. One whose input another reads too is not among them, for they
-        are solved together."""
+        """Runs a block as :meth:`advance` does and finds the projections that write to the residual stream.
+
+        Returns:
+            the recorded tensors, and projection -> module whose input (or the block whose output) is the
+            stream after it. Projections that share their input with others are left out, because they are
+            solved together with those.
+        """
         found = OriginalRun()
         place = self._places.get(batch)
         if place is None:

@@ -1,4 +1,4 @@
-"""The unfinished output folder of a run, and what of the run is in it already."""
+"""Opens the unfinished output folder of a run and tells how much of the run it already holds."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from marlinq.operations.quantize.tuning import NOTE
 
 @dataclass(frozen=True)
 class Output:
-    """The folder while it is written.
+    """The output folder while it is written.
 
     Attributes:
-        writer: writer of the folder; on ranks beside the first one that only follows.
-        copying: copies the unchanged tensors in a thread of its own.
-        blocks: decoder blocks with quantised linears.
-        resumed_blocks: blocks among them that an interrupted run left.
-        unsolved: some module is still to be quantised.
-        untuned: tuning is still to be done.
+        writer: writer of the folder; ranks other than the first have one that writes nothing.
+        copying: copies unchanged tensors in a thread of its own.
+        blocks: number of decoder blocks with quantised linears.
+        resumed_blocks: number of blocks that an interrupted run completed.
+        unsolved: whether a module is still to be quantised.
+        untuned: whether tuning is still to be done.
     """
 
     writer: CheckpointWriter
@@ -43,7 +43,7 @@ class Output:
 def open_output(
     prepared: Prepared, out: Path, *, resume: bool, max_shard_size: int, progress: ReportProgress
 ) -> Iterator[Output]:
-    """Begins or takes up the folder ``out``.
+    """Creates the folder ``<out>.partial``, or opens an interrupted run's.
 
     Raises:
         OutputError: an unfinished folder belongs to another run, or is damaged.
@@ -86,9 +86,9 @@ def open_output(
 def _fingerprint(prepared: Prepared, max_shard_size: int) -> str:
     environment, recipe = prepared.environment, prepared.decisions.recipe
     if environment["device"] != "cpu":
-        # How many threads there are decides how sums are split on a CPU; torchrun changes it.
+        # The number of threads decides the order of sums on a CPU only. torchrun changes it.
         environment = {key: value for key, value in environment.items() if key != "threads"}
-    # A quality's version stands for what its settings mean, which is not all in the recipe.
+    # The quality record has a version, because the recipe alone does not tell what its settings mean.
     quality = recipe.quality_record()
     return fingerprint_of(
         prepared.decisions.checkpoint, recipe.to_dict(), quality, environment, max_shard_size

@@ -1,4 +1,4 @@
-"""Whether something takes as long as was announced, and what is said when it does not."""
+"""Corrects an announced time while the work takes much longer."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from marlinq.core.display import duration
 from marlinq.core.progress import ReportMessage, ReportProgress
 
 _LEAST_SECONDS = 10.0
-"""Seconds of work before it is judged: the first ones hold what is done once."""
+"""seconds before the pace is judged, because the first steps include one-time work"""
 _FACTOR = 1.5
-"""How many times as long it may take as was last said."""
+"""ratio of expected to announced time above which a new time is announced"""
 
 
 class Pace:
-    """Passes progress on, and says a new time whenever the last one turns out much too short.
+    """A progress callback that announces a new time when the last one turns out far too short.
 
     Args:
-        seconds: announced for the whole work.
-        report: is told everything.
-        message: gets the new times.
-        clock: seconds since some moment.
+        seconds: announced seconds for the whole work.
+        report: progress callback that gets every report unchanged.
+        message: callback that gets the lines with new times.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(

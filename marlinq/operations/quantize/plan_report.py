@@ -1,4 +1,4 @@
-"""What a quantise run will do, before anything is loaded: fates, sizes, times, kernels and servers."""
+"""The report of ``quantize --plan``: scheme of every module, sizes, time, memory, kernels and servers."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from marlinq.operations.quantize.watch import duration
 from marlinq.runtime.operand import format_of, kernel_granularity, scheme_refusal
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
-"""GPUs that share each layer, in the servers' rules."""
+"""numbers of GPUs that share each layer, for which servers are judged"""
 KERNEL_ROWS = (1, 16, 256)
-"""Rows of activations that marlinq's kernels are named for."""
+"""rows of activations for which the report names marlinq's kernels"""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _PAD = 64
@@ -46,14 +46,14 @@ _PAD = 64
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one module with a weight matrix.
+    """The planned scheme of one module with a weight matrix.
 
     Attributes:
-        name: as stored in the output.
-        in_features, out_features: K and N; None for what is kept.
+        name: name in the output.
+        in_features, out_features: K and N; None for a kept module.
         becomes: the scheme in words, or ``kept``.
-        reason: where the scheme comes from, or why it is kept.
-        nbytes: bytes of its tensors in the output; None for what is kept.
+        reason: where the scheme comes from, or why the module is kept.
+        nbytes: bytes of its tensors in the output; None for a kept module.
     """
 
     name: str
@@ -69,9 +69,10 @@ class ShapeKernels:
     """marlinq's kernels for one shape.
 
     Attributes:
-        in_features, out_features, group_size: of the modules.
-        modules: how many have it.
-        kernels: by rows of activations; why there is none, under 0.
+        in_features, out_features: K and N.
+        group_size: input channels that share a scale, as in reports.
+        modules: number of modules with this shape and group size.
+        kernels: rows of activations -> name of the kernel; or 0 -> why there is none.
     """
 
     in_features: int
@@ -86,20 +87,22 @@ class PlanReport(Shown):
     """The outcome of :func:`plan_quantize`.
 
     Attributes:
-        model, out: folders.
-        architecture, format, method: what is quantised, into what, how.
-        fates: fates of every module with a weight matrix, in order.
+        model, out: paths of the source and output folders.
+        architecture: class name of the model.
+        format: name of the output's format.
+        method: name of the method.
+        fates: planned scheme of every module with a weight matrix, in order.
         group_size: automatic group size and its reason; None where the recipe names all sizes.
-        source_bytes, output_bytes: tensor data before and after.
-        calibration: where the text will come from, in words; None for a method without.
-        tokens: number of tokens of it, at most.
-        tuning_text: text that the model will write to be tuned on, in words; None for nothing.
-        estimate: seconds and bytes.
-        device, dtype: where and in which dtype blocks run.
-        gpu: the GPU that the kernels are named for: the run's own, or an H200 where it has none.
-        kernels: marlinq's, for every shape.
-        servers: verdicts by the number of GPUs that share each layer.
-        allocation: what was chosen for a target and on what grounds; None without.
+        source_bytes, output_bytes: bytes of all tensors before and after.
+        calibration: source of the calibration text, in words; None for a method without calibration.
+        tokens: tokens of calibration text, at most.
+        tuning_text: text that the model will write for tuning, in words; None for none.
+        estimate: estimated seconds and bytes.
+        device, dtype: device and dtype that blocks run in.
+        gpu: GPU that the kernels are named for: the run's, or an H200 where the run uses the CPU.
+        kernels: marlinq's kernels for every shape.
+        servers: number of GPUs that share each layer -> verdicts of the servers.
+        allocation: schemes chosen for a size or quality target, with reasons; None without a target.
     """
 
     model: str
@@ -129,7 +132,7 @@ class PlanReport(Shown):
         return values
 
     def display(self) -> list[Block]:
-        """What is made of what, every module's fate, what it takes, and who runs it."""
+        """Source and output, time and memory, then tables of modules, kernels and servers."""
         quantised = [fate for fate in self.fates if fate.nbytes is not None]
         guess = self.estimate
         parts = [
@@ -178,14 +181,14 @@ def plan_quantize(
     progress: Progress = False,
     message: ReportMessage | None = None,
 ) -> PlanReport:
-    """What :func:`~marlinq.operations.quantize.quantize` would do with the same arguments.
+    """Report what :func:`~marlinq.operations.quantize.quantize` would do with the same arguments.
 
-    Reads config, headers and calibration text that lies on this machine; nothing is written, and no weight is
-    loaded but to choose schemes for a target. Two products and a small solve are timed on the device.
-    ``progress`` and ``message`` are as for :func:`~marlinq.operations.quantize.quantize`.
+    Reads config, headers and local calibration text, and times two products and a small solve on the device.
+    Nothing is written. Weights are loaded only to choose schemes for a size or quality target.
 
     Raises:
-        MarlinqError: as the run itself would before it begins.
+        MarlinqError: the run would be refused; the errors are those of
+            :func:`~marlinq.operations.quantize.quantize`.
     """
     recipe = as_recipe(recipe)
     chosen = resolve_device(device)
@@ -281,7 +284,7 @@ def _fates(plan: OutputPlan) -> tuple[Fate, ...]:
 
 
 def _planned_checkpoint(checkpoint: Checkpoint, plan: OutputPlan) -> QuantizedCheckpoint:
-    """The output as those who load it will see it: its config and its headers."""
+    """The output folder as loaders will see it, made from its planned config and headers."""
     tensors = {
         each.name: TensorInfo(each.name, each.dtype, each.shape, "", 0, each.nbytes) for each in plan.tensors
     }
@@ -320,7 +323,7 @@ def _kernels_of(planned: PlannedModule, gpu: Device, *, bfloat16: bool) -> dict[
 
 
 def _fate_table(fates: Sequence[Fate]) -> Table:
-    """One row for all modules that differ in the numbers of their names alone."""
+    """A table of modules; those whose names differ only in numbers share a row."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for fate in fates:
         k, n = ("-" if size is None else str(size) for size in (fate.in_features, fate.out_features))
@@ -328,7 +331,7 @@ def _fate_table(fates: Sequence[Fate]) -> Table:
         groups.setdefault(key, []).append(fate.name)
     rows = []
     for (pattern, *cells), names in groups.items():
-        # Experts have a second number; blocks alone are told.
+        # The first number is the block's; an expert's number, the second, is not shown.
         blocks = [int(_NUMBER.findall(name)[0]) for name in names] if "*" in pattern else []
         rows.append((pattern, _ranges(blocks), *cells))
     return Table(("module", "block", "K", "N", "becomes", "why"), tuple(rows), numbers=(2, 3))
@@ -384,7 +387,7 @@ def _verdict(verdict: ServerVerdict | None) -> str:
 
 
 def _server_reasons(servers: Mapping[int, Sequence[ServerVerdict]]) -> list[str]:
-    """Why not, once for each server and reason."""
+    """Why servers don't load the output, one line per server and reason."""
     found: dict[tuple[str, str], list[int]] = {}
     for parts, verdicts in servers.items():
         for verdict in verdicts:

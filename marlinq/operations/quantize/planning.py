@@ -1,4 +1,4 @@
-"""What a quantise run will write, decided in full before any weight is read."""
+"""The plan of a quantise run: every output tensor, decided before any weight is read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from marlinq.operations.quantize.recipe import (
 )
 
 _MOST_GPUS = 8
-"""Of a server, over which tensor parallelism splits layers."""
+"""largest number of GPUs over which tensor parallelism splits layers"""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class PlannedModule:
     """One projection that will be quantised.
 
     Attributes:
-        projection: where its weight is.
-        stored: its name in the output, to which the layout's suffixes are added.
-        source: the tensor of the checkpoint that holds its weight; a tied head's is the embedding's.
-        method: solver of its weight.
+        projection: the projection in the model.
+        stored: name of the module in the output; the layout adds suffixes for its tensors.
+        source: name of the checkpoint's tensor with its weight; for a tied head, the embedding's.
+        method: method that quantises its weight.
         options: options of the method.
         layout: layout of its tensors.
-        spec: stored scheme and shape.
+        spec: shape and scheme in the output.
         reason: where scheme and options come from.
-        granularity: weights that share a scale, as decided; a module no wider than a group has one scale per
-            channel in :attr:`spec`.
+        granularity: weights that share a scale, as asked for; where a group would be as wide as the module or
+            wider, :attr:`spec` has one scale per channel instead.
     """
 
     projection: Projection
@@ -68,11 +68,11 @@ class PlannedModule:
 
 @dataclass(frozen=True)
 class AutomaticGroups:
-    """The group size of all modules that the recipe leaves it open for.
+    """The group size of all modules whose group size is ``auto``.
 
     Attributes:
-        size: input channels a scale.
-        in_features: different K of those modules, ascending.
+        size: input channels per scale.
+        in_features: distinct K of these modules, ascending.
     """
 
     size: int
@@ -80,7 +80,7 @@ class AutomaticGroups:
 
     @classmethod
     def of(cls, in_features: Iterable[int]) -> AutomaticGroups | None:
-        """The largest size that divides all of ``in_features``, each a multiple of the smallest size."""
+        """The largest automatic size that divides all of ``in_features``; None where there is none."""
         different = tuple(sorted(set(in_features)))
         size = common_group_size(different)
         return None if not different or size is None else cls(size, different)
@@ -94,21 +94,21 @@ class AutomaticGroups:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """The output folder's content.
+    """Contents of the output folder.
 
     Attributes:
         format: format of the output.
-        method: method of the modules that text is read for: the method that needs it, where there are two.
-        modules: quantised projections by name, in the order of the tree; the output head comes last.
-        automatic: group size that was left open, and why it is what it is; None where the recipe names all.
-        head: the output head where it is quantised.
-        untied: the head was tied to the embedding and gets a weight of its own.
-        kept: modules with a weight matrix that stay as they are, with reasons.
-        tensors: every tensor of the output, in the order of the source.
-        carried: the source, with the tensors that the output has where it does not quantise.
+        method: calibrated method of any module; without one, the first module's method.
+        modules: quantised projections by name, in the order of the model; the output head comes last.
+        automatic: group size that was chosen for ``auto``; None where the recipe names all sizes.
+        head: the output head; None where it is not quantised.
+        untied: whether the head was tied to the embedding and gets a weight of its own.
+        kept: modules with a weight matrix that stay unquantised, with reasons.
+        tensors: every tensor of the output, in the source's order.
+        carried: the source, with its unquantised tensors as the output will have them.
         copied: names of the tensors of ``carried`` that are copied unchanged.
-        config: ``config.json`` of the output.
-        extra_json: further JSON files that loaders of the layout read.
+        config: the output's ``config.json``.
+        extra_json: file name -> content of further JSON files that loaders read.
     """
 
     format: Format
@@ -129,23 +129,23 @@ class OutputPlan:
         return [self.modules[found.name] for found in block.projections if found.name in self.modules]
 
     def tensor_names(self, planned: PlannedModule) -> dict[str, str]:
-        """The output tensors of a quantised module by suffix."""
+        """Suffix -> name of each output tensor of a quantised module."""
         return {suffix: f"{planned.stored}.{suffix}" for suffix in planned.layout.expected(planned.spec)}
 
     def is_written(self, planned: PlannedModule, written: set[str], notes: Container[str]) -> bool:
-        """True when a quantised module is there: all its tensors in ``written``, and its note in ``notes``.
+        """Whether a quantised module is complete: all its tensors are written and its note is there.
 
-        Tensors are durable before their note where another thread commits in between.
+        Both are checked because tensors can be committed before their note.
         """
         return module_note(planned) in notes and written.issuperset(self.tensor_names(planned).values())
 
     def are_written(self, members: Iterable[PlannedModule], written: set[str], notes: Container[str]) -> bool:
-        """:meth:`is_written` of all of ``members``."""
+        """Whether :meth:`is_written` holds for all of ``members``."""
         return all(self.is_written(planned, written, notes) for planned in members)
 
 
 def module_note(planned: PlannedModule) -> str:
-    """The name of the writer's note about a quantised module."""
+    """Key of the writer's note about a quantised module."""
     return f"module {planned.stored}"
 
 
@@ -189,7 +189,7 @@ def plan_output(
         checkpoint if stored is None else stored,
         [each for each in conversions if each.parameters.keys() & replaced.keys()],
     )
-    # Servers look for these under the names of the files.
+    # The config names these linears as the files do, because servers look them up under these names.
     as_stored = floating_linears(
         carried, [name for name in carried.tensors if name not in checkpoint.tensors]
     )
@@ -209,7 +209,7 @@ def plan_output(
     if form.stacked:
         check_stacks(tensors)
     config = replace_quantization_config(checkpoint.config, quantization_config)
-    # Loaders that believe the config would leave the stored head unread.
+    # A head with a weight of its own: loaders that trust a missing or true tie would not read it.
     mistied = not says_untied(config) and blueprint.head is not None and not blueprint.tied
     return OutputPlan(
         format=form,
@@ -234,7 +234,7 @@ def _method(modules: Iterable[PlannedModule]) -> Method[Any, Any]:
 
 
 def split_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
-    """Where experts can't be split over several GPUs but could be in smaller groups.
+    """Warnings about experts whose groups are too large to split them over 8 GPUs.
 
     Servers split an expert's intermediate channels, which are few, into shares of whole groups.
     """
@@ -254,7 +254,7 @@ def split_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
 
 
 def fused_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
-    """Where linears that servers multiply as one are quantised in several ways."""
+    """Warnings about linears that servers fuse into one layer but that have different schemes."""
     found: dict[str, str] = {}
     for block in blueprint.blocks:
         names = {projection.name for projection in block.projections}
@@ -301,7 +301,7 @@ def _check_parameters(checkpoint: Checkpoint, blueprint: Blueprint, names: Tenso
 
 
 def _unquantized(blueprint: Blueprint, names: TensorNames, kept: Iterable[str]) -> list[str]:
-    """What loaders have to be told of among ``kept``, as the checkpoint spells it: linears and routers."""
+    """Stored names of the linears and routers in ``kept``, which the config must call unquantised."""
     found = []
     for module in kept:
         projection = blueprint.by_name.get(module)
@@ -313,9 +313,9 @@ def _unquantized(blueprint: Blueprint, names: TensorNames, kept: Iterable[str]) 
 
 
 def extra_linears(checkpoint: Checkpoint, blueprint: Blueprint, names: TensorNames) -> dict[str, Keep]:
-    """Stored linears that the model's forward has no place for, such as layers for multi-token prediction.
+    """Stored linears that the model class does not use, such as layers for multi-token prediction.
 
-    They are copied as they are, and loaders that do run them have to be told that they are not quantised.
+    They are copied as they are. The config calls them unquantised, for loaders that do use them.
     """
     placed = {
         stored for name, shape in blueprint.parameters.items() for stored, _ in names.places(name, shape)
@@ -361,15 +361,15 @@ def _choose(
 def wanted_modules(
     blueprint: Blueprint, names: TensorNames, recipe: Recipe
 ) -> tuple[list[tuple[Projection, ModuleSettings]], dict[str, Keep]]:
-    """The projections that ``recipe`` quantises with their settings, the output head last, and those that it
-    keeps by name, with the reason.
+    """The projections that ``recipe`` quantises, with their settings and the output head last; and the names
+    of those that it keeps, with reasons.
 
     Raises:
-        UnsupportedError: the recipe quantises an output head that can't be.
+        UnsupportedError: the recipe quantises an output head that can't be quantised.
     """
     shared = set(blueprint.tied) | set(blueprint.tied.values())
     chosen: list[tuple[Projection, ModuleSettings]] = []
-    # What a server builds in 16 bits, with what is asked of it otherwise.
+    # Projections that a server always builds in 16 bits.
     plain: list[tuple[Projection, ModuleSettings]] = []
     kept: dict[str, Keep] = {}
     head = _head(blueprint, names, recipe)
@@ -393,7 +393,7 @@ def wanted_modules(
             server = built_plain(blueprint.architecture, projection.name)
             kept[projection.name] = Keep(f"{server} builds it in 16 bits, whatever the config says")
     else:
-        # A model of nothing else is quantised for the other loaders.
+        # Nothing else would be quantised: quantise these for the other loaders.
         chosen = plain
     return chosen, kept
 
@@ -406,14 +406,14 @@ def plan_module(
     settings: ModuleSettings,
     automatic: AutomaticGroups | None = None,
 ) -> PlannedModule | str:
-    """What will be stored of one projection with ``settings``, or why that can't be.
+    """The plan for one projection, or why ``form`` can't hold it.
 
     Args:
         checkpoint, names: the source and the names of its tensors.
         form: format of the output.
-        projection: module that will be quantised.
-        settings: how.
-        automatic: group size of settings that leave it open.
+        projection: projection to quantise.
+        settings: its scheme, method and options.
+        automatic: group size for settings whose group size is ``auto``.
 
     Raises:
         UnsupportedError: the source's weight is not a dense one.
@@ -442,17 +442,17 @@ def plan_module(
 
 
 def _automatic(chosen: Iterable[tuple[Projection, ModuleSettings]]) -> Iterator[Projection]:
-    """The projections that leave their group size open and that one of the automatic sizes fits."""
+    """The projections whose group size is ``auto`` and that one of the automatic sizes divides."""
     for projection, settings in chosen:
         if settings.granularity is None and settings.group_refusal(projection.in_features) is None:
             yield projection
 
 
 def _check_experts(blueprint: Blueprint, modules: Mapping[str, PlannedModule]) -> None:
-    """Every expert of a layer is quantised in one way, or none is: loaders have one scheme for all.
+    """Checks that all experts of a layer have one scheme, as loaders need it.
 
     Raises:
-        UnsupportedError: an override tells two of them apart.
+        UnsupportedError: an override gives experts of a layer different schemes.
     """
     for block in blueprint.blocks:
         for experts in block.experts:
@@ -469,7 +469,7 @@ def _check_experts(blueprint: Blueprint, modules: Mapping[str, PlannedModule]) -
 def _way(planned: PlannedModule | None) -> str:
     if planned is None:
         return "not quantised"
-    # A group size that is all channels is named: the experts' other matrices are wider.
+    # Where one group covers all channels, its size is shown: the experts' other matrices have more groups.
     asked, spec = planned.granularity, planned.spec
     if asked.kind == "group":
         asked = Granularity.group(spec.channels_per_group)
@@ -507,7 +507,7 @@ def _spec(
             f"tensor {name!r}: expected float32, bfloat16 or float16 weights, found {stored}; "
             "pass the unquantised model"
         )
-    # Layouts that leave the dtype of scales open want the model's own, where that has 16 bits.
+    # Scales take the model's dtype where the layout does not fix theirs; float16 for a float32 model.
     own = stored if stored != "float32" else "float16"
     scheme = settings.scheme(projection.in_features, layout.scale_dtype or own)
     scheme = replace(scheme, tensor_scale=layout.as_stored(scheme).tensor_scale)

@@ -1,6 +1,6 @@
-"""The first stage of a quantise run: everything that is decided before weights are read.
+"""The first stage of a quantise run: every decision that is made before weights are read.
 
-``--plan`` makes the same :class:`Decisions` and reports them; a run goes on to :class:`Prepared`.
+``--plan`` makes the same :class:`Decisions` and reports them; a run continues to :class:`Prepared`.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ from marlinq.operations.quantize.tuning import TuningSettings, check_head, setti
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a run will do, as config, headers and recipe decide it.
+    """Everything that config, headers and recipe decide about a run.
 
     Attributes:
-        checkpoint, blueprint: the source, its tensors as the model has them, and its model.
+        checkpoint: the source, with its tensors named and shaped as the model has them.
+        blueprint: structure of the model.
         recipe: settings of the run.
         device: device that blocks run on.
-        plan: fate of every tensor.
-        texts: calibration text that each source is to give; empty for a method without calibration.
+        plan: every output tensor.
+        texts: calibration text to take from each source; empty for a method without calibration.
         dtype: dtype that blocks run in.
-        products: dtype that products of linear layers are rounded to; None for ``dtype``.
-        work: operations and sizes of the model.
-        tuning: settings of tuning; None without.
-        allocation: what was chosen for the recipe's target in this run or the one that it resumes; None where
-            the recipe has no target, or held the choice already.
+        products: dtype that linear layers multiply in; None for ``dtype``.
+        work: work per token of the model.
+        tuning: settings of tuning; None without tuning.
+        allocation: schemes chosen for the recipe's target in this run or in the one that it resumes; None
+            where the recipe has no target or already names the chosen schemes.
     """
 
     checkpoint: Checkpoint
@@ -86,20 +87,20 @@ class Decisions:
 
     @property
     def uses_output_gradients(self) -> bool:
-        """Whether any module is solved with the loss's gradients at its outputs."""
+        """Whether the method of any module uses the gradients of the loss at its outputs."""
         return any(each.method.uses_output_gradients(each.options) for each in self.plan.modules.values())
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to begin.
+    """Everything that a run needs before it writes its first file.
 
     Attributes:
-        decisions: decisions of the method.
-        ranks: this process and those that share the run.
-        instance: the live model, nothing materialised.
-        gatherer: source of the calibration text; text from outside is read already.
-        max_length: tokens that a document is cut to; 0 where no text is read.
+        decisions: plan and settings of the run.
+        ranks: processes that share the run.
+        instance: the loaded model, without any weights in memory.
+        gatherer: gathers the calibration text; text from files and datasets has been read already.
+        max_length: tokens that a document is cut to; 0 where no text is used.
         environment: versions, device, dtypes and threads.
     """
 
@@ -114,10 +115,11 @@ class Prepared:
 def open_source(
     model: str | os.PathLike[str], *, revision: str | None, progress: ReportProgress | None = None
 ) -> Checkpoint:
-    """The source of a run; what is quantised already is read as dense weights, with a warning.
+    """The source of a run; a quantised one is read with dense weights, and a warning.
 
     Raises:
-        CheckpointError, UnsupportedError: as :meth:`Checkpoint.open`, or its quantisation is not read.
+        CheckpointError: the checkpoint is damaged or not found.
+        UnsupportedError: marlinq does not read its format or its kind of quantisation.
     """
     opened = with_dense_weights(Checkpoint.open(model, revision=revision, progress=progress))
     dense = dequantized(opened)
@@ -140,10 +142,11 @@ def plan_run(
     message: ReportMessage,
     allocation: Allocation | None = None,
 ) -> Decisions:
-    """Decides what becomes of ``checkpoint``; warns of rules that match nothing and of what fits badly.
+    """Decides how ``checkpoint`` is quantised; warns about overrides that match nothing and schemes that
+    servers load badly.
 
-    Where the recipe names a target and no allocation, the model is run on the device to choose one, unless
-    ``allocation`` holds it.
+    Where the recipe has a size or quality target and no ``allocation`` is given, the model is run on the
+    device to choose each module's scheme.
 
     Raises:
         MarlinqError: model and recipe don't go together.
@@ -210,12 +213,14 @@ def prepare(
     progress: ReportProgress,
     message: ReportMessage,
 ) -> Prepared:
-    """Makes everything ready that can go wrong before the output folder is begun.
+    """Does everything that can fail before the output folder is created.
 
     Args:
         model: folder or Hub id.
         out: folder that will be created.
-        recipe, device, ranks: of the run.
+        recipe: settings of the run.
+        device: device that blocks run on.
+        ranks: processes that share the run.
         resume, revision, trust_remote_code, progress, message: as for
             :func:`~marlinq.operations.quantize.quantize`.
 
@@ -245,7 +250,7 @@ def prepare(
     if plan.automatic is not None:
         message(f"group size {plan.automatic.describe()}")
     if device.type == "cuda":
-        # What goes wrong there goes wrong with the first layer too, and is said there.
+        # Warms up the solver in a thread; an error there is dropped, since the first layer raises it again.
         starting.append(beside(partial(try_solver, plan, device)))
     _check_ranks(decisions, ranks)
     instance = ModelInstance(blueprint, checkpoint, device=device, dtype=decisions.dtype)
@@ -263,12 +268,12 @@ def prepare(
     if decisions.calibrated and ranks.first:
         gatherer.prepare(resume=resume)
     if device.type == "cuda":
-        # A solve sets for the whole process how products are rounded, so nothing else multiplies beside it.
+        # A solve sets the rounding of products for the whole process, so nothing may multiply beside it.
         wait(starting)
-        # A process that has not used the GPU has no statistics to reset.
+        # Memory statistics can be reset only after CUDA is initialised.
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(device)
-    # Nothing is begun for others that don't come.
+    # Fails here, before any file is written, if other ranks don't answer.
     ranks.meet()
     environment = environment_of(device, decisions.dtype, decisions.products)
     return Prepared(decisions, ranks, instance, gatherer, max_length, environment)

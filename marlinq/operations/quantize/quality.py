@@ -1,4 +1,4 @@
-"""How much a quantise run does for quality: named, versioned settings of a recipe."""
+"""Values of ``--quality``: named, versioned settings that trade time for a better output."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Quality:
-    """Settings under one name; any of them can be given another value beside it.
+    """Named settings of a recipe; the recipe may override each of them.
 
     Attributes:
-        name: on the command line and in recipes.
-        version: raised whenever the settings change, so that two outputs can be told apart.
-        meaning: in words, for help texts.
-        settings: keys of a recipe or of its method's options, with their values.
+        name: name on the command line and in recipes.
+        version: number that is raised whenever the settings change, to tell outputs apart.
+        meaning: the settings in words, for help texts.
+        settings: key of a recipe or of its method's options -> value.
     """
 
     name: str
@@ -32,7 +32,7 @@ QUALITIES: dict[str, Quality] = {
         Quality(
             "fast",
             4,
-            "round-to-nearest, on scales that mind how strong the inputs are",
+            "round-to-nearest, with scales chosen by the size of each input channel's activations",
             {"method": "imatrix", "tune_steps": 0, "tune_codes": False, "tune_own_text": False},
         ),
         Quality(
@@ -50,8 +50,8 @@ QUALITIES: dict[str, Quality] = {
         Quality(
             "best",
             15,
-            "the default with --output-hessian, then codes, scales and norms tuned towards the "
-            "original's predictions, on text that the model writes as well",
+            "GPTQ with --output-hessian, then codes, scales and norms tuned towards the original's "
+            "predictions, also on text that the model writes",
             {
                 "method": "gptq",
                 "output_hessian": True,
@@ -62,5 +62,5 @@ QUALITIES: dict[str, Quality] = {
         ),
     )
 }
-"""Every quality by its name. All of one method set the same keys, so that one replaces another without a
-rest."""
+"""Every quality by name. Those of one method set the same keys, so that none of the old quality's settings
+remain when it is replaced by another."""

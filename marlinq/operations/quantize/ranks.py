@@ -1,14 +1,14 @@
-"""Several processes that share a quantise run, as ``torchrun`` starts them: ranks.
+"""Ranks: processes, started by ``torchrun``, that share a quantise run.
 
-Every rank holds the block that is being quantised and a share of the calibration batches. Of each block
+Every rank holds the block that is being quantised and a share of the calibration batches. For each block
 
 1. every rank runs its own batches and sums up their statistics;
-2. the sums go to the ranks that solve (one reduction for each input that projections share);
+2. the sums are reduced to the ranks that solve (one reduction for each input that projections share);
 3. modules, or output channels of large ones, are solved by different ranks (:func:`share_out`);
-4. the results go from each solver to all, so that every rank runs its batches on the quantised block.
+4. each solver broadcasts its results, so that every rank runs its batches on the quantised block.
 
-Rank 0 alone reads text, writes the folder and keeps the journal; the others learn from it what is written
-already. So a run can be continued with another number of ranks.
+Rank 0 alone reads text, writes the folder and keeps the journal, and tells the others what is written
+already. A run can therefore be resumed with another number of ranks.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 
 TIMEOUT = "MARLINQ_RANK_TIMEOUT"
-"""The environment variable that says how many seconds a rank waits for the others."""
-# Rank 0 writes calibration text on its own for up to half an hour.
+"""Name of the environment variable with the seconds that a rank waits for the others."""
 _TIMEOUT_SECONDS = 3600.0
+"""default of ``TIMEOUT``: rank 0 alone writes calibration text, for up to half an hour"""
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and those that share its run.
+    """This process among those that share its run.
 
     Attributes:
         rank: number of this process, from 0.
-        size: how many there are.
-        device: device of this process; what is exchanged lies there.
-        joining: done when this process has met the others; the first exchange waits for it.
+        size: number of processes.
+        device: device of this process, on which exchanged tensors are.
+        joining: future that ends when this process is connected to the others; the first exchange waits for
+            it. None in a run with one process.
     """
 
     rank: int = 0
@@ -65,16 +66,16 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes."""
+        """Whether this is rank 0, which writes the output."""
         return self.rank == 0
 
     def meet(self) -> None:
-        """Waits until this rank has met the others; whoever does not call it waits in the first exchange."""
+        """Waits until this rank is connected to the others. Without this call, the first exchange waits."""
         with _waiting(self):
             pass
 
     def share_json(self, value: Any, source: int = 0) -> Any:
-        """The JSON value that rank ``source`` has; the other ranks' ``value`` is not looked at."""
+        """The JSON value of rank ``source``, on every rank; ``value`` is ignored on the others."""
         if self.size == 1:
             return value
         data = torch.empty(0, dtype=torch.uint8)
@@ -85,12 +86,12 @@ class Ranks:
         return json.loads(bytes(text.cpu().numpy()))
 
     def share(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
-        """The tensor that rank ``source`` has, on the device.
+        """The tensor of rank ``source``, on every rank's device.
 
         Args:
-            tensor: tensor of that rank; the other ranks' is not looked at.
-            shape, dtype: its, known to every rank.
-            source: the rank that has it.
+            tensor: the tensor on rank ``source``; ignored on the others.
+            shape, dtype: its shape and dtype, on every rank.
+            source: rank that has the tensor.
         """
         if self.size == 1:
             assert tensor is not None
@@ -101,18 +102,18 @@ class Ranks:
                 raise ValueError(f"expected a tensor of {list(shape)} to share, found {list(moved.shape)}")
         else:
             moved = torch.empty(shape, dtype=dtype, device=self.device)
-        # As bytes: not every backend knows every dtype.
+        # As bytes, because not every backend knows every dtype.
         with _waiting(self):
             dist.broadcast(moved.view(-1).view(torch.uint8), source)
         return moved
 
     def share_weight(self, weight: QuantizedWeight | None, spec: ModuleSpec, source: int) -> QuantizedWeight:
-        """The quantised weight that rank ``source`` has, on the device.
+        """The quantised weight of rank ``source``, on every rank's device.
 
         Args:
-            weight: weight of that rank; the other ranks' is not looked at.
-            spec: its, known to every rank; with as many output channels as ``weight`` has.
-            source: the rank that has it.
+            weight: the weight on rank ``source``; ignored on the others.
+            spec: its shape and scheme, on every rank.
+            source: rank that has the weight.
         """
         if self.size == 1 and weight is not None:
             return weight
@@ -134,7 +135,7 @@ class Ranks:
         return QuantizedWeight.from_codes(spec.scheme, shared.pop("codes"), **shared)
 
     def least(self, value: int) -> int:
-        """The least of what the ranks have."""
+        """The smallest ``value`` of all ranks."""
         if self.size == 1:
             return value
         found = torch.tensor([value], device=self.device)
@@ -143,7 +144,7 @@ class Ranks:
         return int(found[0])
 
     def sum(self, tensor: Tensor, owners: Sequence[int]) -> None:
-        """Adds up ``tensor`` of all ranks, in place, for the ranks ``owners``; the others' is undefined."""
+        """Sums ``tensor`` over all ranks, in place, on ranks ``owners``; elsewhere it becomes undefined."""
         if self.size == 1:
             return
         with _waiting(self):
@@ -161,15 +162,15 @@ ALONE = Ranks()
 def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     """The ranks that ``torchrun`` started; :data:`ALONE` where it did not start this process.
 
-    They meet beside what is done until their first exchange, since NCCL takes a second.
+    They connect in a thread beside other work, because NCCL takes a second for it.
 
     Args:
         device: device of this process.
 
     Raises:
-        UsageError: the environment says that there are several ranks, but not which this is.
-        EnvironmentProblem: the others could not be reached, ended, or did not answer in time; from the first
-            exchange on.
+        UsageError: WORLD_SIZE says that there are several ranks, but another variable of torchrun is missing.
+        EnvironmentProblem: other ranks could not be reached, ended, or did not answer in time; raised by the
+            first exchange or a later one.
     """
     count = os.environ.get("WORLD_SIZE", "1")
     if not count.isdigit() or int(count) <= 1:
@@ -181,9 +182,9 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
             f"WORLD_SIZE={count}, but {missing[0]} is not set; start several ranks with torchrun"
         )
     if device.type == "cuda":
-        # Page-locked memory and kernels of other libraries go to the current device.
+        # Pinned memory and other libraries' kernels use the current device.
         torch.cuda.set_device(device)
-    # A rank that waits in vain raises an error instead of being killed by a watchdog thread.
+    # With this setting a rank that waits too long raises an error instead of being killed by NCCL's watchdog.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     join = partial(
         dist.init_process_group,
@@ -194,7 +195,7 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     ranks = Ranks(int(os.environ["RANK"]), int(count), device, beside(join))
     try:
         yield ranks
-        # Rank 0 finishes the folder; whoever left before would look to it like a rank that died.
+        # All ranks leave together: to rank 0, which is still writing, one that left early would seem dead.
         with _waiting(ranks):
             dist.barrier()
     finally:
@@ -217,7 +218,7 @@ def _timeout() -> float:
 
 @contextmanager
 def _waiting(ranks: Ranks) -> Iterator[None]:
-    """An exchange: begins when this rank has met the others, and says in one line that they don't answer."""
+    """Wraps an exchange: waits until this rank is connected, and turns errors into one line for the user."""
     try:
         if ranks.joining is not None:
             ranks.joining.result()
@@ -225,7 +226,7 @@ def _waiting(ranks: Ranks) -> Iterator[None]:
     except MarlinqError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        # torch's own errors of the distributed package are RuntimeErrors.
+        # Errors of torch.distributed are RuntimeErrors.
         raise EnvironmentProblem(
             f"rank {ranks.rank} of {ranks.size}: another rank ended, or did not answer within "
             f"{_timeout():g} s ({reason(error)}); look for its message, then start the command again with "
@@ -234,7 +235,8 @@ def _waiting(ranks: Ranks) -> Iterator[None]:
 
 
 def own_share(sizes: Sequence[int], ranks: Ranks) -> list[int]:
-    """Which of several pieces of work this rank does, ascending: the largest first to whoever has least."""
+    """Indices of this rank's pieces of work, ascending. Pieces are dealt largest first, each to the rank with
+    the least work so far."""
     loads = [0] * ranks.size
     mine = []
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -247,10 +249,10 @@ def own_share(sizes: Sequence[int], ranks: Ranks) -> list[int]:
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a solve.
+    """The ranks that share one solve.
 
     Attributes:
-        owners: the ranks that solve it, one slice of the output channels each.
+        owners: ranks, each of which solves one slice of the output channels.
     """
 
     owners: tuple[int, ...]
@@ -262,30 +264,30 @@ class Share:
 
 
 def share_out(shapes: Sequence[tuple[int, int]], size: int, *, cut: bool = True) -> list[Share]:
-    """Who solves what, so that all are done at about the same time.
+    """Distributes solves over ranks so that all ranks finish at about the same time.
 
-    A solve of N output channels and K input channels factorises a Hessian, K**3 / 3 products that each of its
-    owners repeats, and takes N K**2 for the channels, which they share.
+    A solve of N output and K input channels costs K**3 / 3 products to factorise the Hessian, which each of
+    its owners repeats, and N K**2 products for the channels, which its owners share.
 
     Args:
-        shapes: N and K of each solve.
+        shapes: (N, K) of each solve.
         size: number of ranks.
-        cut: whether a solve may be cut between output channels.
+        cut: whether a solve may be split between output channels.
 
     Returns:
-        The share of each solve, in order. Every rank finds the same.
+        The share of each solve, in order, computed alike on every rank.
     """
     loads = [0.0] * size
     shares: list[Share | None] = [None] * len(shapes)
     costs = [(float(k) ** 3 / 3, n * float(k) ** 2) for n, k in shapes]
-    # A hair above the mean, for sums that round up.
+    # The factor keeps a sum that was rounded up from counting as above the mean.
     target = sum(map(sum, costs)) / size * (1 + 1e-9)
     for index in sorted(range(len(shapes)), key=lambda index: (-sum(costs[index]), index)):
         factor, rows = costs[index]
         order = sorted(range(size), key=lambda rank: (loads[rank], rank))
 
         def longest(count: int) -> float:
-            # As long as nobody has more than a fair share, a cut only repeats a factorisation.
+            # At least the mean: below it, a further cut gains nothing and repeats a factorisation.
             after = loads[order[count - 1]] + factor + rows / count  # noqa: B023  # called in this turn only
             return max(after, loads[order[-1]], target)  # noqa: B023
 
@@ -302,8 +304,8 @@ class FollowingWriter(CheckpointWriter):
     """The writer of every rank but the first: it knows what is written, and writes nothing.
 
     Args:
-        out: the folder that the first rank makes.
-        state: result of :func:`share_state` from the first rank.
+        out: folder that the first rank writes.
+        state: what is written already, from :func:`share_state`.
     """
 
     def __init__(self, out: Path, state: Mapping[str, Any]) -> None:
@@ -311,7 +313,7 @@ class FollowingWriter(CheckpointWriter):
         self.notes = dict(state["notes"])
         self.resumed = bool(state["resumed"])
         self._names = set(state["written"])
-        # Where hidden states go that memory does not hold: the first rank's folder may be on another host.
+        # Folder for hidden states that don't fit memory; the first rank's folder may be on another host.
         self.partial = Path(tempfile.gettempdir())
 
     @property
@@ -347,12 +349,12 @@ class FollowingWriter(CheckpointWriter):
 
 
 def share_state(writer: CheckpointWriter | None, ranks: Ranks) -> dict[str, Any]:
-    """What the writer of the first rank found in the folder, on every rank."""
+    """Written tensors and notes of the first rank's ``writer``, on every rank."""
     state: dict[str, Any] = {}
     if writer is not None:
         state = {"written": sorted(writer.written), "notes": writer.notes, "resumed": writer.resumed}
-    found: dict[str, Any] = ranks.share_json(state)
-    return found
+    shared: dict[str, Any] = ranks.share_json(state)
+    return shared
 
 
 def share_documents(documents: Sequence[Document] | None, ranks: Ranks) -> list[Document]:
@@ -370,10 +372,10 @@ def own_batches(documents: Sequence[Document], ranks: Ranks, *, token_budget: in
     """This rank's share of the calibration batches.
 
     Args:
-        documents: all.
-        ranks: this process and the others.
-        token_budget, pad: as in :func:`~marlinq.calibration.make_batches`; the budget is less where there
-            would be too few batches for all ranks.
+        documents: documents of all ranks.
+        ranks: processes that share the run.
+        token_budget, pad: as in :func:`~marlinq.calibration.make_batches`; the budget is lowered where there
+            would be fewer batches than ranks.
 
     Raises:
         UsageError: there are fewer documents than ranks.

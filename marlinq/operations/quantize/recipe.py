@@ -1,7 +1,7 @@
-"""What a quantise run was asked to do: a value that can be read, written, compared and stored.
+"""Recipe: the settings of a quantise run, as a value that can be read, written, compared and stored.
 
-The same keys are used by a YAML recipe file, by the manifest of an output folder and by ``--override``. The
-options of the recipe's method stand among the others.
+A YAML recipe file, the manifest of an output folder and ``--override`` use the same keys. The options of the
+recipe's method are keys beside the others.
 """
 
 from __future__ import annotations
@@ -50,32 +50,33 @@ AUTO_GROUP_SIZES = (128, 64, 32)
 GROUP_SIZES = (32, 64, 128, -1, AUTO)
 UNQUANTIZED = NONE
 DENSE = NONE
-"""The sparsity of weights that are not pruned."""
+"""Value of ``sparsity`` for weights that are not pruned."""
 ROUNDING, STATIC_ROUNDING = "rtn", "rtn-static"
-"""The methods of modules whose scheme the recipe's method can't make: without and with static activations."""
+"""Methods for modules whose scheme the recipe's method can't make: for dynamic or 16-bit activations, and for
+static ones."""
 EXPERTS = ("routed", "all")
 EXPERT_FALLBACKS = ("blend", "all", "shared")
 NO_TEMPLATE = NONE
 MIXED_FORMATS = ("compressed-tensors", "gptq", "gptq-v2")
-"""The formats whose configs hold what an allocation chooses."""
+"""Formats whose config can give each module a scheme of its own."""
 SERVED_BY = ("vllm", "sglang", "transformers", "marlinq")
-"""What ``--for`` may name."""
+"""Values of ``--for``."""
 
 
 @dataclass(frozen=True)
 class ModuleSettings:
-    """How one module is quantised.
+    """The settings of one module.
 
     Attributes:
-        element: the type of its codes.
-        granularity: weights that share a scale; None for groups of a size that is decided for all modules
-            together, then stored.
-        symmetric: zero points in the middle of the codes.
+        element: type of its codes.
+        granularity: weights that share a scale; None for a group size that is still to be chosen for all
+            modules together (``auto``).
+        symmetric: whether zero points are fixed at the middle code.
         scale_dtype: name of the scales' dtype; None where layout or model decide.
-        two_levels: scales are multiplied by one more scale per tensor.
-        activations: how servers quantise the inputs; None for 16-bit activations.
-        sparsity: pattern of pruned weights; None where none are.
-        method: name of the method that makes it.
+        two_levels: whether scales are multiplied by one further scale per tensor.
+        activations: quantisation of the inputs by servers; None for 16-bit activations.
+        sparsity: pattern of pruned weights; None for dense weights.
+        method: name of the method that quantises it.
         options: options of that method.
         reason: where the settings come from.
     """
@@ -92,24 +93,28 @@ class ModuleSettings:
     reason: str
 
     def layout(self, form: Format) -> Layout:
-        """The layout of ``form`` that holds it.
+        """The layout of ``form`` that holds a module with these settings.
 
         Raises:
-            ConversionRefused: none does.
+            ConversionRefused: the format has none.
         """
         return form.layout_of(self.typical)
 
     @property
     def typical(self) -> Scheme:
-        """The scheme of a module of any K that has groups: what formats and methods are asked about."""
+        """The scheme for a K of several groups: formats and methods are asked about it before K is known."""
         granularity = self.granularity or Granularity.group(AUTO_GROUP_SIZES[0])
         return replace(self, granularity=granularity).scheme(2 * AUTO_GROUP_SIZES[0], "float16")
 
     def scheme(self, in_features: int, scale_dtype: str) -> Scheme:
-        """The scheme of a module of K = ``in_features``; ``scale_dtype`` is for settings that have none.
+        """The scheme of a module with K = ``in_features``.
+
+        Args:
+            in_features: K.
+            scale_dtype: dtype of scales where the settings have none.
 
         Raises:
-            ValueError: the granularity is not decided yet.
+            ValueError: the group size is still ``auto``.
         """
         if self.granularity is None:
             raise ValueError("an automatic group size is decided for all modules together, then stored")
@@ -124,7 +129,7 @@ class ModuleSettings:
         )
 
     def group_refusal(self, in_features: int) -> str | None:
-        """Why a module of K = ``in_features`` can't have these groups, or None."""
+        """Why a module with K = ``in_features`` can't have these groups or this sparsity, or None."""
         fitting = common_group_size([in_features])
         if self.granularity is None:
             if fitting is None:
@@ -143,12 +148,17 @@ class ModuleSettings:
 
 @dataclass(frozen=True)
 class Override:
-    """One rule for the modules whose full name ``pattern`` is found in.
+    """A rule for the modules whose full name matches a pattern.
 
-    The pattern is a regular expression, case-sensitive and found anywhere in the name (as ``re.search``
-    does): ``down_proj`` matches every down projection, ``^model\\.layers\\.0\\.`` the first block.
-    ``settings`` is empty when ``skip`` is true; otherwise it holds at least one of the keys scheme,
-    group_size, symmetric, sparsity and the options of the recipe's method.
+    Attributes:
+        pattern: case-sensitive regular expression that matches anywhere in the name (as ``re.search``):
+            ``down_proj`` matches every down projection, ``^model\\.layers\\.0\\.`` the first block.
+        skip: whether the modules stay unquantised.
+        settings: changed settings, empty with ``skip``: scheme, group_size, symmetric, sparsity and options
+            of the recipe's method.
+
+    Raises:
+        UsageError: the pattern or a setting is invalid, or there is neither ``skip`` nor a setting.
     """
 
     pattern: str
@@ -173,19 +183,19 @@ class Override:
         return Patterns("override", UsageError).compile(self.pattern)
 
     def matches(self, module: str) -> bool:
-        """Whether the rule is about ``module``.
+        """Whether the pattern matches the full name ``module``.
 
         Raises:
-            UsageError: the pattern takes too long.
+            UsageError: matching takes too long.
         """
         return self._compiled.found_in(module)
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """Read the command line's ``REGEX=skip`` or ``REGEX=key=value[,key=value...]``.
+        """Reads the command line's ``REGEX=skip`` or ``REGEX=key=value[,key=value...]``.
 
-        The keys are those of a recipe, with ``sym`` short for ``symmetric``. The regular expression may
-        itself contain ``=``: the settings are the longest tail that reads as such.
+        Keys are those of a recipe; ``sym`` is short for ``symmetric``. The regular expression may contain
+        ``=``, because settings are the longest tail of the text that has the form of settings.
 
         Raises:
             UsageError: the text has neither form, or a value is out of range.
@@ -223,159 +233,167 @@ class Recipe:
     """Everything that decides the bytes of a quantised checkpoint, besides the model and the machine.
 
     Attributes:
-        quality: a name in :data:`marlinq.operations.quantize.quality.QUALITIES`, where some of the settings
-            below come from. :meth:`from_dict` and :meth:`replace` apply it before the settings beside it.
+        quality: name in :data:`marlinq.operations.quantize.quality.QUALITIES`, which gives the defaults of
+            some of the settings below. :meth:`from_dict` and :meth:`replace` apply it before the settings
+            that are given with it.
         format: output format, a name in :data:`marlinq.formats.FORMATS`.
-        method: a name in :data:`marlinq.methods.METHODS`.
-        scheme: a name in :data:`marlinq.core.schemes.SCHEMES`.
-        group_size: input channels a scale of int4 and int8, one of 32, 64, 128; -1 for one scale an output
-            channel; or "auto" for the largest of 128, 64 and 32 that divides every quantised module's K, one
-            size for all.
-        symmetric: zero point fixed in the middle of the codes.
-        sparsity: a name in :data:`marlinq.core.sparsity.SPARSITIES`, which linears of integers are pruned
-            to, or "none".
-        quantize_head: scheme of the output head, or "none" to leave it alone; group size, symmetry, sparsity
-            and the options of the method are those of the other modules, or of an override that its name
-            matches.
-        target_bits: mean bits of a weight of the decoder's linears, stored scales included, within which
-            schemes are chosen per module (:mod:`marlinq.operations.quantize.allocation`); or "none".
-        target_size: bytes of all tensors of the output, within which they are; or "none".
-        served_by: whose loader has to take what is chosen.
-        calibration: "self", a file, or the name of a dataset; or several of them, each with ``=WEIGHT``
-            behind it or not. Of no use to a method without calibration.
-        samples: calibration documents; "auto" is 128, or with ``tokens`` as many as they take.
-        tokens: number of tokens of all calibration documents together, at most; "auto" is no bound for text
-            from outside, and what suits the device for text that the model writes
-            (:mod:`marlinq.operations.quantize.budget`), unless ``samples`` is given; either way no more than
-            the method's :attr:`~marlinq.methods.Method.enough_tokens`, unless there is tuning.
+        method: name in :data:`marlinq.methods.METHODS`.
+        scheme: name in :data:`marlinq.core.schemes.SCHEMES`.
+        group_size: input channels per scale for int4 and int8: 32, 64 or 128; -1 for one scale per output
+            channel; "auto" for the largest of 128, 64 and 32 that divides every quantised module's K.
+        symmetric: whether zero points are fixed at the middle code.
+        sparsity: name in :data:`marlinq.core.sparsity.SPARSITIES` of the pattern that integer linears are
+            pruned to, or "none".
+        quantize_head: scheme of the output head, or "none" to leave it unquantised. Its other settings are
+            those of the other modules, or of an override that matches its name.
+        target_bits: largest mean bits per weight of the decoder's linears, stored scales included, for which
+            each module's scheme is chosen (:mod:`marlinq.operations.quantize.allocation`); or "none".
+        target_size: largest bytes of all output tensors for which each module's scheme is chosen; or "none".
+        served_by: server whose loader must take the chosen schemes.
+        calibration: "self", a file, or the name of a dataset; or several of them, each optionally followed by
+            ``=WEIGHT``. Unused by a method without calibration.
+        samples: number of calibration documents; "auto" is 128, or with ``tokens`` as many as these take.
+        tokens: largest number of tokens in all calibration documents. "auto" is no limit for files and
+            datasets, and an amount that suits the device for text that the model writes
+            (:mod:`marlinq.operations.quantize.budget`). Without tuning, "auto" is never more than the
+            method's :attr:`~marlinq.methods.Method.enough_tokens`.
         max_length: tokens that a document is cut to.
         chat_template: "model" puts every text into the model's chat template, as a user's message, and lets
-            the model write conversations; a file holds another template; "none" leaves text as it is.
-        seed: seed of the calibration's random choices, and of the order in which tuning sees the text.
-        experts: fused experts are calibrated on the tokens that are routed to them, or on all tokens.
-        expert_tokens: an expert with fewer routed tokens gets the fallback.
-        expert_fallback: ``blend``, its own inputs, weighted by how many of the tokens it has, with all inputs
-            of the layer; ``all``, those alone; ``shared``, those for gate and up, and for down what all
-            experts of the layer are given.
-        tune_steps, tune_tokens, tune_rate, tune_codes, tune_norms, tune_own_text: how the quantised model is
-            tuned end to end (:mod:`marlinq.operations.quantize.tuning`), and whether text that the model
-            writes is learnt from beside a calibration from outside. Automatic steps, tokens and rates follow
-            a budget (:mod:`marlinq.operations.quantize.budget`).
-        options: options of the method; a plain ``MethodOptions()`` becomes its defaults. In files, their keys
-            stand among the recipe's own.
-        allocation: modules by the name of the candidate that was chosen for them
-            (:data:`marlinq.operations.quantize.candidates.CANDIDATES`), where no override is about them;
-            empty until it is chosen.
-        overrides: the first rule whose pattern is found in a module's name decides what differs there.
+            the model write conversations; a path does so with the template in that file; "none" leaves text
+            as it is.
+        seed: seed of all random choices, in the calibration text and in the order of tuning.
+        experts: "routed" calibrates experts on the tokens routed to them, "all" on all tokens of their layer.
+        expert_tokens: number of routed tokens below which an expert gets the fallback.
+        expert_fallback: inputs for an expert with too few tokens. ``blend``: its own, and all inputs of the
+            layer in the place of the missing tokens. ``all``: all inputs of the layer. ``shared``: all inputs
+            of the layer for gate and up, the inputs of all experts together for down.
+        tune_steps, tune_tokens, tune_rate: steps, tokens per step and largest change of end-to-end tuning
+            (:mod:`marlinq.operations.quantize.tuning`); "auto" follows a budget
+            (:mod:`marlinq.operations.quantize.budget`).
+        tune_codes, tune_norms: whether tuning changes codes, and norms and biases, besides scales.
+        tune_own_text: whether tuning also learns from text that the model writes.
+        options: options of the method; a plain ``MethodOptions()`` becomes the method's defaults. In files,
+            their keys are beside the recipe's own.
+        allocation: candidate (:data:`marlinq.operations.quantize.candidates.CANDIDATES`) -> modules that it
+            was chosen for; empty until schemes are chosen. Overrides win over it.
+        overrides: rules for single modules; the first whose pattern matches a module's name applies.
 
     Raises:
-        UsageError: a value is of the wrong type or out of range, or the format or the method can't do what is
-            asked.
+        UsageError: a value is of the wrong type or out of range, or format or method don't support it.
     """
 
     quality: str = setting(
         DEFAULT,
         Choice(QUALITIES),
-        "How much is done for quality, as settings by name: "
+        "Named settings that trade time for quality: "
         + "; ".join(f"{quality.name}: {quality.meaning}" for quality in QUALITIES.values())
         + ".",
     )
     format: str = setting("gptq", Choice(FORMATS), "Output format.")
-    method: str = setting("gptq", Choice(METHODS), "How weights are quantised.")
+    method: str = setting("gptq", Choice(METHODS), "Method that quantises the weights.")
     scheme: str = setting(
         "int4",
         Choice(SCHEMES),
-        "How weights are stored: "
+        "Type and grouping of the stored weights: "
         + "; ".join(f"{each.name}: {each.meaning}" for each in SCHEMES.values())
         + ".",
     )
     group_size: int | str = setting(
         AUTO,
         Choice(GROUP_SIZES),
-        "Input channels that share a scale; -1 is one scale an output channel, auto the largest of 128, 64 "
-        "and 32 that divides the input channels of every quantised linear.",
+        "Input channels that share a scale. -1 is one scale per output channel; auto is the largest of 128, "
+        "64 and 32 that divides the input channels of every quantised linear.",
     )
-    symmetric: bool = setting(True, Flag(), "Zero point in the middle, or stored for each group.")
+    symmetric: bool = setting(
+        True, Flag(), "Fix zero points at the middle code, or choose and store one for each group."
+    )
     sparsity: str = setting(
         DENSE,
         Choice(SPARSITIES, DENSE),
-        "Prune linears of integers: 2:4 keeps two of every four neighbouring input channels.",
+        "Prune int4 and int8 linears: 2:4 keeps two of every four neighbouring input channels.",
     )
     quantize_head: str = setting(
         UNQUANTIZED,
         Choice(SCHEMES, UNQUANTIZED),
-        "Quantise the output head too, also one that is tied to the embedding: its scheme.",
+        "Quantise the output head with this scheme, even if it is tied to the embedding.",
     )
     target_bits: float | str = setting(
         NONE,
         Unset(Bits()),
-        "Choose each module's scheme so that the model loses least at so many bits per weight of the "
-        "decoder's linears on average, scales included.",
+        "Choose each module's scheme so that the model changes least while the decoder's linears take at "
+        "most this many bits per weight on average, scales included.",
     )
     target_size: int | str = setting(
-        NONE, Unset(Bytes()), "The same at so many bytes of all tensors together, such as 6GB."
+        NONE,
+        Unset(Bytes()),
+        "Choose each module's scheme so that the model changes least while all tensors take at most this "
+        "many bytes, such as 6GB.",
     )
     served_by: str = setting(
-        SERVED_BY[0], Choice(SERVED_BY), "Whose loader has to take the schemes that are chosen."
+        SERVED_BY[0],
+        Choice(SERVED_BY),
+        "Server or library whose loader must take the schemes that --target-bits or --target-size choose.",
     )
     calibration: str | tuple[str, ...] = setting("self", Texts(), "Text to calibrate on.")
     samples: int | str = setting(
-        AUTO, Automatic(WholeNumber(1)), "Calibration documents; auto is 128, or as many as --tokens take."
+        AUTO,
+        Automatic(WholeNumber(1)),
+        "Number of calibration documents; auto is 128, or as many as --tokens take.",
     )
     tokens: int | str = setting(
         AUTO,
         Automatic(WholeNumber(16)),
-        "Tokens of all calibration documents together; auto is no bound for text from outside, and what "
-        "suits the device for text that the model writes, but no more than are enough for the method.",
+        "Largest number of tokens in all calibration documents; auto depends on the source of the text, the "
+        "device and the method.",
     )
-    max_length: int = setting(2048, WholeNumber(1), "Tokens a document is cut to.")
+    max_length: int = setting(2048, WholeNumber(1), "Tokens that a document is cut to.")
     chat_template: str = setting(
         NO_TEMPLATE,
         Text(),
-        "Calibrate on conversations: model for its own chat template, or a file with one. Text becomes a "
-        "user's message, and what the model writes itself a question and its answer.",
+        "Calibrate on conversations: 'model' takes the model's chat template, a path the Jinja template in "
+        "that file. Text becomes a user's message; the model itself writes a question and its answer.",
     )
     seed: int = setting(0, WholeNumber(0), "Seed of every random choice.")
     experts: str = setting(
         "routed",
         Choice(EXPERTS),
-        "Calibrate an expert on the tokens that are routed to it, or on all tokens of its layer.",
+        "Calibrate an expert on the tokens routed to it, or on all tokens of its layer.",
     )
     expert_tokens: int = setting(
-        256, WholeNumber(0), "Routed tokens that an expert needs; with fewer it gets --expert-fallback."
+        256, WholeNumber(0), "Number of routed tokens below which an expert gets --expert-fallback."
     )
     expert_fallback: str = setting(
         "blend",
         Choice(EXPERT_FALLBACKS),
-        "What an expert with too few tokens is calibrated on: its own blended with all tokens of the layer, "
-        "all of them, or what the layer's experts share.",
+        "Inputs for an expert with too few tokens. blend: its own, filled up with those of the layer; all: "
+        "those of the layer; shared: those of the layer for gate and up, of all its experts for down.",
     )
     tune_steps: int | str = setting(
         0,
         Automatic(WholeNumber(0)),
-        "Steps of end-to-end tuning towards the original's predictions; 0 leaves it out, auto is what a "
-        "budget of compute allows.",
+        "Steps of end-to-end tuning towards the original's predictions; 0 is no tuning, auto depends on "
+        "model and device.",
     )
     tune_tokens: int | str = setting(
         AUTO,
         Automatic(WholeNumber(1)),
-        "Tokens of a tuning step; auto is what the same budget allows, and 8192 beside a number of steps.",
+        "Tokens per step of tuning; auto is 8192, and fewer where auto steps are few.",
     )
     tune_rate: float | str = setting(
         AUTO,
         Automatic(Fraction()),
-        "Highest relative change of a scale in a tuning step; auto is 0.84 shared among the steps, at most "
-        "0.002, and beyond 1,400 steps falls with the root of their number.",
+        "Largest relative change of a scale in a step of tuning; auto is 0.84 divided by the number of "
+        "steps (up to 1,400), at most 0.002.",
     )
-    tune_codes: bool = setting(False, Flag(), "Tune the codes too, not the scales alone.")
+    tune_codes: bool = setting(False, Flag(), "Tune codes as well as scales.")
     tune_norms: bool = setting(
-        True, Flag(), "Tune norms and biases too, which stay unquantised and differ from the original's then."
+        True, Flag(), "Tune norms and biases too; they stay unquantised but differ from the original's."
     )
     tune_own_text: bool = setting(
         False,
         Flag(),
-        "Tune on text that the model writes, too, where the calibration comes from outside: a few documents "
-        "are soon learnt by heart.",
+        "Also tune on text that the model writes, so that tuning does not overfit a few calibration "
+        "documents.",
     )
     options: MethodOptions = field(default_factory=MethodOptions)
     allocation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -406,7 +424,7 @@ class Recipe:
                 f"format: {self.format} is for {asked.describe()} weights; add --sparsity {asked.name}, or "
                 "choose another --format"
             )
-        # Which overrides are about the head is known with its name.
+        # Overrides of the head are checked later, when its name is known.
         self._check_outcome(self.head_rules.default)
 
     def _check_scheme(self) -> None:
@@ -449,7 +467,7 @@ class Recipe:
 
     @property
     def wants_allocation(self) -> bool:
-        """Whether schemes have still to be chosen."""
+        """Whether the recipe has a target for which schemes are not chosen yet."""
         return not self.allocation and any(getattr(self, key) != NONE for key in _TARGETS)
 
     def _check_override(self, override: Override) -> None:
@@ -480,7 +498,7 @@ class Recipe:
 
     @cached_property
     def rules(self) -> ModuleRules[ModuleSettings]:
-        """How each module is quantised, by its full dotted name, or why not."""
+        """Settings of each module by its full dotted name, or why it stays unquantised."""
         chosen = tuple(
             Rule(Members(frozenset(members)), self.candidate_settings(name))
             for name, members in self.allocation.items()
@@ -489,7 +507,7 @@ class Recipe:
         return ModuleRules(rules.default, (*rules.ordered, *chosen))
 
     def candidate_settings(self, name: str) -> ModuleSettings | Keep:
-        """How a module is quantised that an allocation gives the candidate ``name``."""
+        """Settings of a module for which an allocation chose the candidate ``name``."""
         settings = CANDIDATES[name].settings
         if settings is None:
             return Keep("allocation leaves it unquantised")
@@ -497,7 +515,7 @@ class Recipe:
 
     @cached_property
     def head_rules(self) -> ModuleRules[ModuleSettings]:
-        """How the output head is quantised, by its full dotted name, or why not."""
+        """Settings of the output head by its full dotted name, or why it stays unquantised."""
         if self.quantize_head == UNQUANTIZED:
             return ModuleRules(Keep("output head: its error reaches every logit directly"))
         return self._rules(self.quantize_head, f"quantize_head {self.quantize_head}")
@@ -528,7 +546,7 @@ class Recipe:
         settings = ModuleSettings(
             element=named.element,
             granularity=granularity,
-            # Zero points are a matter of integers; a rule for others need not say so.
+            # Float elements have no zero points, so ``symmetric: false`` of the recipe is not meant for them.
             symmetric=symmetric or (named.element.table is not None and "symmetric" not in changes),
             scale_dtype=named.scale_dtype,
             two_levels=named.two_levels,
@@ -546,26 +564,27 @@ class Recipe:
             return settings
         static = named.activations is not None and not named.activations.dynamic
         rounding = STATIC_ROUNDING if static else ROUNDING
-        # Of few values the largest scale is rarely the best.
+        # With few code values, a scale that clips the largest weights is usually better.
         options = RTNOptions(clip_search=named.element.bits == INT4.bits)
         return replace(settings, method=rounding, options=options)
 
     def _sparsity(self, changes: Mapping[str, Any], named: NamedScheme) -> Sparsity | None:
-        """Pruning is a matter of integers; a rule for others need not say that they stay dense."""
+        """The sparsity after ``changes``; the recipe's own does not apply to float elements."""
         if named.element.table is not None and "sparsity" not in changes:
             return None
         return SPARSITIES.get(changes.get("sparsity", self.sparsity))
 
     def names_module(self, module: str) -> bool:
-        """Whether an override means ``module`` by its own name, the last part, and not by its place alone.
+        """Whether the override that applies to ``module`` needs the last part of its name to match.
 
-        What stays in 16 bits by default is quantised by such an override.
+        Only such an override quantises a module that stays in 16 bits by default; one that matches the
+        module's parent alone does not.
         """
         decides = next((each for each in self.overrides if each.matches(module)), None)
         return decides is not None and not decides.matches(module[: module.rfind(".") + 1])
 
     def unused_overrides(self, modules: Iterable[str]) -> tuple[Override, ...]:
-        """The rules that decide for none of ``modules``: usually a mistyped pattern."""
+        """The overrides that apply to none of ``modules``, usually because a pattern is mistyped."""
         used = set()
         for module in modules:
             used.add(next((i for i, o in enumerate(self.overrides) if o.matches(module)), None))
@@ -592,8 +611,8 @@ class Recipe:
         return cls._changed(None, changes)
 
     def quality_record(self) -> dict[str, Any]:
-        """The quality's name and version, and which of its settings have other values here; options that the
-        recipe's method does not have are none."""
+        """Name and version of the quality, and the keys of its settings that this recipe changes. Options
+        that the recipe's method does not have don't count as changed."""
         quality = QUALITIES[self.quality]
         own = self.to_dict()
         changed = sorted(key for key, value in quality.settings.items() if key in own and own[key] != value)
@@ -620,7 +639,7 @@ class Recipe:
         kinds(cls)["method"].check("method", method)
         options = METHODS[method].options
         names = [f.name for f in fields(options)]
-        # Beside another method than its own, a quality's options of that method mean nothing.
+        # A quality's options of its own method are dropped where the recipe names another method.
         known = (*own, *names)
         changes = {**{key: value for key, value in named.items() if key in known}, **changes}
         for key in changes:
@@ -632,9 +651,9 @@ class Recipe:
         kept = recipe.options if recipe and recipe.method == method else options()
         chosen = {key: value for key, value in changes.items() if key in names}
         if recipe is not None and recipe.allocation and recipe._is_other_target(changes):
-            # It was chosen for another target, loader or format.
+            # The allocation was chosen for another target, loader or format, so it is dropped.
             changes = {"allocation": {}, **changes}
-        # A list is how YAML and JSON write a tuple.
+        # YAML and JSON write tuples as lists.
         rest: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in changes.items()
@@ -654,10 +673,10 @@ class Recipe:
 
 
 def as_recipe(value: Recipe | Mapping[str, Any] | None) -> Recipe:
-    """A recipe, from one, from its settings by name, or from None, the defaults.
+    """The recipe that ``value`` is or describes: a recipe, a mapping of its settings, or None for defaults.
 
     Raises:
-        UsageError: it is anything else, or as :meth:`Recipe.from_dict`.
+        UsageError: ``value`` is of another type, or :meth:`Recipe.from_dict` refuses it.
     """
     if value is None or isinstance(value, Recipe):
         return value or Recipe()
@@ -670,7 +689,7 @@ def as_recipe(value: Recipe | Mapping[str, Any] | None) -> Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a YAML recipe; keys that are absent keep their defaults.
+    """Reads a YAML recipe; absent keys keep their defaults.
 
     Raises:
         UsageError: the file can't be read, is not a YAML mapping, or holds an unknown key or bad value.
@@ -709,11 +728,11 @@ def common_group_size(in_features: Iterable[int]) -> int | None:
 _TARGETS = ("target_bits", "target_size")
 _ALLOCATED_FOR = (*_TARGETS, "served_by", "format")
 _SHARED = ("scheme", "group_size", "symmetric", "sparsity")
-"""The keys that every method has and an override may change."""
+"""Keys that an override may change with every method."""
 
 
 def _kinds_of_a_module() -> dict[str, Kind]:
-    """What an override may hold: the shared keys and the options of every method that there is."""
+    """Keys that an override may have, with their kinds of values: shared keys and options of all methods."""
     own = kinds(Recipe)
     known = {key: own[key] for key in _SHARED}
     for method in METHODS.values():

@@ -1,4 +1,4 @@
-"""What a quantise run tells about itself."""
+"""The report of a quantise run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from marlinq.operations.quantize.planning import PlannedModule
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """How one linear was quantised.
+    """The result of one quantised linear.
 
     Attributes:
-        scheme: in words: ``int4, groups of 128, symmetric``.
-        bits, group_size, symmetric: as stored; -1 is one group.
-        sparsity: name of the rule that it was pruned by; None where it is dense.
-        reason: where scheme and options come from, and how an automatic group size was found.
+        scheme: the scheme in words, such as ``int4, groups of 128, symmetric``.
+        bits: bits of a code.
+        group_size: input channels per scale; -1 for one scale per output channel.
+        symmetric: whether zero points are the middle code.
+        sparsity: name of the pattern that it was pruned to; None where it is dense.
+        reason: where scheme and options come from.
         tokens: calibration tokens that the linear saw; 0 for a method without calibration.
-        relative_error, quantity, fallback, figures: what the method reports
-            (:class:`~marlinq.methods.base.SolveReport`).
+        relative_error, quantity, fallback, figures: fields of the method's
+            :class:`~marlinq.methods.base.SolveReport`.
     """
 
     scheme: str
@@ -46,7 +48,7 @@ class ModuleReport:
 
 
 def planned_facts(planned: PlannedModule) -> dict[str, Any]:
-    """The part of a module's report that its plan says."""
+    """The fields of a module's report that its plan decides."""
     scheme = planned.spec.scheme
     return {
         "scheme": scheme.describe(),
@@ -59,7 +61,7 @@ def planned_facts(planned: PlannedModule) -> dict[str, Any]:
 
 
 def module_report(planned: PlannedModule, statistics: Statistics | None, report: SolveReport) -> ModuleReport:
-    """The report of a module that was solved with ``statistics``, or without any."""
+    """The report of a solved module; ``statistics`` is None for a method without calibration."""
     return ModuleReport(
         **planned_facts(planned),
         tokens=0 if statistics is None else statistics.tokens,
@@ -75,24 +77,25 @@ class QuantizeReport(Shown):
     """The result of ``marlinq quantize``.
 
     Attributes:
-        out: the new folder.
-        format: its layout.
+        out: path of the new folder.
+        format: name of its format.
         method: name of the method.
         modules: quantised linears by stored name.
-        kept: modules with a weight matrix that stay as they were, with reasons.
-        calibration: source, documents, tokens and a hash of the token ids; None for a method without.
-        quality: name and version of the recipe's quality, and which of its settings were changed.
-        tuning: report of tuning (:class:`~marlinq.operations.quantize.tuning.TuningReport`), None without.
-        device, dtype: where and in which dtype the blocks ran.
-        head: stored name of the output head, if it was quantised.
-        blocks: decoder blocks with quantised linears.
-        resumed_blocks: decoder blocks taken over from an interrupted run.
-        source_bytes, output_bytes: tensor data before and after.
-        seconds: seconds of this run.
-        peak_host_bytes: highest resident memory of the process.
-        peak_device_bytes: highest memory of the GPU, None on the CPU.
-        allocation: what was chosen for a target and on what grounds
-            (:class:`~marlinq.operations.quantize.allocation.chosen.Allocation`); None without.
+        kept: modules with a weight matrix that stay unquantised, with reasons.
+        head: stored name of the output head; None where it is not quantised.
+        calibration: source, documents, tokens and a hash of the calibration text's token ids; None for a
+            method without calibration.
+        quality: name and version of the recipe's quality, and its settings that the recipe changed.
+        tuning: fields of :class:`~marlinq.operations.quantize.tuning.TuningReport`; None without tuning.
+        device, dtype: device and dtype that blocks ran in.
+        blocks: number of decoder blocks with quantised linears.
+        resumed_blocks: number of these blocks taken over from an interrupted run.
+        source_bytes, output_bytes: bytes of all tensors before and after.
+        seconds: wall-clock seconds of this run.
+        peak_host_bytes: highest resident bytes of the process.
+        peak_device_bytes: highest bytes allocated on the GPU; None on a CPU.
+        allocation: schemes chosen for a size or quality target, with reasons
+            (:class:`~marlinq.operations.quantize.allocation.chosen.Allocation`); None without a target.
     """
 
     out: Path
@@ -117,21 +120,21 @@ class QuantizeReport(Shown):
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Modules that were quantised otherwise than the method does, with the reason."""
+        """Modules for which the method used a fallback, with the reason."""
         return {name: report.fallback for name, report in self.modules.items() if report.fallback}
 
     @property
     def schemes(self) -> dict[str, int]:
-        """How the modules are quantised, in words, and how many of them so."""
+        """Scheme in words -> number of modules that have it."""
         return Counter(report.scheme for report in self.modules.values())
 
     def _reasons(self) -> list[tuple[str, int]]:
-        """Where settings come from and for how many modules, unless the recipe says it all."""
+        """(source of the settings, number of modules), unless all settings come from the recipe."""
         reasons = Counter(report.reason for report in self.modules.values())
         return [] if set(reasons) == {"recipe"} else list(reasons.items())
 
     def _seen(self) -> list[tuple[str, str]]:
-        """Sources and duplicates of the text, and the tokens that modules saw where not all saw the same."""
+        """Rows on the text's sources and duplicates, and on the tokens per module where they differ."""
         text = self.calibration
         if text is None:
             return []
@@ -143,7 +146,7 @@ class QuantizeReport(Shown):
             own = f"{tuned['documents']} documents, {tuned['tokens']} tokens it wrote itself"
             rows.append(("tuned on", f"these, and {own}"))
         if text.get("duplicates"):
-            rows.append(("", f"{text['duplicates']} documents that were there before were passed over"))
+            rows.append(("", f"{text['duplicates']} duplicate documents were left out"))
         tokens = {name: report.tokens for name, report in self.modules.items()}
         least = min(tokens, key=lambda name: tokens[name])
         most = max(tokens.values())
@@ -159,7 +162,7 @@ class QuantizeReport(Shown):
         return {**asdict(self), "out": str(self.out), "kept": kept}
 
     def display(self) -> list[Block]:
-        """What was made, of what, how well and with what."""
+        """Output, schemes, calibration text, errors, unquantised modules and resources."""
         sizes = f"{size_text(self.source_bytes)} -> {size_text(self.output_bytes)}"
         text = self.calibration
         used = "none: the method needs no text"
@@ -204,7 +207,7 @@ class QuantizeReport(Shown):
         return [Facts(tuple(rows))]
 
     def _errors(self) -> list[tuple[str, str]]:
-        """A row for each quantity that errors of modules are of."""
+        """A row for each quantity (outputs or weights) that modules' errors are measured in."""
         rows = []
         for quantity in ErrorQuantity:
             errors = {
@@ -220,7 +223,7 @@ class QuantizeReport(Shown):
         return rows
 
     def _pruned(self) -> list[tuple[str, str]]:
-        """How many modules are sparse, and the errors of these and of the dense ones beside them."""
+        """Number and median error of the pruned modules, beside the median error of the dense ones."""
         errors: dict[str | None, list[float]] = {}
         for report in self.modules.values():
             errors.setdefault(report.sparsity, []).append(report.relative_error)
@@ -233,7 +236,7 @@ class QuantizeReport(Shown):
         ]
 
     def _about_experts(self) -> list[tuple[str, str]]:
-        """How many tokens experts saw, and for how many of them that was too few: there can be thousands."""
+        """Tokens per expert and counts of fallbacks, summed up because there can be thousands of experts."""
         tokens: dict[str, int] = {}
         reasons: dict[str, set[str]] = {}
         for name, report in self.modules.items():
@@ -258,13 +261,13 @@ class QuantizeReport(Shown):
 
 
 def expert_of(module: str) -> str | None:
-    """``model.layers.3.mlp.experts.7`` for the name of one of its linears, else None."""
+    """The expert that a linear belongs to, such as ``model.layers.3.mlp.experts.7``; None for others."""
     layer = expert_layer(module)
     return None if layer is None else module.rpartition(".")[0]
 
 
 def _quality(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A row on the recipe's quality; none where the method is another than the quality's."""
+    """A row on the recipe's quality; no row where the recipe changes the quality's method."""
     if "method" in quality["changed"]:
         return []
     changed = f", with other {', '.join(quality['changed'])}" if quality["changed"] else ""

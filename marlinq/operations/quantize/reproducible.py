@@ -1,4 +1,4 @@
-"""The same bits each time, as far as torch can."""
+"""Contexts in which torch computes the same bits in every run, as far as it can."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-# Kernels whose backward pass can add up in a fixed order, and the plain one, which always does; torch takes
-# the first that can do what is asked. Not cuDNN's: of 299 repeats on an H200 up to 22 had other bits.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# Channels of a head that the kernels take as they are.
+"""Attention kernels whose backward pass can sum in a fixed order; torch takes the first that supports the
+inputs. cuDNN's is left out: on an H200, up to 22 of 299 repeats gave other bits."""
 _MULTIPLE = 8
+"""channels per head that the fused kernels need a multiple of"""
 
 
 @contextmanager
 def reproducible(device: torch.device) -> Iterator[None]:
-    """The same bits each time, as far as torch can; float32 products on a GPU in TF32."""
+    """Inside, torch uses deterministic algorithms where it has them, and TF32 for float32 GPU products."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    # Typed as a plain module, which it only poses as.
+    # Any: the type stubs take this object for a plain module, without its settable attribute.
     deterministic: Any = torch.utils.deterministic
     filled = deterministic.fill_uninitialized_memory
     precision = torch.backends.cuda.matmul.allow_tf32
     _wish_for_order()
-    # Memory that is read before it is written would be a mistake, not a source of chance.
+    # Filling new memory costs time and would only hide reads of uninitialised memory, which are bugs.
     deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.matmul.allow_tf32 = device.type == "cuda"
     try:
@@ -44,7 +44,8 @@ def reproducible(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def reproducible_attention(device: torch.device) -> Iterator[None]:
-    """Attention whose backward pass on a GPU has the same bits each time, inside :func:`reproducible`."""
+    """Inside this and :func:`reproducible`, attention's backward pass on a GPU gives the same bits in every
+    run."""
     if device.type != "cuda":
         yield
         return
@@ -53,12 +54,12 @@ def reproducible_attention(device: torch.device) -> Iterator[None]:
 
 
 class _OrderedAttention(TorchFunctionMode):
-    """Torch's attention, its fused kernels told to add up the gradient of the queries in a fixed order.
+    """Makes torch's fused attention sum the gradient of the queries in a fixed order.
 
-    They do so only where every operation that has no such order raises an error, which is more than the
-    other operations of a pass can be held to. So that is in force while an attention's own backward pass is
-    launched. On an H200, of 299 repeats none had other bits than the first; without it all had with flash
-    attention, and none to all, by the shape, with the memory-efficient one.
+    The kernels do so only in torch's strict mode, where every operation without a fixed order raises an
+    error. Other operations of a backward pass have none, so strict mode is on only while an attention's own
+    backward pass is launched. On an H200 all of 299 repeats gave the same bits. Without strict mode, no
+    repeat did with flash attention, and with memory-efficient attention it depended on the shape.
     """
 
     def __torch_function__(
@@ -76,15 +77,15 @@ class _OrderedAttention(TorchFunctionMode):
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, *args: Any, enable_gqa: bool = False, **kwargs: Any
 ) -> Tensor:
-    """Torch's function of the name, of [B, heads, T, channels]."""
+    """``F.scaled_dot_product_attention`` of [B, heads, T, channels], with a reproducible backward pass."""
     if enable_gqa:
-        # Which the memory-efficient kernel can't do.
+        # The memory-efficient kernel does not support grouped queries.
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     fits = query.shape[-1] % _MULTIPLE == 0
     with sdpa_kernel(_KERNELS if fits else SDPBackend.MATH):
         found = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
     node = found.grad_fn
-    # Plain attention is many nodes, none of this name.
+    # SDPBackend.MATH makes many nodes, none with this name.
     if node is not None and node.name().startswith("ScaledDotProduct"):
         node.register_prehook(_order)
         node.register_hook(_wish_for_order)
@@ -92,10 +93,10 @@ def _attend(
 
 
 def _order(*_: Any) -> None:
-    """From here on, operations without a fixed order raise."""
+    """Turns strict mode on: operations without a fixed order raise."""
     torch.use_deterministic_algorithms(True, warn_only=False)
 
 
 def _wish_for_order(*_: Any) -> None:
-    """From here on, they warn."""
+    """Turns strict mode off: operations without a fixed order only warn."""
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,4 +1,4 @@
-"""The third stage of a quantise run: quantised modules, tuned where the recipe says so."""
+"""The third stage of a quantise run: quantises all modules, and tunes them where the recipe asks for it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from marlinq.operations.quantize.tuning import NOTE, tune
 from marlinq.operations.quantize.watch import Watch
 
 TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}
-"""Places of a batch by kind of device, padding included: enough to keep it busy, little enough for its
-memory."""
+"""tokens per batch with padding, by kind of device: enough to keep it busy, few enough for its memory"""
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What became of the modules.
+    """The results of all solves and of tuning.
 
     Attributes:
         modules: report of each quantised module by stored name.
-        calibration: identity of the calibration text; None for a method without.
-        tuning: report of tuning; None without.
+        calibration: identity of the calibration text; None for a method without calibration.
+        tuning: report of tuning; None without tuning.
     """
 
     modules: Mapping[str, ModuleReport]
@@ -40,10 +39,11 @@ class Solved:
 def solve(
     prepared: Prepared, text: RunText, output: Output, *, progress: ReportProgress, message: ReportMessage
 ) -> Solved:
-    """Quantises what is not written yet, then tunes; all tensors are written afterwards.
+    """Quantises the modules that are not written yet, then tunes; afterwards every tensor is written.
 
     Raises:
-        MarlinqError: numbers are not finite, a module comes out far off, or the source has changed.
+        NumericsError: numbers are not finite, or a module's error is far above round-to-nearest's.
+        CheckpointError: the source changed during the run.
     """
     decisions, writer, ranks = prepared.decisions, output.writer, prepared.ranks
     if output.unsolved:

@@ -1,4 +1,4 @@
-"""The solves of one decoder block, done here or shared among ranks."""
+"""Runs the solves of a decoder block in one process, or shares them among ranks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from marlinq.operations.quantize.report import ModuleReport, module_report
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 _TRIED_CHANNELS = 64
+"""least K and N of the layer that warms up the solver"""
 
 
 @dataclass(frozen=True)
 class Solve:
-    """Modules that are solved together.
+    """Modules that share an input and settings, and are solved together.
 
     Attributes:
-        members: modules that read one input and have equal settings.
-        statistics: the name under which the statistics of that input are kept.
+        members: the modules.
+        statistics: key of their input's statistics.
     """
 
     members: tuple[PlannedModule, ...]
@@ -37,7 +38,7 @@ class Solve:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Output channels of all members, N, and their input channels, K."""
+        """(N, K): output channels of all members together, and their input channels."""
         rows = sum(planned.projection.out_features for planned in self.members)
         return rows, self.members[0].projection.in_features
 
@@ -46,7 +47,7 @@ SolveRows = Callable[
     [Sequence[PlannedModule], Statistics | None, Sequence[slice]],
     list[tuple[QuantizedWeight, SolveReport]],
 ]
-"""Solves some output channels of each of several modules that share statistics."""
+"""Function that solves a slice of output channels of each of several modules with common statistics."""
 
 
 def shared_solves(
@@ -57,21 +58,21 @@ def shared_solves(
     *,
     cut: bool = True,
 ) -> Iterator[tuple[PlannedModule, QuantizedWeight, ModuleReport]]:
-    """Solves everything of a block; every rank gets all results.
+    """Solves all modules of a block; every rank gets all results.
 
     Args:
-        solves: in the order of the results, the same on every rank.
-        statistics: statistics of this rank's batches, by name; empty for a method without calibration. They
-            are used up.
-        solve: does the work.
-        ranks: this process and those it shares the work with.
-        cut: whether output channels of a module may be solved apart.
+        solves: the solves, in the order of the results and alike on every rank.
+        statistics: key -> statistics of this rank's batches; empty for a method without calibration. Entries
+            are removed as they are used.
+        solve: function that solves slices of modules.
+        ranks: processes that share the work.
+        cut: whether output channels of a module may be solved by different ranks.
 
     Yields:
-        Each module with its weight, on the device, and its report.
+        each module with its quantised weight, on the device, and its report.
 
     Raises:
-        NumericsError: as ``solve``.
+        NumericsError: ``solve`` raised it.
         UnsupportedError: the method's statistics can't be shared by several ranks.
         EnvironmentProblem: another rank does not answer.
     """
@@ -107,14 +108,14 @@ def shared_solves(
 
 
 def try_solver(plan: OutputPlan, device: torch.device) -> None:
-    """Solves a layer of ones: the first solve of a process loads kernels and libraries, which takes half a
-    second that can pass beside the work before the first block."""
+    """Solves a small layer of ones, to load kernels and libraries. The first solve of a process spends half a
+    second on that, which can pass in a thread before the first block."""
     planned = next((each for each in plan.modules.values() if each.method is plan.method), None)
     if planned is None:
         return
     scheme, options = planned.spec.scheme, planned.options
     k = max(scheme.granularity.channels, _TRIED_CHANNELS)
-    # A thread's current device is the first one, whatever that of others is.
+    # A new thread's current device is the first GPU.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         statistics = None
         if plan.method.calibrated:
@@ -124,7 +125,7 @@ def try_solver(plan: OutputPlan, device: torch.device) -> None:
 
 
 class Group(Protocol):
-    """Modules that are solved together, and what was gathered of their input."""
+    """Modules that are solved together, and the statistics of their input."""
 
     @property
     def members(self) -> tuple[PlannedModule, ...]: ...
@@ -141,16 +142,16 @@ def solves_in_turn(
     solve: Callable[[Sequence[GroupT]], list[list[tuple[QuantizedWeight, SolveReport]]]],
     ranks: Ranks,
 ) -> Iterator[tuple[GroupT, PlannedModule, QuantizedWeight, SolveReport]]:
-    """Solves groups whose statistics every rank has, each by one.
+    """Solves groups whose statistics are on every rank, each group on one rank.
 
     Args:
-        turns: groups that are solved at a time, the same on every rank; the next are asked for when the
-            results of these were taken.
-        solve: some groups: for each the weight and the report of each of its modules.
-        ranks: as in :func:`shared_solves`.
+        turns: lists of groups, alike on every rank. The next list is asked for after all results of the last
+            one were taken.
+        solve: function that solves groups; for each group it returns (weight, report) of every module.
+        ranks: processes that share the work.
 
     Yields:
-        The group, and each of its modules with weight and report.
+        the group, and each of its modules with weight and report.
     """
     size = ranks.size
     for turn in turns:
@@ -164,23 +165,23 @@ def solves_in_turn(
                 given = mine[at][number][0] if owner == ranks.rank else None
                 weight = ranks.share_weight(given, planned.spec, owner)
                 yield group, planned, weight, SolveReport(**reports[owner][at][number])
-        # The next ones' statistics take the place of these.
+        # Frees the statistics of these groups before those of the next are gathered.
         del own, mine
 
 
 def add_up(
     statistics: Mapping[KeyT, Statistics], owners: Mapping[KeyT, tuple[int, ...]], ranks: Ranks
 ) -> None:
-    """Makes the statistics of every rank's own batches those of all batches.
+    """Sums the statistics of every rank's batches, in place.
 
     Args:
-        statistics: by name, the same names in the same order on every rank; those of ranks that don't own
-            them become undefined, but for their tokens.
-        owners: the ranks that need each.
-        ranks: this process and the others.
+        statistics: statistics by key, with the same keys in the same order on every rank. On ranks that don't
+            own them they become undefined, except their number of tokens.
+        owners: ranks that need the sum, by key.
+        ranks: processes that share the work.
 
     Raises:
-        UnsupportedError: they can't be added up.
+        UnsupportedError: this kind of statistics can't be summed.
     """
     if ranks.size == 1 or not statistics:
         return
@@ -217,7 +218,7 @@ def _solved_by(
     statistics: Mapping[str, Statistics],
     solve: SolveRows,
 ) -> dict[str, tuple[QuantizedWeight, SolveReport]]:
-    """What ``rank`` solves, by the modules' names."""
+    """Solves the share of ``rank``: name of a module -> its slice and report."""
     mine: dict[str, tuple[QuantizedWeight, SolveReport]] = {}
     for job, share in zip(solves, shares, strict=True):
         if rank not in share.owners:
@@ -231,6 +232,6 @@ def _solved_by(
 
 
 def _slice_of(planned: PlannedModule, share: Share, owner: int) -> ModuleSpec:
-    """What the part of a module is that ``owner`` solves."""
+    """Shape and scheme of the slice of a module that ``owner`` solves."""
     rows = share.rows(planned.projection.out_features, owner)
     return replace(planned.spec, out_features=rows.stop - rows.start)

@@ -1,4 +1,4 @@
-"""Hidden states of the calibration text, as they enter the first block and as copies for comparison."""
+"""Hidden states of the calibration text that enter the first block, and copies of them for comparison."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def first_states(
     """Hidden states that enter the first block.
 
     Args:
-        instance: the live model.
+        instance: the loaded model.
         replay: records the calls of its blocks.
         batches: the text, at least one batch.
-        folder: where states go that memory has no room for.
+        folder: folder for states that don't fit memory.
 
     Raises:
         NumericsError: the embeddings hold NaN or infinity.
@@ -49,8 +49,7 @@ def copied_states(
     numbers: Sequence[int],
     folder: Path,
 ) -> HiddenStates:
-    """A copy of the states of the batches ``numbers``, on an eighth of the device memory of ``states``."""
-    # One large set of states is as much as a GPU should hold.
+    """A copy of the states of the batches ``numbers``, with an eighth of the device memory of ``states``."""
     room = min(STATES_BYTES, states_on_device(instance.device)) // 8
     chosen = [batches[number] for number in numbers]
     copy = _empty(instance.device, states.load(0), chosen, folder, room)

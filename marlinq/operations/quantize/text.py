@@ -1,4 +1,4 @@
-"""Getting the calibration documents of a run, and recognising them when it is resumed."""
+"""Gathers the calibration documents of a run, and recognises them when the run is resumed."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from marlinq.runtime.loading import read_generation_config
 from marlinq.runtime.writing import TOP_K, TextWriter
 
 SELF = "self"
-"""The source that stands for the model itself."""
+"""Value of ``calibration`` for text that the model writes itself."""
 DRAWN_ANEW = "documents drawn anew"
-"""What stands for documents of the other sources, some of whose tokens the model has drawn anew."""
+"""Name in reports for documents in which the model has replaced some tokens by its own draws."""
 OWN_TEMPLATE = "model"
 
 _WRITTEN_TEXT = "calibration.json"
@@ -54,13 +54,13 @@ _AHEAD_BYTES = 512 << 20
 
 @dataclass
 class CalibrationText:
-    """The documents of a run and where they come from.
+    """The documents of a run and their sources.
 
     Attributes:
-        documents: documents of all sources that have been read, in their order.
-        sources: for each, what it is called, and its documents and tokens.
-        duplicates: digests of earlier documents.
-        tuned: documents that the model wrote to be tuned on.
+        documents: documents to calibrate on, from all sources that have been read, in order.
+        tuned: documents that the model wrote for tuning only.
+        sources: name, number of documents and number of tokens of each source.
+        duplicates: digests of the documents so far, to leave out repeated ones.
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -69,7 +69,7 @@ class CalibrationText:
     duplicates: Duplicates = field(default_factory=Duplicates)
 
     def add(self, source: str, documents: Sequence[Document]) -> None:
-        """Take over what ``source`` gave."""
+        """Adds the documents of ``source``."""
         self.documents += documents
         self.sources.append(
             {"source": source, "documents": len(documents), "tokens": sum(map(len, documents))}
@@ -92,13 +92,13 @@ def parts_of(recipe: Recipe) -> tuple[Part, ...]:
 
 @dataclass(frozen=True)
 class SourcePart:
-    """What a source is asked for.
+    """One source of calibration text and its share of the amount.
 
     Attributes:
-        source: its spelling.
-        recipe: with the text settings for its share.
-        most: tokens that are enough for the method, where the recipe leaves their number open; None for no
-            such bound.
+        source: source as the recipe spells it.
+        recipe: recipe with ``samples`` and ``tokens`` of this source's share.
+        most: tokens that are enough for the method where the recipe's ``tokens`` is ``auto``; None for no
+            limit.
     """
 
     source: str
@@ -107,21 +107,21 @@ class SourcePart:
 
     @property
     def samples(self) -> int | None:
-        """Documents of text from outside; None for as many as the tokens take."""
+        """Number of documents from a file or dataset; None for as many as the tokens take."""
         if isinstance(self.recipe.samples, int):
             return self.recipe.samples
         return SAMPLES if self.recipe.tokens == AUTO else None
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of text from outside, at most; None for no bound."""
+        """Largest number of tokens from a file or dataset; None for no limit."""
         return self.recipe.tokens if isinstance(self.recipe.tokens, int) else self.most
 
 
 def tokens_looked_at(recipe: Recipe) -> int | None:
-    """How many tokens of a longer text are looked at where ``recipe`` does not say; None for all.
+    """Number of tokens that are enough for the method, where ``recipe`` gives no number; None for no limit.
 
-    Tuning learns from every token, so it has no such bound.
+    There is no limit with tuning, which learns from every token.
     """
     if recipe.tokens != AUTO or recipe.tune_steps:
         return None
@@ -129,7 +129,11 @@ def tokens_looked_at(recipe: Recipe) -> int | None:
 
 
 def recipes_of_parts(recipe: Recipe) -> list[SourcePart]:
-    """Each source with the recipe's text settings for its share, by its weight."""
+    """The recipe's sources, each with a share of samples and tokens in proportion to its weight.
+
+    Raises:
+        UsageError: a share is too small for a document.
+    """
     parts = parts_of(recipe)
     most = tokens_looked_at(recipe)
     if len(parts) == 1:
@@ -157,22 +161,24 @@ def recipes_of_parts(recipe: Recipe) -> list[SourcePart]:
 
 
 _SMALLEST_SHARE = 16
-# Tokens that are calibrated on of what the model writes to be tuned on; the rest would move a Hessian little.
-# Beside text from outside, as many as make it _CALIBRATED_WITH, or as many of it drawn anew: on SmolLM2 three
-# times as many were worse.
+"""tokens of a source at least"""
 _CALIBRATED = 3 << 17
+"""tokens to calibrate on, at most, of the text that the model writes for tuning; more hardly change a
+Hessian"""
 _CALIBRATED_WITH = 80_000
+"""tokens to calibrate on, at most, of a file or dataset together with text that the model writes or draws
+anew for tuning; on SmolLM2 three times as many were worse"""
 
 
 @dataclass(frozen=True)
 class PlannedText:
-    """What a source is to give.
+    """Text to take from one source.
 
     Attributes:
-        source: as spelled.
-        tokens: to calibrate on, at most.
-        budget: where the model itself writes them, maybe more of them to be tuned on.
-        counted: it gives so many tokens, neither more nor less.
+        source: source as the recipe spells it.
+        tokens: tokens to calibrate on, at most.
+        budget: amount that the model writes, with text for tuning; None for files and datasets.
+        counted: whether ``tokens`` is the exact number and not a limit.
     """
 
     source: str
@@ -182,7 +188,8 @@ class PlannedText:
 
 
 def tuning_part(recipe: Recipe) -> SourcePart | None:
-    """What the model is to write to be tuned on, beside a calibration from outside; None for nothing."""
+    """Text that the model writes for tuning where the calibration text is a file or dataset; None for
+    none."""
     if not (recipe.tune_steps and recipe.tune_own_text):
         return None
     if any(part.source == SELF for part in parts_of(recipe)):
@@ -196,8 +203,10 @@ def writes_text(recipe: Recipe) -> bool:
 
 
 def tokens_drawn_anew(recipe: Recipe, tokens: int) -> int:
-    """Tokens to calibrate on beside ``tokens`` from outside that the model is to draw anew from them: where
-    it is tuned, but writes no text itself."""
+    """Tokens that the model draws anew to calibrate on, beside ``tokens`` from files and datasets.
+
+    0 unless the model is tuned and writes no text itself.
+    """
     if not recipe.tune_steps or writes_text(recipe) or not METHODS[recipe.method].calibrated:
         return 0
     return _calibrated_beside(tokens)
@@ -206,7 +215,7 @@ def tokens_drawn_anew(recipe: Recipe, tokens: int) -> int:
 def planned_tuning_text(
     recipe: Recipe, checkpoint: Checkpoint, blueprint: Blueprint, device: torch.device
 ) -> PlannedText | None:
-    """What the model is to write for :func:`tuning_part`."""
+    """Amount of text that the model writes for tuning, where :func:`tuning_part` has any."""
     part = tuning_part(recipe)
     if part is None:
         return None
@@ -222,11 +231,13 @@ def planned_text(
     device: torch.device,
     counted: Mapping[str, int] | None = None,
 ) -> list[PlannedText]:
-    """What every source of ``recipe`` is to give to calibrate on.
+    """Text to calibrate on from each source of ``recipe``.
 
     Args:
-        recipe, checkpoint, blueprint, device: of the run.
-        counted: tokens of sources that have been counted.
+        recipe: settings of the run.
+        checkpoint, blueprint: the model.
+        device: device that the model writes text on.
+        counted: source -> its number of tokens, for sources that have been counted.
     """
     work = Work.of(blueprint)
     found = []
@@ -253,7 +264,7 @@ def planned_text(
 
 
 def longest(config: Any, recipe: Recipe) -> int:
-    """Tokens that a document may have: the recipe's, but no more than the model has positions."""
+    """Tokens that a document is cut to: the recipe's ``max_length``, at most the model's positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or not 0 < positions < recipe.max_length:
         return recipe.max_length
@@ -265,10 +276,10 @@ def longest(config: Any, recipe: Recipe) -> int:
 
 
 def own_tokenizer(folder: Path, recipe: Recipe, *, trust_remote_code: bool) -> Any:
-    """The model's tokenizer, with the recipe's chat template where that is a file.
+    """The model's tokenizer, with the chat template from the recipe's file where it names one.
 
     Raises:
-        CheckpointError: there is none, or it can't be read.
+        CheckpointError: the model has no tokenizer, or it can't be read.
         UsageError: the template's file can't be read.
     """
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -279,10 +290,10 @@ def own_tokenizer(folder: Path, recipe: Recipe, *, trust_remote_code: bool) -> A
 
 
 def read_template(recipe: Recipe) -> str | None:
-    """The content of the recipe's template file, or None where it names none.
+    """The text of the recipe's template file; None where it names no file.
 
     Raises:
-        UsageError: it can't be read.
+        UsageError: the file can't be read.
     """
     if recipe.chat_template in (NO_TEMPLATE, OWN_TEMPLATE):
         return None
@@ -308,11 +319,11 @@ def text_from_outside(
     """The documents of a file or dataset.
 
     Args:
-        part: share of the text asked of it.
+        part: the source and its share of the amount.
         folder: path of the checkpoint, for the tokenizer.
-        config: the model's.
+        config: config of the model.
         max_length: tokens that a document is cut to.
-        duplicates: duplicates of all sources.
+        duplicates: digests of the documents of all sources so far.
         trust_remote_code: run code that the tokenizer brings.
     """
     recipe = part.recipe
@@ -334,11 +345,11 @@ class TextGatherer:
 
     Args:
         checkpoint, blueprint: the model.
-        recipe: settings with the text and its amount.
-        device: where the model writes what it writes itself.
+        recipe: settings of the run.
+        device: device that the model writes text on.
         max_length: tokens that a document is cut to.
         trust_remote_code: run code that model or tokenizer bring.
-        progress, message: of the run.
+        progress, message: callbacks of the run.
     """
 
     def __init__(
@@ -366,11 +377,11 @@ class TextGatherer:
         self._to_tune = tuning_part(recipe)
 
     def prepare(self, *, resume: bool) -> None:
-        """Reads what comes from outside, so that all that can be wrong with it is found before the output
-        folder is begun; makes sure that the model can write the rest.
+        """Reads files and datasets, so that their errors come before the output folder is created, and checks
+        that the model has room to write text.
 
         Args:
-            resume: what the model wrote is probably there already.
+            resume: whether the run is resumed; its text is then probably written, so room is not checked.
         """
         read_template(self._recipe)
         for part in recipes_of_parts(self._recipe):
@@ -388,7 +399,7 @@ class TextGatherer:
             self._text.add(part.source, found)
             if part.most is not None and sum(map(len, found)) > part.most - MIN_TOKENS:
                 self._message(
-                    f"{part.source}: {part.most} tokens are looked at, {enough(self._recipe)}; "
+                    f"{part.source}: {part.most} tokens are used, {enough(self._recipe)}; "
                     "--tokens N for another amount"
                 )
         written = self._own or self._to_tune
@@ -396,7 +407,7 @@ class TextGatherer:
             check_room(self._checkpoint, self._blueprint, written, self._device, to_tune=self._own is None)
 
     def gather(self, writer: CheckpointWriter) -> CalibrationText:
-        """All of it; what the model writes last, unless the interrupted run has left it in the folder."""
+        """All text of the run. The model writes its part last, unless the interrupted run has stored it."""
         part = self._own or self._to_tune
         if part is None:
             return self._text
@@ -429,20 +440,19 @@ class TextGatherer:
 
 
 def _calibrated(recipe: Recipe) -> int:
-    """Tokens that are calibrated on, at most, of what the model writes."""
+    """Tokens to calibrate on, at most, of the text that the model writes."""
     asked = recipe.samples != AUTO or recipe.tokens != AUTO
     return sys.maxsize if asked or not recipe.tune_steps else _CALIBRATED
 
 
 def _calibrated_beside(tokens: int) -> int:
-    """Tokens that are calibrated on, at most, beside ``tokens`` from outside, of what the model writes to be
-    tuned on or draws anew: a few documents suit the codes that are fitted to them much better than any other
-    text."""
+    """Tokens to calibrate on, at most, of text that the model writes or draws anew for tuning, beside
+    ``tokens`` from files and datasets. They are added because codes overfit a few documents."""
     return max(0, _CALIBRATED_WITH - tokens)
 
 
 def _first(documents: Sequence[Document], tokens: int) -> int:
-    """How many documents it takes for so many tokens."""
+    """Number of documents from the front that together have at least ``tokens`` tokens."""
     if not tokens:
         return 0
     for count, total in enumerate(itertools.accumulate(map(len, documents)), 1):
@@ -457,13 +467,13 @@ def add_drawn_anew(
     recipe: Recipe,
     draw: Callable[[int], list[Document]],
 ) -> None:
-    """Adds what the model draws anew to a short calibration, unless the interrupted run has left it.
+    """Adds documents that the model draws anew to a short calibration text.
 
     Args:
-        writer: writer of the run.
-        text: all of it but for this.
-        recipe: recipe of the run.
-        draw: given a number of tokens, documents drawn anew of about as many.
+        writer: writer of the run, with the documents that an interrupted run has drawn.
+        text: all other text of the run.
+        recipe: settings of the run.
+        draw: function from a number of tokens to documents with about as many.
     """
     tokens = tokens_drawn_anew(recipe, sum(map(len, text.documents)))
     if not tokens:
@@ -479,7 +489,7 @@ def note_text(writer: CheckpointWriter, recipe: Recipe, text: CalibrationText) -
     """Notes the identity of the text in the writer's journal.
 
     Raises:
-        OutputError: the run is resumed, and the interrupted one had other text.
+        OutputError: the run is resumed, and the interrupted run had other text.
     """
     names = [part.source for part in parts_of(recipe)]
     beside = [each["source"] for each in text.sources if each["source"] not in names]
@@ -511,10 +521,10 @@ def note_text(writer: CheckpointWriter, recipe: Recipe, text: CalibrationText) -
 
 
 def kept_text(writer: CheckpointWriter, name: str = _WRITTEN_TEXT) -> list[Document] | None:
-    """What the model wrote in the interrupted run that this one resumes, or None.
+    """The text that the model wrote in the interrupted run, or None.
 
     Raises:
-        OutputError: it is damaged.
+        OutputError: its file is damaged.
     """
     kept = writer.kept_json(name)
     if kept is None:
@@ -528,13 +538,13 @@ def kept_text(writer: CheckpointWriter, name: str = _WRITTEN_TEXT) -> list[Docum
 
 
 def keep_text(writer: CheckpointWriter, documents: Sequence[Document], name: str = _WRITTEN_TEXT) -> None:
-    """Keeps what the model wrote for a run that resumes this one: writing takes long, and on a GPU nothing
-    promises the same text again."""
+    """Stores the text that the model wrote for a run that resumes this one: writing takes long, and a GPU may
+    not give the same text again."""
     writer.keep_json(name, [document.tokens for document in documents])
 
 
 def forget_written_text(writer: CheckpointWriter) -> None:
-    """Removes what only a resumed run would need from the unfinished folder."""
+    """Removes the stored texts, which only a resumed run needs, from the unfinished folder."""
     writer.remove(_WRITTEN_TEXT)
     writer.remove(_DRAWN_TEXT)
 
@@ -551,10 +561,18 @@ def text_by_the_model(
     most: int | None = None,
     to_tune: bool = False,
 ) -> list[Document]:
-    """The documents that the model writes, of no more than ``most`` tokens; ``to_tune`` says what for.
+    """Documents that the model writes.
+    The whole model is on the device meanwhile. A few steps are timed first, and ``message`` gets one line
+    with the expected time.
 
-    The whole model is on the device for as long as it writes. How long it will write is measured by a few
-    steps and told to ``message`` before it begins.
+    Args:
+        checkpoint, blueprint: the model.
+        recipe: settings of the run.
+        device: device that the model writes on.
+        trust_remote_code: run code that model or tokenizer bring.
+        progress, message: callbacks of the run.
+        most: largest number of tokens; None for no limit.
+        to_tune: whether the text is for tuning and not for calibration; changes the message only.
     """
     dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
     budget = text_budget(recipe, Work.of(blueprint), device, dtype, most=most)
@@ -565,7 +583,7 @@ def text_by_the_model(
         max_length=budget.max_length,
         seed=recipe.seed,
         chat=recipe.chat_template != NO_TEMPLATE,
-        # What is tuned is held to the original's predictions everywhere, behind rare tokens as well.
+        # Tuning compares predictions after rare tokens too, so it samples from the whole vocabulary.
         top_k=0 if recipe.tune_steps else TOP_K,
     )
     try:
@@ -575,7 +593,7 @@ def text_by_the_model(
         written = writer.write(tokens=budget.tokens, documents=budget.documents)
     finally:
         writer.close()
-        # Blocks ask the device what is free, and a cycle may hold the model's memory.
+        # Frees the model's memory, which reference cycles may hold, before blocks look at the free memory.
         del writer, loaded
         gc.collect()
         if device.type == "cuda":
@@ -588,9 +606,9 @@ def text_by_the_model(
 
 
 def announcement(budget: TextBudget, seconds: float, *, to_tune: bool = False) -> str:
-    """What is said before the model writes, which will take about ``seconds``."""
+    """The line that announces text that the model writes in about ``seconds``."""
     if to_tune:
-        why = "the model writes text to be tuned on, too"
+        why = "the model also writes text to be tuned on"
         otherwise = "--no-tune-own-text to leave it out"
     else:
         why = "no calibration text was given, so the model writes it"
@@ -602,7 +620,7 @@ def announcement(budget: TextBudget, seconds: float, *, to_tune: bool = False) -
 
 
 def stored_dtype(checkpoint: Checkpoint, blueprint: Blueprint) -> torch.dtype:
-    """Of the first linear's weight."""
+    """dtype of the first linear's stored weight."""
     names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
     first = next(blueprint.projections())
     stored, _ = names.places(first.parameter, blueprint.parameters.get(first.parameter, ()))[0]
@@ -623,7 +641,7 @@ def _loaded(
         instance.whole_model()
     generation_config = read_generation_config(checkpoint)
     if generation_config is not None:
-        # Models that chat name the tokens that end an answer there alone.
+        # Chat models name the tokens that end an answer only in generation_config.json.
         instance.model.generation_config = generation_config
     chat = recipe.chat_template != NO_TEMPLATE
     return LoadedModel(
@@ -651,17 +669,18 @@ def check_room(
     *,
     to_tune: bool = False,
 ) -> None:
-    """Makes sure that the whole model fits on the device, so that it can write text, ``to_tune`` or to
-    calibrate on.
+    """Checks that the whole model fits the device's free memory, as it must to write text.
+
+    ``to_tune`` says that the text is for tuning and not for calibration; it changes the message only.
 
     Raises:
-        EnvironmentProblem: it does not.
+        EnvironmentProblem: the model does not fit.
     """
     dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
     work = Work.of(blueprint)
     budget = text_budget(part.recipe, work, device, dtype, most=part.most)
     parameters = sum(torch.Size(shape).numel() for shape in blueprint.parameters.values())
-    # A tenth of the weights on top for activations.
+    # Activations are taken as a tenth of the weights.
     cache = budget.rows * budget.max_length * work.cache_bytes * dtype.itemsize // 2
     needed = parameters * dtype.itemsize * 1.1 + cache
     on_gpu = device.type == "cuda"

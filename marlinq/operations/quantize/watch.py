@@ -1,4 +1,4 @@
-"""Watching a long run: how good the blocks come out, how long the rest takes, and when to stop it."""
+"""Reports errors and remaining time during a long run, and stops it when a module's error is too large."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from marlinq.operations.quantize.batches_of_modules import in_module_batches
 from marlinq.operations.quantize.clock import BLOCKS
 
 FAR_ABOVE_RTN = 5.0
-"""How many times round-to-nearest's a module's weight error may be: what ``verify`` fails a module for."""
-
+"""ratio of a module's weight error to round-to-nearest's above which the run stops and ``verify`` fails"""
 _RECENT_BLOCKS = 8
+"""blocks over which the seconds per block are averaged"""
 SECONDS_BETWEEN = 15.0
-"""The least time between two lines about how things stand."""
+"""seconds between two lines, at least"""
 
 
 class Noted(Protocol):
-    """The part of a writer that a watch needs."""
+    """The part of a writer that :class:`Watch` reads."""
 
     notes: dict[str, Any]
 
 
 class Watch:
-    """A progress report that says after a block how things stand: at the first, then every 15 s.
+    """A progress callback that reports errors and remaining time after the first block, then every 15 s.
 
     Args:
-        progress: told about every step.
-        message: given the lines.
-        writer: writer with notes that have a report under ``module NAME`` for everything that is quantised.
-        clock: seconds from anywhere.
+        progress: callback that gets every report.
+        message: callback that gets the lines.
+        writer: writer whose notes hold a report for every quantised module, under ``module NAME``.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Watch:
         self._said: float | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """As :data:`~marlinq.core.progress.ReportProgress`."""
+        """Takes a report, as :data:`~marlinq.core.progress.ReportProgress` does."""
         self._progress(stage, done, total)
         if stage != BLOCKS:
             return
@@ -70,7 +70,7 @@ class Watch:
             for name, note in list(self._writer.notes.items())
             if name.startswith("module ")
         }
-        # Errors of two quantities are not compared; nearly all modules have the same.
+        # Only errors of the most frequent quantity: those of outputs and of weights can't be compared.
         quantity = mode(note["quantity"] for note in notes.values()) if notes else ErrorQuantity.OUTPUTS
         errors = {
             name: float(note["relative_error"])
@@ -97,24 +97,24 @@ class Watch:
 
 
 def duration(seconds: float) -> str:
-    """For people: ``40 s``, ``12 min``, ``3.5 h``."""
+    """Text such as ``40 s``, ``12 min`` or ``3.5 h``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def stop_if_far_off(solved: Iterable[tuple[str, Tensor, QuantizedWeight]]) -> None:
-    """Ends the run at a module that round-to-nearest would have served far better.
+    """Stops the run at a module whose weight error is far above round-to-nearest's.
 
-    A calibrated method gives up closeness of the weights for closeness of the outputs: 0.9 to 2.8 times
-    round-to-nearest's error is what sound runs show. Beyond :data:`FAR_ABOVE_RTN` the statistics can't be
-    trusted: too few tokens, or inputs that overflow.
+    A calibrated method accepts larger weight errors for smaller output errors: 0.9 to 2.8 times
+    round-to-nearest's weight error in sound runs. Beyond :data:`FAR_ABOVE_RTN` the statistics can't be right:
+    there are too few tokens, or inputs overflow.
 
     Args:
-        solved: names of modules, each with its weight, float [N, K], and what became of it.
+        solved: (name, weight as float [N, K], quantised weight) of each module.
 
     Raises:
-        NumericsError: an error is beyond that, or no number.
+        NumericsError: an error is above the limit, or NaN.
     """
     names, errors = [], []
     for batch in in_module_batches(((name, weight), quantized) for name, weight, quantized in solved):
@@ -122,9 +122,9 @@ def stop_if_far_off(solved: Iterable[tuple[str, Tensor, QuantizedWeight]]) -> No
         errors.append(_errors([weight for _, weight in batch.items], batch.weight))
     if not errors:
         return
-    # One look at the device for all of them.
+    # tolist() waits for the device once for all modules.
     for name, (mine, theirs, norm) in zip(names, torch.cat(errors).tolist(), strict=True):
-        # A weight that its grid holds exactly has an error of rounding alone.
+        # Where round-to-nearest is exact, float16 rounding is still allowed for.
         limit = max(theirs, torch.finfo(torch.float16).eps * norm)
         if not mine <= FAR_ABOVE_RTN * limit:
             times = mine / (limit or 1.0)
@@ -136,9 +136,9 @@ def stop_if_far_off(solved: Iterable[tuple[str, Tensor, QuantizedWeight]]) -> No
 
 
 def _errors(weights: Sequence[Tensor], quantized: QuantizedWeight) -> Tensor:
-    """The norms [weights, 3] of each one's error, of round-to-nearest's, and of the weight, [N, K] each."""
+    """[weights, 3]: the norms of each weight's error, of round-to-nearest's error, and of the weight."""
     wide = torch.cat([weight.to(torch.float32) for weight in weights])
-    # Groups along an activation order are round-to-nearest's groups of the reordered weight.
+    # With activation order, round-to-nearest needs the channels in the order of their groups.
     ordered = wide if quantized.has_trivial_g_idx else wide[:, torch.argsort(quantized.g_idx, stable=True)]
     rounded = round_to_nearest(ordered, quantized.scheme, name="weight")
     differences = (wide - quantized.dequantize(), ordered - rounded.dequantize(), wide)

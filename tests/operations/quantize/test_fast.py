@@ -121,13 +121,13 @@ def test_an_interrupted_run_goes_on_from_the_original(
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 
 
-def test_no_more_text_is_looked_at_than_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_text_is_used_than_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_tiny("llama", tmp_path / "model")
     text = tmp_path / "ids.jsonl"
     rows = [{"input_ids": [(7 * row + place) % 50 for place in range(40)]} for row in range(8)]
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(Imatrix, "enough_tokens", 200)
-    told = "200 tokens are looked at, enough for imatrix; --tokens N"
+    told = "200 tokens are used, enough for imatrix; --tokens N"
     for name, recipe, tokens in (
         ("enough", FAST.replace(calibration=str(text)), 200),
         ("asked", FAST.replace(calibration=str(text), tokens=320), 320),
@@ -138,9 +138,9 @@ def test_no_more_text_is_looked_at_than_is_enough(tmp_path: Path, monkeypatch: p
         report = quantize(source, tmp_path / name, recipe=recipe, device="cpu", message=messages.append)
         assert report.calibration is not None
         assert (plan.tokens, report.calibration["tokens"]) == (tokens, tokens), name
-        looked_at = [line for line in messages if "looked at" in line]
-        assert len(looked_at) == (name == "enough"), name
-        assert all(told in line for line in looked_at), name
+        limits = [line for line in messages if "tokens are used" in line]
+        assert len(limits) == (name == "enough"), name
+        assert all(told in line for line in limits), name
         if name == "self":
             assert any("writes it: 200 tokens (enough for imatrix)" in line for line in messages)
 

@@ -224,9 +224,9 @@ def test_resuming_what_is_finished_returns_its_report(
     assert "quality" not in again.render()
     assert folder_bytes(tmp_path / "out") == before
     for other in (recipe.replace(seed=7), {"method": "rtn"}):
-        with pytest.raises(OutputError, match="no run of this recipe and source left it"):
+        with pytest.raises(OutputError, match="was not written by this recipe and source"):
             quantize(source, tmp_path / "out", recipe=other, device="cpu", resume=True)
-    with pytest.raises(OutputError, match="no run of this recipe and source left it"):
+    with pytest.raises(OutputError, match="was not written by this recipe and source"):
         quantize(source, source, recipe=recipe, device="cpu", resume=True)
     with pytest.raises(UsageError, match=r"recipe: expected a marlinq\.Recipe or a dict"):
         quantize(source, tmp_path / "other", recipe="rtn", device="cpu")  # type: ignore[arg-type]

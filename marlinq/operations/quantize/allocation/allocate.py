@@ -1,4 +1,4 @@
-"""From a target to an allocation: units, their sensitivities, and the exact choice."""
+"""Measures the sensitivities of a model's units and chooses their schemes for a target."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ from marlinq.operations.quantize.text import (
 )
 
 _LONGEST_DOCUMENT = 512
+"""tokens that documents for measuring are cut to"""
 _BATCH_TOKENS = 2048
+"""tokens per batch for measuring"""
 
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """What every option of every unit was measured to cost.
+    """The measured cost of every option of every unit.
 
     Attributes:
         units: groups of modules that get one scheme.
-        costs: nats a token of each option of each unit, in order.
+        costs: nats per token for each unit and each of its options, in their order.
         frame: sizes of the tensors that no choice changes.
-        tokens: on which they were measured.
+        tokens: number of tokens that costs were measured on.
     """
 
     units: tuple[Unit, ...]
@@ -55,8 +57,7 @@ class Sensitivities:
     tokens: int
 
     def best(self, recipe: Recipe) -> Allocation:
-        """The best choice for the target of ``recipe``, which differs in nothing else from that which was
-        measured for.
+        """The best choice for the target of ``recipe``; its other settings must be those of the measurement.
 
         Raises:
             UsageError: the target can't be reached; the message has the range that can.
@@ -69,7 +70,7 @@ class Sensitivities:
             _budget(recipe, self.units, self.frame),
         )
         if choice is None:
-            raise AssertionError("a budget of at least the smallest options holds them")
+            raise AssertionError("_budget refuses targets below the smallest options")
         return Allocation(
             modules=with_choice(recipe, self.units, choice.items).allocation,
             target=target_text(recipe),
@@ -109,19 +110,19 @@ def measure_sensitivities(
     progress: ReportProgress,
     message: ReportMessage,
 ) -> Sensitivities:
-    """Measures what :meth:`Sensitivities.best` chooses by; the target is looked at first.
+    """Measures the cost of every option, after checking that the target can be reached.
 
     Args:
         checkpoint, blueprint: the source.
-        recipe: one that :attr:`Recipe.wants_allocation`.
-        device: where the model runs.
-        plan_of: gives the planned output of a recipe.
+        recipe: recipe with a target and without an allocation.
+        device: device that the model runs on.
+        plan_of: function that plans the output of a recipe.
         trust_remote_code: run code that model or tokenizer bring.
-        progress, message: told what is being done.
+        progress, message: callbacks of the run.
 
     Raises:
         UsageError: the target can't be reached; the message has the range that can.
-        MarlinqError: as for a quantise run.
+        MarlinqError: text, model or machine don't allow the run.
     """
     units = units_of(checkpoint, blueprint, recipe)
     smallest = [min(range(len(unit.options)), key=lambda i: unit.options[i].nbytes) for unit in units]
@@ -156,7 +157,7 @@ def measure_sensitivities(
 
 
 def with_choice(recipe: Recipe, units: Sequence[Unit], chosen: Sequence[int]) -> Recipe:
-    """``recipe`` with the allocation that gives each unit its option of the index ``chosen``."""
+    """``recipe`` with an allocation that gives unit i its option number ``chosen[i]``."""
     found: dict[str, list[str]] = {name: [] for name in CANDIDATES}
     for unit, index in zip(units, chosen, strict=True):
         found[unit.options[index].candidate] += unit.members
@@ -164,16 +165,16 @@ def with_choice(recipe: Recipe, units: Sequence[Unit], chosen: Sequence[int]) ->
 
 
 def _budget(recipe: Recipe, units: Sequence[Unit], frame: Frame) -> int:
-    """Bytes that the units may take.
+    """Bytes that all units together may take.
 
     Raises:
-        UsageError: the smallest options take more, or the largest no more than is asked for.
+        UsageError: the smallest options don't fit the target, or the largest do.
     """
     least, most = (sum(pick(each.nbytes for each in unit.options) for unit in units) for pick in (min, max))
     budget = frame.budget(recipe)
     if recipe.target_bits != NONE:
         asked, ends = f"--target-bits {recipe.target_bits:g}", [frame.bits(size) for size in (least, most)]
-        # Rounded inwards: both ends can be asked for.
+        # Rounded inwards, so that both ends of the range in the message are reachable.
         reachable = f"{ends[0] + 0.0005:.3f} to {ends[1] - 0.0005:.3f} bits"
     else:
         sizes = [frame.rest + least, frame.rest + most - 1]
@@ -200,7 +201,7 @@ def _documents(
     progress: ReportProgress,
     message: ReportMessage,
 ) -> list[Document]:
-    """Short documents of the calibration's sources, twice as many tokens as gradients are taken on."""
+    """Short documents from the calibration's sources: one half for solves, the other for gradients."""
     tokens = 2 * measuring_tokens(Work.of(blueprint), device)
     if isinstance(recipe.tokens, int):
         tokens = min(tokens, recipe.tokens)

@@ -1,4 +1,4 @@
-"""What an allocation is, and what is told about it."""
+"""The result of an allocation, and its rows in reports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from marlinq.operations.quantize.recipe import Recipe
 
 @dataclass(frozen=True)
 class Uniform:
-    """One candidate for all units, for comparison.
+    """Figures of a model in which all units have the same candidate, for comparison.
 
     Attributes:
-        bits: mean bits of a weight, as of the target.
+        bits: mean bits per weight, counted as for ``--target-bits``.
         nbytes: bytes of the output's tensors.
-        kl: estimated mean KL divergence, nats a token.
+        kl: estimated mean KL divergence, nats per token.
     """
 
     bits: float
@@ -28,19 +28,19 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What was chosen, and on what grounds.
+    """The chosen schemes and their estimated figures.
 
     Attributes:
-        modules: a recipe's ``allocation``.
+        modules: candidate -> modules, a recipe's ``allocation``.
         target: bits or bytes that were asked for, such as ``4.5 bits``.
-        bits: mean bits of a weight of the decoder's linears, those that overrides decide among them.
+        bits: mean bits per weight of the decoder's linears, with those that overrides decide.
         nbytes: bytes of the output's tensors.
-        kl: estimated mean KL divergence of the choice, nats a token.
-        uniform: the same of each candidate that every unit can have, by its name.
-        units: how many were decided.
-        tokens: on which sensitivities were measured.
-        step: bytes that sizes were rounded up to in the choice.
-        exact: whether rounding changed none.
+        kl: estimated mean KL divergence, nats per token.
+        uniform: name of a candidate that every unit can have -> figures if all had it.
+        units: number of units whose scheme was chosen.
+        tokens: number of tokens that sensitivities were measured on.
+        step: bytes that units' sizes were rounded up to a multiple of.
+        exact: whether no size was changed by this rounding.
     """
 
     modules: Mapping[str, tuple[str, ...]]
@@ -61,7 +61,7 @@ class Allocation:
         return values
 
     def rows(self) -> list[tuple[str, str]]:
-        """For people: what was chosen, what is expected of it, and how that was estimated."""
+        """Rows of a report: the choice, its estimate beside those of uniform schemes, and the method."""
         chosen = f"{self.bits:.3f} bits a weight, {size_text(self.nbytes)}, asked for {self.target}"
         rows = [("allocation", f"{chosen}; estimated mean KL {self.kl:.4f}")]
         for name, uniform in self.uniform.items():

@@ -1,4 +1,4 @@
-"""The allocation of an interrupted run, which the run that resumes it takes over."""
+"""Stores the allocation of a run for a run that resumes it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _MOST = 1 << 63
 
 
 def keep_allocation(writer: CheckpointWriter, allocation: Allocation, recipe: Recipe) -> None:
-    """Keeps what was chosen for ``recipe``, which holds it, in the unfinished folder."""
+    """Stores the allocation that was chosen for ``recipe`` in the unfinished folder."""
     writer.keep_json(_FILE, {"recipe": _asked(recipe), "allocation": asdict(allocation)})
 
 
 def kept_allocation(out: Path, recipe: Recipe) -> Allocation | None:
-    """What an unfinished run of ``out`` chose, or None where it kept nothing.
+    """The allocation that an unfinished run of ``out`` chose; None where it stored none.
 
-    The modules become part of the recipe, by which the journal knows its run; sizes are taken from the plan.
-    Only estimates are believed.
+    An altered file can't mix two runs: the modules become part of the recipe, whose fingerprint the journal
+    checks, and sizes are counted anew from the plan. Only the estimated KL divergences are taken as stored.
 
     Raises:
-        OutputError: that run had another recipe, or what it kept is damaged.
+        OutputError: that run had another recipe, or the file is damaged.
     """
     kept = kept_json(out, _FILE)
     if kept is None:
@@ -54,10 +54,10 @@ def kept_allocation(out: Path, recipe: Recipe) -> Allocation | None:
 
 
 def _check_numbers(values: Allocation | Uniform) -> None:
-    """Refuse numbers of another type than their field's, below 0, absurdly large, infinite or NaN.
+    """Checks that every number has its field's type and is at least 0, finite and below 2**63.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a number is not; the error has its field's name.
     """
     for field in fields(values):
         value: Any = getattr(values, field.name)
@@ -67,12 +67,12 @@ def _check_numbers(values: Allocation | Uniform) -> None:
 
 
 def forget_allocation(writer: CheckpointWriter) -> None:
-    """Removes it from the unfinished folder, which is about to be finished."""
+    """Removes the stored allocation from a folder that is about to be finished."""
     writer.remove(_FILE)
 
 
 def _asked(recipe: Recipe) -> dict[str, Any]:
-    """The recipe without its allocation."""
+    """The keys and values of a recipe without its allocation."""
     values = recipe.to_dict()
     del values["allocation"]
     return values

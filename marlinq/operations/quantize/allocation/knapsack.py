@@ -1,10 +1,10 @@
-"""The exact choice: one candidate for each unit, the least total cost within a number of bytes.
+"""The multiple-choice knapsack problem: one candidate for each unit, least total cost within a number of
+bytes.
 
-This is the multiple-choice knapsack problem. Dynamic programming over the bytes beyond each unit's smallest
-candidate solves it exactly. Bytes are counted in steps: in the greatest common divisor of all differences
-where that gives at most :data:`MOST_STEPS` steps, which makes the choice exact to the byte; else in the least
-coarser step that does, each difference rounded up, so that the choice fits and is the best among those that
-fit with each unit's bytes rounded up.
+Dynamic programming over the bytes beyond each unit's smallest candidate solves it exactly. Bytes are counted
+in steps. Where the greatest common divisor of all differences gives at most :data:`MOST_STEPS` steps, it is
+the step, and the choice is exact to the byte. Else the step is the smallest multiple of it that gives so few
+steps, and differences are rounded up: the choice fits, and is the best among those that fit after rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_STEPS = 1 << 18
-"""Steps of bytes that are told apart: at 300 units a table of 80 MB, filled in ten seconds."""
+"""largest number of steps: for 300 units a table of 80 MB, filled in ten seconds"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Item:
 
     Attributes:
         nbytes: bytes that it takes, at least 0.
-        cost: what is to be small; any finite number.
+        cost: quantity to minimise; any finite number.
     """
 
     nbytes: int
@@ -39,11 +39,10 @@ class Choice:
 
     Attributes:
         items: index of the chosen candidate of every unit, in order.
-        nbytes: bytes of all of them.
+        nbytes: bytes of all chosen candidates.
         cost: sum of their costs.
-        step: bytes that a unit's size was rounded up to, above its smallest candidate; the choice is exact
-            to the byte where it divides all differences.
-        exact: whether it does.
+        step: bytes that sizes beyond a unit's smallest candidate were rounded up to a multiple of.
+        exact: whether the step divides all these sizes, so that rounding changed none.
     """
 
     items: tuple[int, ...]
@@ -54,11 +53,11 @@ class Choice:
 
 
 def choose(units: Sequence[Sequence[Item]], budget: int) -> Choice | None:
-    """The choice of least cost, and of the fewest bytes among equals, of at most ``budget`` bytes.
+    """The choice of least cost within ``budget`` bytes; among equal costs, the one with the fewest bytes.
 
     Args:
-        units: the candidates of each unit, at least one.
-        budget: bytes of all units together.
+        units: candidates of each unit, at least one.
+        budget: bytes that all units together may take.
 
     Returns:
         The choice; None where even the smallest candidates take more.
@@ -69,7 +68,7 @@ def choose(units: Sequence[Sequence[Item]], budget: int) -> Choice | None:
         return None
     extra = [[item.nbytes - low for item in items] for items, low in zip(units, least, strict=True)]
     divisor = math.gcd(*(size for sizes in extra for size in sizes)) or 1
-    # More than the largest candidates together is of no use.
+    # Bytes beyond the largest candidates are left out, which keeps the steps fine.
     step = divisor * max(1, -(-min(room, sum(map(max, extra))) // (divisor * MOST_STEPS)))
     steps = min(room // step, sum(-(-max(sizes) // step) for sizes in extra))
     # best[s]: least cost of the units so far in s steps or fewer.
@@ -88,7 +87,7 @@ def choose(units: Sequence[Sequence[Item]], budget: int) -> Choice | None:
             pick[shift:][better] = index
         best = total
         taken.append(pick)
-    # The first of equal costs has the fewest steps.
+    # argmin takes the first of equal costs, which has the fewest steps.
     place = int(np.argmin(best))
     chosen = []
     for pick, sizes in zip(reversed(taken), reversed(extra), strict=True):

@@ -1,24 +1,24 @@
-"""How much each option of each unit would move the original's predictions, estimated by gradients.
+"""Estimates, by gradients, the mean KL divergence that each option of each unit causes.
 
-To second order, the mean KL divergence that an error D = Q - W of one weight causes is
+To second order, the mean KL divergence from an error D = Q - W of one weight is
 
     KL(D) = 1/2 E[ <G, D>^2 ] / tokens,   G = the gradient of the log-likelihood at W
 
-with the labels drawn from the original's own predictions: E[G G^T] is the Fisher information, which is the
-curvature of the divergence (Martens 2014). G is taken exactly, through attention and every later block and
-over all tokens of a batch together, one block's weights at a time. Rounding errors of different output
-channels have nothing to do with each other, so instead of the square of one sum over the weight,
+with labels drawn from the original's own predictions: E[G G^T] is the Fisher information, the curvature of
+the divergence (Martens 2014). G is exact: it goes through attention and every later block, over all tokens of
+a batch, for one block's weights at a time. Rounding errors of different output channels are independent, so
+instead of the square of one sum over the weight,
 
     KL(D) ~ 1/2 sum_n ( sum_k G[n, k] D[n, k] )^2 / tokens
 
-is taken, whose expectation over roundings is the same, and which has one sample for each output channel and
-batch instead of one for each batch. Inside a channel errors do go together, which is what GPTQ makes use of;
-those terms are all there.
+is used. Its expectation over roundings is the same, but it has one sample for each output channel and batch
+instead of one for each batch. Errors inside a channel are correlated (GPTQ relies on that), and all those
+terms are in the inner sum.
 
-D is what the recipe's own method makes of the weight with the original's inputs; methods are solved on every
-other document and errors weighed on those between, for a method fits the text it sees. What is left out: that
-errors of earlier blocks add up and are made up for (``drift_correction``), and tuning. Sums over units take
-them for independent.
+D comes from the recipe's own method, solved on the original's inputs. Methods are solved on every other
+document and their errors weighed on the remaining ones, because a method fits the text that it sees. The
+estimate leaves out tuning, and the errors of earlier blocks with their correction (``drift_correction``). A
+sum over units takes units for independent.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MeasuringText:
 
     Attributes:
         solved: batches that options are solved on.
-        weighed: batches that their errors are weighed on; others.
+        weighed: other batches, on which the errors of options are weighed.
     """
 
     solved: Sequence[Batch]
@@ -63,7 +63,7 @@ class MeasuringText:
 
     @property
     def tokens(self) -> int:
-        """Tokens whose gradients are taken."""
+        """Number of tokens on which gradients are taken."""
         return sum(sum(batch.lengths) for batch in self.weighed)
 
 
@@ -77,19 +77,20 @@ def measure(
     folder: Path,
     progress: ReportProgress,
 ) -> list[list[float]]:
-    """The estimated mean KL divergence, nats a token, of every option of every unit, alone in the model.
+    """Estimated mean KL divergence, in nats per token, for every unit and each of its options, with the rest
+    of the model unquantised.
 
     Memory holds one block, the errors of all its options in the instance's dtype, the statistics of its
     inputs, and hidden states of the text for every block (:class:`LossGradients`).
 
     Args:
-        instance: the live original, nothing materialised.
+        instance: the loaded original, without any weights in memory.
         units: groups of modules that get one scheme.
-        recipe: method and seed.
+        recipe: recipe with the method and the seed.
         text: the text.
-        products: what products of float32 linear layers are rounded to; None for float32.
-        folder: where hidden states go that memory has no room for.
-        progress: told about every block.
+        products: dtype that linear layers multiply in while blocks run in float32; None for float32.
+        folder: folder for hidden states that don't fit memory.
+        progress: called after every block.
 
     Raises:
         NumericsError: weights, activations or gradients are NaN or infinite.
@@ -99,7 +100,7 @@ def measure(
 
 
 class _Measurement:
-    """See :func:`measure`."""
+    """State of :func:`measure`, whose arguments it takes."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class _Measurement:
         self._costs = [[0.0] * len(unit.options) for unit in units]
 
     def run(self) -> list[list[float]]:
-        """The estimates."""
+        """The estimates, one list for each unit."""
         blocks = self._instance.blueprint.blocks
         with self._instance.reading_ahead(range(len(blocks))):
             for index in range(len(blocks)):
@@ -171,8 +172,7 @@ class _Measurement:
                 )
 
     def _errors(self, index: int) -> dict[str, dict[int, Tensor]]:
-        """The error [N, K] that every quantised option makes in each weight of a block, by the projection's
-        name and the option's index."""
+        """Name of a projection of the block -> index of a quantised option -> its error [N, K]."""
         block = self._instance.blueprint.blocks[index]
         known = [each for each in block.projections if each.name in self._place]
         members = [found for each in known if (found := self._any_option(each.name)) is not None]
@@ -197,12 +197,12 @@ class _Measurement:
         return errors
 
     def _any_option(self, name: str) -> PlannedModule | None:
-        """The first quantised option of a projection, which asks for the same statistics as the others."""
+        """The first quantised option of a projection; all options need the same statistics."""
         unit, member = self._place[name]
         return next((each.planned[member] for each in self._units[unit].options if each.planned), None)
 
     def _solve(self, names: Sequence[str], statistics: Any, errors: dict[str, dict[int, Tensor]]) -> None:
-        """Adds the errors of all options of projections that share an input."""
+        """Solves all options of projections that share an input, and adds their errors to ``errors``."""
         for unit, together in groupby(names, key=lambda name: self._place[name][0]):
             mine = list(together)
             weights = [
@@ -227,7 +227,7 @@ class _Measurement:
                     )
 
     def _weigh(self, index: int, errors: Mapping[str, Mapping[int, Tensor]]) -> None:
-        """Adds what the errors of a block cost."""
+        """Adds the estimated KL divergence of a block's errors to the costs."""
         by_name = self._instance.blueprint.by_name
         parameters = list(dict.fromkeys(by_name[name].parameter for name in errors))
         for gradients in self._gradients.weight_gradients(index, parameters, self._states):

@@ -1,4 +1,4 @@
-"""How large an allocation's output is, and whether an allocation that a recipe brings suits the model."""
+"""The size of an allocation's output, and a check that an allocation in a recipe fits the model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from marlinq.operations.quantize.recipe import Recipe
 
 @dataclass(frozen=True)
 class Frame:
-    """What is not chosen.
+    """Sizes that the choice of schemes does not change.
 
     Attributes:
-        weights: weights that mean bits are taken over.
-        fixed: bytes of those that overrides decide.
-        rest: bytes of all other tensors of the output, but for the units.
+        weights: number of weights over which mean bits are taken.
+        fixed: bytes of the weights among them whose scheme an override decides.
+        rest: bytes of all tensors of the output except the units', with ``fixed``.
     """
 
     weights: int
@@ -32,7 +32,7 @@ class Frame:
     rest: int
 
     def bits(self, nbytes: int) -> float:
-        """Mean bits where the units take ``nbytes``."""
+        """Mean bits per weight where the units take ``nbytes`` bytes."""
         return 8 * (nbytes + self.fixed) / self.weights
 
     def budget(self, recipe: Recipe) -> int:
@@ -45,7 +45,7 @@ class Frame:
 def frame_of(
     checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: OutputPlan, free: Container[str]
 ) -> tuple[Frame, int]:
-    """The sizes of ``plan``: the frame, and bytes of the projections whose names are ``free``."""
+    """(sizes in ``plan`` that the choice does not change, bytes of the projections named in ``free``)."""
     names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
     weights = fixed = taken = 0
     for projection in blueprint.projections():
@@ -66,11 +66,11 @@ def frame_of(
 def check_allocation(
     checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: OutputPlan
 ) -> tuple[float, int]:
-    """Mean bits of a weight and bytes of all tensors with the allocation of ``recipe``.
+    """(mean bits per weight, bytes of all tensors) with the allocation of ``recipe``.
 
     Raises:
-        UsageError: it was chosen for another model: it names what is no linear, has no scheme for a linear,
-            or takes more than the recipe's target.
+        UsageError: the allocation was chosen for another model: it names a module that is no linear, has no
+            scheme for a linear, or takes more than the recipe's target.
     """
     names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
     again = f"it was not chosen for {checkpoint.path}; leave out the allocation, and one is chosen"

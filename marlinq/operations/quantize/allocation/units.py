@@ -1,4 +1,4 @@
-"""What is decided together: the units of a model under a loader's rules, and what each may become."""
+"""Units: groups of modules that a loader needs in one scheme, and the schemes that each may get."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from marlinq.operations.quantize.recipe import Recipe
 
 @dataclass(frozen=True)
 class Option:
-    """What a unit may become.
+    """One scheme that a unit may get.
 
     Attributes:
         candidate: name in :data:`CANDIDATES`.
-        nbytes: bytes of all its stored tensors.
-        planned: how each of its projections is quantised; empty for one that stays unquantised.
+        nbytes: bytes of all stored tensors of the unit with this scheme.
+        planned: plan for each projection of the unit; empty where it stays unquantised.
     """
 
     candidate: str
@@ -42,9 +42,9 @@ class Unit:
 
     Attributes:
         name: name of the fused layer, of a layer's experts, or of the only projection.
-        projections: all of them, in the order of the tree.
-        options: what it may become, at least one, in the order of :data:`CANDIDATES`.
-        refused: why each other candidate is none, by name.
+        projections: its projections, in the order of the model.
+        options: schemes that it may get, at least one, in the order of :data:`CANDIDATES`.
+        refused: name of every other candidate -> why it is no option.
     """
 
     name: str
@@ -54,27 +54,27 @@ class Unit:
 
     @property
     def weights(self) -> int:
-        """Weights of all its projections."""
+        """Number of weights in all its projections."""
         return sum(each.in_features * each.out_features for each in self.projections)
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Names by which a recipe's allocation lists it."""
+        """Names of its modules in a recipe's allocation."""
         layers = (expert_layer(each.name) or each.name for each in self.projections)
         return tuple(dict.fromkeys(layers))
 
 
 def fuses(served_by: str) -> bool:
-    """Whether the loader that ``--for`` names makes one layer of several."""
+    """Whether the loader that ``--for`` names fuses layers."""
     server = server_named(served_by)
     return server is not None and bool(server.fused)
 
 
 def units_of(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) -> tuple[Unit, ...]:
-    """The units whose scheme is chosen: all that no override is about, without the output head.
+    """The units whose scheme is to be chosen: all linears without an override, except the output head.
 
     Raises:
-        UnsupportedError: there is none, or none can be quantised for the loader; the message says why.
+        UnsupportedError: there is no such linear, or none can be quantised for the loader.
     """
     names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
     server = server_named(recipe.served_by)
@@ -109,7 +109,7 @@ def free_projections(blueprint: Blueprint, names: TensorNames, recipe: Recipe) -
 
 
 def _together(projections: Iterable[Projection], server: Server | None) -> dict[str, list[Projection]]:
-    """The projections that need one scheme, by the unit's name, in the order of the tree."""
+    """Name of a unit -> its projections, in the order of the model."""
     free = {each.name: each for each in projections}
     fused = {} if server is None else server.fused
     whole_of = {member: (whole, members) for whole, members in fused.items() for member in members}
@@ -154,7 +154,7 @@ def _option(
     candidate: str,
     projections: Sequence[Projection],
 ) -> Option | str:
-    """What the projections become with a candidate, or why they can't."""
+    """The option of a unit for a candidate, or why it is none."""
     settings = recipe.candidate_settings(candidate)
     if isinstance(settings, Keep):
         return Option(candidate, sum(dense_bytes(checkpoint, names, each) for each in projections), ())

@@ -1,9 +1,14 @@
-"""Tuning a quantised model end to end, so that it predicts what the original predicts.
+"""End-to-end tuning of a quantised model towards the original's predictions.
 
-The plan of the quantise operation says what is stored; nothing here changes a shape, a dtype or a name. The
-parts: :mod:`rows` is the text; :mod:`teacher` runs the original once and keeps its last hidden states;
-:mod:`student` is the quantised model with weights that follow a gradient, a block at a time; :mod:`loop` is
-the optimisation; :mod:`files` keeps state and result in the unfinished folder; :mod:`run` puts them together.
+Tuning changes values of stored tensors, never a shape, a dtype or a name.
+
+    rows      text to learn from, in rows of one length
+    teacher   runs the original once and keeps its last hidden states
+    student   the quantised model with trainable codes, scales and vectors, one dense block at a time
+    recording the student's passes as CUDA graphs
+    loop      the optimiser, and the checks on held-out text
+    files     state and result in the unfinished folder
+    run       puts the parts together
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tensors of a tuning run in the unfinished folder: its state at times, its result before it is written."""
+"""Files of a tuning run in the unfinished folder: its latest state, and its result before tensors are
+overwritten."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _Found = TypeVar("_Found")
 def keep(
     writer: CheckpointWriter, name: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
 ) -> None:
-    """Puts tensors and JSON values into a file of the unfinished folder, durably, whole or not at all."""
+    """Writes tensors and JSON values to a file of the unfinished folder, durably and atomically."""
     own = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     writer.keep_bytes(name, safetensors.torch.save(own, {_FACTS: json.dumps(facts)}))
 
@@ -32,13 +33,13 @@ def keep(
 def kept(
     writer: CheckpointWriter, name: str, take: Callable[[dict[str, Tensor], dict[str, Any]], _Found]
 ) -> _Found | None:
-    """What :func:`keep` left, as ``take`` understands it; None where it left nothing.
+    """The contents of a file that :func:`keep` wrote, converted by ``take``; None where there is no file.
 
     Args:
         writer: writer of the folder.
         name: name of the file.
-        take: called with the tensors and the values; raises ValueError, LookupError or TypeError where they
-            are not what it expects.
+        take: function of the tensors and the values; raises ValueError, LookupError or TypeError where they
+            are not valid.
 
     Raises:
         OutputError: the file is damaged.

@@ -1,4 +1,4 @@
-"""The optimisation: Adam on the divergence from the original's predictions, watched on held-out text."""
+"""The optimisation: Adam on the KL divergence from the original's predictions, checked on held-out text."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ from marlinq.operations.quantize.tuning.student import Student
 from marlinq.operations.quantize.tuning.teacher import Lesson
 from marlinq.operations.quantize.watch import SECONDS_BETWEEN, duration
 
-# Steps over which the rate grows from zero: Adam's first steps are as large as later ones, but know less.
 _WARMUP = 5
-# Looks at the held-out text in a run.
+"""steps over which the learning rate grows from zero, because Adam's moments are poor at first"""
 _LOOKS = 12
-# Times the divergence before tuning at which a run has gone astray. Below it nothing stops it: at full rate
-# the held-out text is often worse than a few steps into the run, and best when the rate has come down. At one
-# step four of five runs of one recipe were at 0.92 to 1.04 times it, and one at more than 1.5.
+"""evaluations on held-out text in a run"""
 _ASTRAY = 4.0
-# Weights up to which kernels are so small that the host launches them more slowly than a GPU runs them.
+"""ratio of the held-out divergence to that before tuning at which the run is stopped as diverged. Smaller
+ratios are no reason: at full rate the held-out divergence is often above its value after a few steps, and
+lowest at the end, when the rate has fallen (of five runs of a recipe, four were at 0.92 to 1.04 at one step,
+one above 1.5)."""
 _SMALL = 1 << 30
+"""number of weights up to which a GPU runs kernels faster than the host launches them"""
 
 
 @dataclass(frozen=True)
 class TuningSettings:
-    """How long and how fast.
+    """Length and rates of tuning.
 
     Attributes:
         steps: number of steps of the optimiser.
-        tokens: a step's, at least; whole micro-batches are taken.
-        rate: rate of the relative change of scales and vectors a step, at its highest.
-        code_rate: rate of latent codes, in steps of a code; 0 leaves codes alone.
-        vectors: norms and biases follow too.
+        tokens: tokens of a step, rounded up to whole micro-batches.
+        rate: largest relative change of scales and vectors in a step.
+        code_rate: largest change of latent codes in a step, in steps of a code; 0 does not tune codes.
+        vectors: whether norms and biases are tuned.
         seed: seed of the order of batches.
-        noise: the chance of a token to become any token, in text that comes again.
+        noise: probability that a token of repeated text is replaced by a random one.
     """
 
     steps: int
@@ -60,8 +61,10 @@ class TuningSettings:
 
     @classmethod
     def of(cls, recipe: Recipe, work: Work, device: torch.device, *, own_text: bool) -> TuningSettings:
-        """What a recipe asks for, for a model of this much work on this device; ``own_text`` says whether
-        the model writes any of the text."""
+        """The settings of a recipe, for a model with this work per token on this device.
+
+        ``own_text`` says whether the model writes any of the text.
+        """
         steps, tokens = tuning_budget(recipe, work, device, own_text=own_text)
         rate, code_rate = tuning_rates(recipe, steps)
         return cls(
@@ -77,17 +80,17 @@ class TuningSettings:
 
 @dataclass(frozen=True)
 class TuningReport:
-    """What tuning did.
+    """The result of tuning.
 
     Attributes:
-        steps: number of steps taken; fewer than asked for when the run went astray.
-        astray: mean KL on the held-out text where it was stopped for that; None where it was not.
-        tokens: seen in all of them, repetitions included.
-        documents, held_out: to learn from, and to watch.
-        kl_before, kl_after: mean KL on the held-out text in nats, before and with the kept values; None
-            without such text.
-        kept_step: the step whose values were kept, the last where that helped; 0 leaves everything as it was.
-        changed_codes: share of the codes that are others than before.
+        steps: number of steps taken; fewer than asked for when the run diverged.
+        tokens: number of tokens in all steps, with repetitions.
+        documents, held_out: number of documents to learn from, and of held-out documents.
+        kl_before, kl_after: mean KL in nats on held-out text, before tuning and with the kept values; None
+            without held-out text.
+        kept_step: step whose values were kept; 0 if tuning changed nothing.
+        astray: mean KL in nats on held-out text at which a diverged run was stopped; None for others.
+        changed_codes: share of codes (0 to 1) that changed.
         vectors: names of the unquantised tensors that changed.
     """
 
@@ -109,7 +112,17 @@ class TuningReport:
 
 @dataclass
 class Progress:
-    """Where a run stands besides its tensors; JSON values."""
+    """The state of a run without its tensors, as JSON values.
+
+    Attributes:
+        step: number of steps taken.
+        tokens: number of tokens in these steps.
+        before: mean KL in nats on held-out text before tuning.
+        best: mean KL in nats on held-out text with the kept values.
+        best_step: step whose values are kept.
+        astray: mean KL in nats on held-out text at which the run was stopped; None while it was not.
+        finished: whether no step is left.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -121,17 +134,17 @@ class Progress:
 
 
 class Loop:
-    """Optimises a student; its state can be taken out and put back at the end of any step.
+    """Optimises a student. Its state can be saved and restored between any two steps.
 
     Args:
         student: the quantised model.
-        replay: replay of its instance; the parts outside the blocks are materialised.
-        lesson: the text, first the batches to learn from, then those that are held out.
-        learning: how many batches are to learn from.
-        settings: how long and how fast.
-        original: parameters that the original's logits are computed with, by full name; the head's, if tied.
-        head: head of the student.
-        logits: tokens whose logits are held at once (:func:`logits_at_once`).
+        replay: replay of its instance; parameters outside the blocks must be in memory.
+        lesson: the text: first the batches to learn from, then the held-out ones.
+        learning: number of batches to learn from.
+        settings: length and rates.
+        original: name -> parameter of the original's head, for the original's logits.
+        head: name -> parameter of the student's head, for the student's logits.
+        logits: tokens whose logits are in memory at once (:func:`logits_at_once`).
     """
 
     def __init__(
@@ -157,7 +170,7 @@ class Loop:
         slow |= {f"{name}.change": vector.change for name, vector in student.vectors.items()}
         codes = {f"{name}.latent": w.latent for name, w in student.weights.items() if w.latent is not None}
         self._leaves: dict[str, Tensor] = {**slow, **codes}
-        # Of a code that follows, what would be stored is kept: a byte instead of four.
+        # The best codes are kept as the stored byte, not as the latent's four.
         self._best = {
             name: _codes(leaf) if name in codes else leaf.detach().clone()
             for name, leaf in self._leaves.items()
@@ -166,16 +179,15 @@ class Loop:
         if codes:
             rate = settings.code_rate
             groups.append({"params": list(codes.values()), "lr": rate, "highest": rate})
-        # Fused: one kernel reads and writes each value once, where loops over lists do so some ten times.
+        # Fused Adam reads and writes each value once; foreach does so about ten times.
         self._fused = lesson.device.type == "cuda"
         self._optimizer = torch.optim.Adam(groups, fused=self._fused, foreach=not self._fused)
         self._passes: Passes = self._recorded(learning) or Direct(student)
 
     def _recorded(self, learning: int) -> Recorded | None:
-        """The passes over the micro-batches to learn from as CUDA graphs, where those are of use.
+        """The passes over micro-batches as CUDA graphs; None where graphs don't help or can't be recorded.
 
-        A layer's router decides on the host which experts run, and nothing that the host decides can be
-        recorded.
+        Models with experts can't be recorded: the host decides which experts run.
         """
         lesson = self._lesson
         weights = sum(weight.count for weight in self._student.weights.values())
@@ -190,12 +202,13 @@ class Loop:
         return Recorded(self._student, alike, lesson.first.load(0), list(self._leaves.values()))
 
     def run(self, progress: ReportProgress, save: Callable[[], None], message: ReportMessage) -> None:
-        """Takes all steps that are left and goes back to the values that are kept.
+        """Takes the remaining steps, then restores the best values.
 
         Args:
-            progress: told about every step.
+            progress: called with (activity, steps done, steps in all).
             save: called after every step.
-            message: given a line at the first look at the held-out text, then at most every 15 s.
+            message: called with one line after the first evaluation on held-out text, then at most every
+                15 s.
 
         Raises:
             NumericsError: the divergence is not finite.
@@ -232,14 +245,14 @@ class Loop:
         )
 
     def _judge(self) -> float | None:
-        """Looks at the held-out text, and keeps the values if they are the best so far or the last.
+        """Evaluates the held-out text, and keeps the values if they are the best so far.
 
-        A few held-out documents tell a run that helps from one that does harm, but not good values from
-        better ones: where they are the judge of that, a run may end up with its first steps. So the last
-        values need only be better than none.
+        The last step's values are kept if they are better than those before tuning, even if an earlier step
+        was better: a few held-out documents tell useful tuning from harmful tuning, but not good values from
+        slightly better ones.
 
         Returns:
-            The mean divergence there; None where nothing is held out.
+            The mean divergence on held-out text; None without held-out text.
         """
         now, found = self.now, None
         if self._held_out:
@@ -259,15 +272,15 @@ class Loop:
         return found
 
     def _step(self) -> float:
-        """Takes a step; the sum of the divergence over its tokens, before it."""
+        """Takes a step, and returns the sum of the divergence over its tokens before the step."""
         settings, step = self._settings, self.now.step
         share = 0.5 * (1 + math.cos(math.pi * step / settings.steps)) * min(1.0, (step + 1) / _WARMUP)
         for group in self._optimizer.param_groups:
             group["lr"] = group["highest"] * share
         numbers = self._order[step]
         tokens = sum(self._tokens[number] for number in numbers)
-        # Where one micro-batch is the step, a block takes it as soon as it has its gradients, which are
-        # forgotten then: four bytes a weight that no memory is needed for.
+        # A step of one micro-batch updates each block as soon as its gradients are there, and then drops
+        # them, which saves four bytes per weight.
         at_once = len(numbers) == 1 and not self._passes.keeps_gradients
         learnt = sum(self._learn(number, 1 / tokens, self._take if at_once else None) for number in numbers)
         self._take()
@@ -276,12 +289,12 @@ class Loop:
         return learnt
 
     def _take(self) -> None:
-        """Changes what has gradients; what has none, or has taken the step already, stays."""
+        """Updates parameters that have gradients; those updated earlier in this step have none any more."""
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=not self._passes.keeps_gradients)
 
     def _learn(self, number: int, weight: float, after_block: Callable[[], None] | None) -> float:
-        """Adds the gradient of ``weight`` times the divergence over a batch.
+        """Adds the gradients of ``weight`` times the divergence over a batch to the parameters.
 
         Returns:
             The sum of the divergence over its tokens.
@@ -311,7 +324,7 @@ class Loop:
         return total
 
     def _look(self) -> float:
-        """The mean divergence over the held-out text."""
+        """The mean divergence, in nats per token, on held-out text."""
         total = 0.0
         for number in self._held_out:
             _, hidden = self._student.forward(number, self._lesson.first.load(number))
@@ -329,8 +342,8 @@ class Loop:
         return total / sum(self._tokens[number] for number in self._held_out)
 
     def _real(self, number: int, hidden: Tensor) -> Tensor:
-        """The rows [tokens, H] of a batch's hidden states [B, T, H] that belong to real tokens; of a batch
-        without padding, as the batches to learn from are, a view."""
+        """The hidden states [tokens, H] of a batch's real tokens, from [B, T, H]; a view for batches without
+        padding, which the batches to learn from are."""
         batch = self._lesson.batches[number]
         return hidden[batch.mask().to(hidden.device)] if batch.padded else hidden.flatten(0, 1)
 
@@ -351,11 +364,11 @@ class Loop:
         return state
 
     def _place(self, key: str, leaf: Tensor) -> torch.device:
-        """Where the optimiser has a tensor of its state."""
+        """The device on which the optimiser keeps a tensor of its state."""
         return torch.device("cpu") if key == "step" and not self._fused else leaf.device
 
     def restore(self, tensors: Mapping[str, Tensor], now: Progress) -> None:
-        """Goes on where a state was taken out."""
+        """Restores a state: the result of :meth:`tensors`, and the values of :attr:`now`."""
         self.now = now
         with torch.no_grad():
             for name, leaf in self._leaves.items():
@@ -370,17 +383,18 @@ class Loop:
 
 
 def records(weights: int) -> bool:
-    """Whether a GPU's passes of a model of so many tuned weights are recorded, which keeps all gradients."""
+    """Whether passes on a GPU are recorded for this number of tuned weights; recorded passes need memory for
+    all gradients."""
     return weights <= _SMALL
 
 
 def _codes(latent: Tensor) -> Tensor:
-    """uint8, what a latent would be stored as, or beyond that where its element ends before 255."""
+    """uint8, the rounded latents; not clamped to the largest code where that is below 255."""
     return latent.detach().round().clamp_(0, 255).to(torch.uint8)
 
 
 def _order(tokens: Sequence[int], settings: TuningSettings) -> list[list[int]]:
-    """The batches of each step: every batch once in random order, and again, until the steps are full."""
+    """Numbers of the batches of each step: all batches in random order, repeatedly, until steps are full."""
     generator = random.Random(settings.seed)
     waiting: list[int] = []
     steps = []
@@ -389,7 +403,7 @@ def _order(tokens: Sequence[int], settings: TuningSettings) -> list[list[int]]:
         while sum(tokens[number] for number in step) < settings.tokens:
             if not waiting:
                 if step and len(step) >= len(tokens):
-                    # The text is smaller than a step; seeing it twice in one teaches nothing.
+                    # The text has fewer tokens than a step; the same batch twice in a step teaches nothing.
                     break
                 waiting = list(range(len(tokens)))
                 generator.shuffle(waiting)

@@ -1,7 +1,7 @@
-"""A student's passes recorded once and played for every micro-batch that is alike.
+"""Records a student's passes as CUDA graphs and replays them for every micro-batch of the same shape.
 
-A pass of a small model is tens of thousands of small kernels. The host takes longer to launch them than the
-GPU to run them, unless it launches them all at once, as CUDA graphs.
+A pass of a small model is tens of thousands of small kernels, which the host launches more slowly than the
+GPU runs them. A CUDA graph launches them all at once.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from marlinq.operations.quantize.tuning.student import Kept, Student, backward_kept
 
-# Of the memory that is free when a pass is recorded, what it may keep; logits and the optimiser come later.
 _SHARE_OF_FREE = 0.4
+"""share of the GPU's free memory that a recorded pass may keep; logits and the optimiser need the rest"""
 
 
 class Passes(Protocol):
     """The forward and the backward pass of a student over a micro-batch."""
 
     keeps_gradients: bool
-    """Gradients are added to the tensors that are there, which have to stay."""
+    """Whether gradients are added to existing tensors, which must then stay allocated."""
 
     def forward(self, batch: int, hidden: Tensor) -> tuple[list[Tensor], Tensor]:
-        """As :meth:`Student.forward`; what is returned stands until the next pass."""
+        """Does the same as :meth:`Student.forward`; the next pass overwrites the result."""
 
     def backward(
         self,
@@ -34,11 +34,12 @@ class Passes(Protocol):
         gradient: Tensor,
         after_block: Callable[[], None] | None = None,
     ) -> None:
-        """As :meth:`Student.backward`; without ``after_block`` where gradients stay."""
+        """Does the same as :meth:`Student.backward`; ``after_block`` must be None with
+        ``keeps_gradients``."""
 
 
 class Direct:
-    """The student's own passes."""
+    """The student's own passes, without recording."""
 
     keeps_gradients = False
 
@@ -48,16 +49,16 @@ class Direct:
 
 
 class Recorded:
-    """Passes over ``alike`` batches as two CUDA graphs, all others as the student runs them.
+    """Passes over ``alike`` batches as two CUDA graphs, and over others as the student runs them.
 
-    Where the GPU has room for all that autograd keeps of a forward pass, the backward pass runs no block
-    again: the values are the same, a step takes less time.
+    Where the GPU has room for all tensors that autograd keeps of a forward pass, the backward pass does not
+    repeat the blocks. The values are the same; a step takes less time.
 
     Args:
-        student: its parameters' gradients are replaced by zeros, and have to stay where they are then.
-        alike: batches of one shape, which blocks are called with the same arguments for.
-        hidden: float32 [B, T, H], what enters the first block for one of them.
-        leaves: all that an optimiser changes in the student's blocks.
+        student: the student; its parameters' gradients become zeros, and must stay allocated from then on.
+        alike: numbers of the batches of one shape for which blocks are called with the same arguments.
+        hidden: float32 [B, T, H], input of the first block for one of these batches.
+        leaves: all tensors in the student's blocks that an optimiser changes.
     """
 
     keeps_gradients = True
@@ -75,8 +76,7 @@ class Recorded:
         side = torch.cuda.Stream(hidden.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(hidden.device))
         with torch.cuda.stream(side):
-            # Libraries set themselves up at their first call, which can't be recorded. The gradients it adds
-            # are zero.
+            # A first pass sets up libraries, which can't be recorded. Its gradients are zero.
             inputs, _ = student.forward(batch, self._entering)
             student.backward(batch, inputs, self._gradient)
         torch.cuda.current_stream(hidden.device).wait_stream(side)
@@ -96,7 +96,7 @@ class Recorded:
                 student.backward(batch, list(self._inputs), self._gradient)
 
     def forward(self, batch: int, hidden: Tensor) -> tuple[list[Tensor], Tensor]:
-        """As :meth:`Passes.forward`."""
+        """Does the same as :meth:`Passes.forward`."""
         if batch not in self._alike:
             return self._student.forward(batch, hidden)
         self._entering.copy_(hidden)
@@ -110,7 +110,7 @@ class Recorded:
         gradient: Tensor,
         after_block: Callable[[], None] | None = None,
     ) -> None:
-        """As :meth:`Passes.backward`; of a batch that was just run forward."""
+        """Does the same as :meth:`Passes.backward`, for the batch of the last forward pass."""
         if after_block is not None:
             raise ValueError("a recorded pass can't be interrupted between two blocks")
         if batch not in self._alike:

@@ -1,4 +1,4 @@
-"""The text that is learnt from: what is held out of it, its rows, and tokens that are drawn anew."""
+"""The text that tuning learns from: held-out documents, rows of one length, and tokens drawn anew."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from torch import Tensor
 from marlinq.calibration import Document
 from marlinq.operations.quantize.drawing import draw
 
-# A row is put together from pieces of documents of at least this many tokens.
 _PIECE = 32
-# One document in _HELD_OUT is held out, at least one and at most _MOST_HELD_OUT; none of fewer than _FEWEST.
+"""tokens per piece of a document, at least; rows are made of pieces"""
 _HELD_OUT = 16
+"""documents of which one is held out"""
 _MOST_HELD_OUT = 64
+"""documents that are held out, at most"""
 _FEWEST = 8
-# The chance of a token to be drawn anew in text that was there before.
+"""documents of which at least one is held out; of fewer none is"""
 REDRAWN = 0.3
-# The chance of a token of such text to become any token, where the model has written none of the text: what
-# it writes itself has rare tokens in it, a few documents have not.
+"""probability that a token of repeated text is drawn anew from the original's predictions"""
 NOISE = 0.1
+"""probability that a token of repeated text is replaced by a random one, where the model has written none of
+the text: its own text has rare tokens, a few documents don't"""
 
 
 def hold_out(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Documents to learn from, and those that tell whether that helped: every sixteenth, as they were drawn
-    at random, of many documents fewer. A document that is there twice is on one side only."""
+    """(documents to learn from, held-out documents).
+
+    Every sixteenth document is held out, or fewer where that would be more than 64; documents are in random
+    order. Copies of a document stay on one side.
+    """
     if len(documents) < _FEWEST:
         return list(documents), []
     step = max(_HELD_OUT, -(-len(documents) // _MOST_HELD_OUT))
@@ -39,12 +44,12 @@ def hold_out(documents: Sequence[Document]) -> tuple[list[Document], list[Docume
 def random_rows(
     documents: Sequence[Document], length: int, places: int, tokens: int, seed: int
 ) -> list[Document]:
-    """Rows of ``length`` tokens, ``tokens`` in all, of random pieces of documents.
+    """Rows of ``length`` tokens, ``tokens`` in all, made of random pieces of documents.
 
-    Few documents would be learnt by heart. In ever new neighbourhoods their tokens mean something else, so
-    the same text teaches more; and equal rows need no padding. All of the text comes before any of it comes
-    again, cut and mixed anew. Rows fill their micro-batches of ``places``, if there are more than one, so
-    that no step takes two where one holds enough. Where documents begin alike, so do rows
+    Tuning would overfit a few documents. In new contexts their tokens have other meanings, so that the same
+    text teaches more, and rows of one length need no padding. All of the text comes once before any of it is
+    repeated, cut and mixed differently. If there is more than one micro-batch of ``places`` tokens, the
+    number of rows fills all of them. Where documents begin with the same token, so do rows
     (:func:`_beginning`).
     """
     generator = random.Random(seed)
@@ -68,7 +73,7 @@ def random_rows(
 
 
 def new_rows(documents: Sequence[Document], length: int) -> int:
-    """How many of :func:`random_rows` hold text that comes for the first time, none that comes again."""
+    """Number of the first rows of :func:`random_rows` without repeated text."""
     first, every = _beginning(documents)
     total = sum(map(len, documents))
     count = total // length
@@ -78,11 +83,11 @@ def new_rows(documents: Sequence[Document], length: int) -> int:
 
 
 def _beginning(documents: Sequence[Document]) -> tuple[tuple[int, ...], int]:
-    """The token that rows begin with, and that one row in how many does.
+    """(first token of rows, n), where every nth row begins with this token; an empty tuple where none does.
 
-    Attention rests on a text's first token. Where that is the same in every text that the model will see, as
-    with tokenizers that add one, it has to be in every row; where only most documents begin with it, as with
-    what a model writes beside text from outside, in every other row. Else there is none.
+    Attention treats a text's first token specially (attention sinks). If all documents begin with one token,
+    as with tokenizers that add a start token, every row does. If more than half do, as in a mix of the
+    model's own text with files, every other row does. Else no row does.
     """
     token, count = Counter(document.tokens[0] for document in documents).most_common(1)[0]
     if 2 * count <= len(documents):
@@ -91,8 +96,8 @@ def _beginning(documents: Sequence[Document]) -> tuple[tuple[int, ...], int]:
 
 
 def _pieces(document: Document, length: int, generator: random.Random) -> list[tuple[int, ...]]:
-    """A document cut at random into pieces of at most ``length`` tokens, but for a rest too short to stand
-    alone."""
+    """A document cut at random into pieces of 32 to ``length`` tokens; a shorter rest is added to the last
+    piece."""
     pieces, start = [], 0
     while start < len(document):
         end = start + generator.randint(_PIECE, max(_PIECE, length))
@@ -113,16 +118,16 @@ def redraw(
     chunk: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Text some of whose tokens the model has drawn anew, each behind the tokens that stood before it.
+    """``ids`` with some tokens drawn anew from the model's predictions after the original preceding tokens.
 
     Args:
         ids: int64 [B, T], on the device of ``generator``.
-        hidden: [B, T, H], what the model's last block makes of ``ids``.
-        logits: hidden states [rows, H] to logits [rows, vocabulary].
-        share: the chance of a token to be drawn; the first of a row stays.
-        noise: the chance of a token to become any of the vocabulary after that, each as likely.
-        chunk: rows whose logits are held at once.
-        generator: generator of all that is drawn.
+        hidden: [B, T, H], output of the model's last block for ``ids``.
+        logits: function from hidden states [rows, H] to logits [rows, vocabulary].
+        share: probability that a token is drawn anew; the first of a row never is.
+        noise: probability that a token is then replaced by a uniformly random one.
+        chunk: rows whose logits are in memory at once.
+        generator: random generator for all draws.
 
     Returns:
         int64 [B, T]

@@ -1,4 +1,4 @@
-"""Tuning as a stage of a quantise run: between the last quantised module and the finished folder."""
+"""Runs tuning as a part of a quantise run, after the last module is quantised."""
 
 from __future__ import annotations
 
@@ -37,31 +37,35 @@ from marlinq.operations.quantize.tuning.student import Student
 from marlinq.operations.quantize.tuning.teacher import draw_anew, learn
 
 NOTE = "tuning"
-"""The writer's note that holds the report, once all tuned tensors are written."""
-
-# Places of a micro-batch, padding included; a step takes as many as its tokens need.
+"""Key of the writer's note that holds the report, once all tuned tensors are written."""
 _PLACES = {"cpu": 1024, "cuda": 8192}
-# Tokens of a row of text, and of all rows together. What enters and what leaves the original's blocks is
-# kept, in float32: on a GPU where the model is small and each takes no more than this share of its memory,
-# else in host memory, where both together take at most _MOST_BYTES.
+"""tokens per micro-batch with padding, by kind of device"""
 _ROW = 512
+"""tokens per row of text"""
 _MOST_TOKENS = 15 << 18
+"""tokens of all rows together, at most"""
 _SHARE_FOR_STATES = 0.125
+"""share of a GPU's memory for the inputs of the original's first block, and again for the outputs of its last
+block, both float32; larger ones, and those of large models, are kept in host memory"""
 _MOST_BYTES = 13_000_000_000
+"""bytes of host memory for both, at most"""
 _SAVE_SECONDS = 60.0
-# Saving may take this share of the time, at a rate of bytes a second that most disks reach, and this share of
-# the host's free memory. A state of codes is 13 bytes a weight.
+"""seconds between two saved states, at least"""
 _SAVE_SHARE = 0.1
+"""share of the time that saving may take"""
 _SAVE_RATE = 1e9
+"""bytes a second that a state is assumed to be saved at; it has 13 bytes per weight with tuned codes"""
 _SAVE_MEMORY_SHARE = 0.25
-# That read back and check what was written, and hash and write what was tuned.
+"""share of the host's free memory that a saved state may take"""
 _THREADS = 4
-# What a weight takes whose code is tuned: the code and the best one so far a byte each; a latent and its two
-# moments 4 bytes each; its gradient as many, unless a block takes its step as soon as it has its gradients.
-# The rest of the memory is for scales, embeddings, a block and its activations.
+"""threads that read stored tensors and write tuned ones"""
 _LATENT_BYTES = 14
+"""device bytes per weight with a tuned code: 1 for the code, 1 for the best code so far, 4 for the latent, 8
+for its two moments"""
 _GRADIENT_BYTES = 4
+"""device bytes per weight for gradients, unless each block drops them after its own update"""
 _SHARE_OF_MEMORY = 0.7
+"""share of a GPU's memory for tuned codes; the rest is for scales, embeddings, a block and its activations"""
 
 
 def tune(
@@ -78,28 +82,28 @@ def tune(
     progress: ReportProgress,
     message: ReportMessage,
 ) -> None:
-    """Tunes what ``writer`` holds, and writes it again; its notes then have the :class:`TuningReport`.
+    """Tunes the modules that ``writer`` holds, overwrites their tensors, and notes the :class:`TuningReport`.
 
-    The state is kept in the unfinished folder about once a minute, a large one less often or not at all, and
-    the result before any tensor is overwritten, so a run that is interrupted at any moment continues to the
-    same values.
+    The state is saved in the unfinished folder about once a minute, a large state less often or never. The
+    result is saved before any tensor is overwritten. A run that is interrupted at any moment therefore
+    continues to the same values.
 
     Args:
         checkpoint: the original.
-        blueprint: blueprint of the original.
-        plan: place of every stored tensor.
-        writer: holds every quantised module.
-        learning: the text.
-        held_out: the text that tells whether tuning helped; may be empty.
-        settings: how.
+        blueprint: structure of the original.
+        plan: plan of the output.
+        writer: writer with every quantised module.
+        learning: documents to learn from.
+        held_out: documents to evaluate on; may be empty.
+        settings: length and rates.
         max_length: tokens that a row of text may have.
-        device: where.
-        progress: told about every block of the original, then about every step.
-        message: given a line now and then that says how tuning stands.
+        device: device to tune on.
+        progress: called for every block of the original, then for every step.
+        message: called with one line from time to time on the state of tuning.
 
     Raises:
         UnsupportedError: a weight can't be tuned.
-        NumericsError: the original's or the student's values are not finite.
+        NumericsError: values of the original or of the quantised model are not finite.
         OutputError: the files of an interrupted run are damaged.
     """
     if NOTE in writer.notes:
@@ -138,13 +142,13 @@ def tune(
 
 
 def forget_tuning(writer: CheckpointWriter) -> None:
-    """Removes what only a resumed run would need."""
+    """Removes the files that only a resumed run needs from the unfinished folder."""
     writer.remove(STATE)
     writer.remove(RESULT)
 
 
 class _Run:
-    """One tuning run, from the stored tensors to the tuned ones; arguments as for :func:`tune`."""
+    """One tuning run, from the stored tensors to the tuned ones; takes the arguments of :func:`tune`."""
 
     def __init__(
         self,
@@ -170,7 +174,7 @@ class _Run:
         room = max(_MOST_BYTES // 2, self._device_bytes)
         most = min(_MOST_TOKENS, room // (4 * width), settings.steps * settings.tokens)
         length = min(_ROW, max_length)
-        # Rows are of one length, so batches have them in order.
+        # Rows have one length, so that make_batches keeps their order.
         self._rows = make_batches(
             random_rows(learning, length, places, most, settings.seed), token_budget=places
         )
@@ -181,7 +185,7 @@ class _Run:
         )
 
     def result(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What is to be written, by stored name, and the report as JSON values."""
+        """(stored name -> tuned tensor, report as JSON values)."""
         instance, settings = self._instance, self._settings
         batches = [*self._varied(), *self._watched]
         replay = BlockReplay(instance)
@@ -213,10 +217,8 @@ class _Run:
         return self._outcome(loop, student, before)
 
     def _varied(self) -> list[Batch]:
-        """The rows to learn from; where the text comes again, the original has drawn some tokens anew.
-
-        A few documents are learnt by heart otherwise. What the original draws is near to them, and never the
-        same.
+        """The rows to learn from. In repeated text the original draws some tokens anew, because tuning would
+        overfit a few documents; the drawn text is similar to them but never the same.
         """
         full = len(self._rows[0].lengths)
         new = self._rows[: self._new_rows // full]
@@ -232,7 +234,7 @@ class _Run:
             progress=lambda *done: self._progress("varying the text", *done),
             device_bytes=self._device_bytes,
         )
-        # Of the first of these batches some rows may be new.
+        # The first of these batches may begin with rows that are not repeated; they stay as they are.
         kept = max(0, self._new_rows - full * len(new))
         varied[0].ids[:kept] = again[0].ids[:kept]
         return new + varied
@@ -291,7 +293,7 @@ class _Run:
         return tensors | vectors, report.to_dict()
 
     def _read_blocks(self) -> dict[str, QuantizedWeight]:
-        """The written weights of all blocks on the device, by the projection's name."""
+        """Name of a projection -> its quantised weight as written, on the device, for all blocks."""
         found = {}
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="marlinq-read") as readers:
             for block in self._blueprint.blocks:
@@ -312,7 +314,7 @@ class _Run:
         return planned.layout.unpack(there, planned.spec)
 
     def _own_head(self, original: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The head that will be stored: the original's, or what it was quantised to."""
+        """Name -> parameter of the output's head: the original's, or the dequantised one."""
         if self._plan.head is None:
             return original
         projection = self._plan.head.projection
@@ -330,16 +332,16 @@ def draw_calibration(
     folder: Path,
     progress: ReportProgress,
 ) -> list[Document]:
-    """Rows of pieces of ``documents``, some of their tokens drawn anew, to calibrate on beside them.
+    """Rows of pieces of ``documents`` with some tokens drawn anew, to calibrate on besides the documents.
 
     Args:
-        instance: the original, nothing materialised; nothing is afterwards.
+        instance: the loaded original, without any weights in memory before and after the call.
         documents: documents that tuning learns from.
         settings: settings of tuning.
-        tokens: number of tokens of all rows, about.
+        tokens: approximate number of tokens in all rows.
         max_length: tokens that a row may have.
-        folder: where hidden states go that host memory has no room for.
-        progress: told about every block of the original.
+        folder: folder for hidden states that don't fit host memory.
+        progress: called for every block of the original.
     """
     places = _PLACES[instance.device.type]
     rows = random_rows(documents, min(_ROW, max_length), places, tokens, settings.seed)
@@ -356,10 +358,12 @@ def draw_calibration(
 
 
 def check_head(blueprint: Blueprint, source: Path) -> None:
-    """Makes sure that the model of the folder ``source`` makes predictions that it can be tuned by.
+    """Checks that a model has an output head, whose predictions tuning compares.
+
+    ``source`` is the path of the model, for the message.
 
     Raises:
-        UnsupportedError: it has no output head.
+        UnsupportedError: it has none.
     """
     if blueprint.head is None:
         raise UnsupportedError(
@@ -370,20 +374,20 @@ def check_head(blueprint: Blueprint, source: Path) -> None:
 def settings_that_fit(
     plan: OutputPlan, settings: TuningSettings, device: torch.device, max_length: int
 ) -> TuningSettings:
-    """``settings``, without the tuning of codes where a GPU has too little memory for it, which is warned of.
+    """``settings``, or with a warning ``settings`` without tuned codes where the GPU has too little memory.
 
     Args:
         plan: plan with the weights to tune.
         settings: settings of tuning.
-        device: where.
+        device: device to tune on.
         max_length: tokens that a row of text may have.
 
     Raises:
-        EnvironmentProblem: there is too little memory for the scales alone.
+        EnvironmentProblem: the GPU has too little memory even without tuned codes.
     """
     if device.type != "cuda":
         return settings
-    # Of all there is, not of what is free now: the same command has to do the same.
+    # All of the GPU's memory, not the free part, so that the same command always does the same.
     memory = torch.cuda.get_device_properties(device).total_memory
     room = memory * _SHARE_OF_MEMORY
     needed = tuning_bytes(plan, settings, device, max_length)
@@ -404,7 +408,7 @@ def settings_that_fit(
 
 
 def tuning_bytes(plan: OutputPlan, settings: TuningSettings, device: torch.device, max_length: int) -> int:
-    """What the planned weights take on ``device`` while they are tuned, without what a block needs."""
+    """Device bytes of the planned weights while they are tuned, without those of the block that runs."""
     weights = _weights(plan)
     if settings.code_rate == 0:
         return weights
@@ -417,8 +421,10 @@ def tuning_bytes(plan: OutputPlan, settings: TuningSettings, device: torch.devic
 def bytes_for_states(
     plan: OutputPlan, settings: TuningSettings, device: torch.device, max_length: int
 ) -> int:
-    """What enters the blocks, and what leaves them, may each take on ``device``: of a GPU's memory a share
-    that leaves room for what is tuned; nothing on a CPU, nor beside a large model."""
+    """Device bytes that the inputs of the first block may take, and as many for the outputs of the last.
+
+    A share of a GPU's memory that leaves room for the tuned weights; 0 on a CPU and for large models.
+    """
     weights = _weights(plan)
     if device.type != "cuda" or not records(weights):
         return 0

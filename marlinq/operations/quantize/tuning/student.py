@@ -1,8 +1,8 @@
-"""The quantised model with weights that follow a gradient.
+"""The quantised model with trainable codes, scales and vectors.
 
-Codes and scales of all blocks stay on the device; a block's dense weights exist while it runs. Nothing of the
-forward pass is kept but what enters each block: the backward pass runs a block again. Where memory allows,
-:meth:`Student.forward_kept` keeps all of it instead; the values are the same.
+Codes and scales of all blocks stay on the device; a block's dense weights exist only while it runs. Of the
+forward pass only the input of each block is kept, and the backward pass runs the block again. Where memory
+allows, :meth:`Student.forward_kept` keeps all of autograd's tensors instead, for the same values.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.reproducible import reproducible_attention
 
 Kept = tuple[Tensor, Tensor]
-"""What entered a block, and what left it; autograd's graph leads from one to the other."""
+"""(input, output) of a block, connected by autograd's graph."""
 
 
 def backward_kept(kept: list[Kept], gradient: Tensor) -> None:
-    """As :meth:`Student.backward`, of :meth:`Student.forward_kept`; empties ``kept``."""
+    """The backward pass after :meth:`Student.forward_kept`, as :meth:`Student.backward`; empties ``kept``."""
     while kept:
         leaf, output = kept.pop()
         torch.autograd.backward(output, gradient)
@@ -32,15 +32,16 @@ def backward_kept(kept: list[Kept], gradient: Tensor) -> None:
 
 
 class Student:
-    """The quantised blocks, and what is tuned in them.
+    """The quantised blocks and their trainable parameters.
 
     Args:
-        instance: the model, nothing materialised. Blocks stay materialised, but for the planned weights.
+        instance: the loaded model, without any weights in memory. The blocks' unquantised parameters stay in
+            memory afterwards.
         replay: replay of the instance, with the batches recorded.
         plan: plan with the quantised projections.
-        quantized: their weights by the projection's name, those of the blocks.
-        codes: codes follow the gradient too.
-        vectors: parameters of one dimension that stay unquantised (norms, biases) do.
+        quantized: name of a projection in a block -> its quantised weight.
+        codes: whether codes are tuned.
+        vectors: whether unquantised parameters of one dimension (norms, biases) are tuned.
 
     Attributes:
         weights: tunable weights by the projection's name.
@@ -64,7 +65,7 @@ class Student:
         self.vectors: dict[str, TunableVector] = {}
         self._members: list[list[PlannedModule]] = []
         self._inside: list[list[str]] = []
-        # Where the originals are of no interest, little is read.
+        # Tuned codes start from the original weights, which are read ahead; else little is read.
         blocks = range(len(instance.blueprint.blocks) if codes else 0)
         with instance.reading_ahead(blocks):
             for block in instance.blueprint.blocks:
@@ -95,7 +96,8 @@ class Student:
         return projection.view(stored.to(self._instance.device))
 
     def _outer_vectors(self) -> list[str]:
-        """Vectors outside the blocks; those before them get no gradient and stay as they are."""
+        """Names of vectors outside the blocks. Those before the first block get no gradient, so they stay as
+        they are."""
         blueprint = self._instance.blueprint
         return [
             name
@@ -106,15 +108,15 @@ class Student:
         ]
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """The tuned parameters outside the blocks by full name; differentiable."""
+        """Full name -> tuned parameter outside the blocks, differentiable."""
         return {name: self.vectors[name].dense() for name in self._outside}
 
     def outer_leaves(self) -> list[Tensor]:
-        """What an optimiser changes of them."""
+        """The tensors that an optimiser changes for parameters outside the blocks."""
         return [self.vectors[name].change for name in self._outside]
 
     def forward(self, batch: int, hidden: Tensor) -> tuple[list[Tensor], Tensor]:
-        """What enters each block, and what leaves the last, float32 [B, T, H] each."""
+        """(input of each block, output of the last), all float32 [B, T, H]."""
         inputs = []
         for index in range(len(self._members)):
             inputs.append(hidden)
@@ -130,17 +132,17 @@ class Student:
         gradient: Tensor,
         after_block: Callable[[], None] | None = None,
     ) -> None:
-        """Adds to the gradients of all blocks' parameters.
+        """Adds gradients to all blocks' parameters.
 
         Args:
-            batch: as for the forward pass.
-            inputs: result of :meth:`forward`; emptied.
-            gradient: gradient of the loss with respect to what left the last block.
-            after_block: called when a block's gradients are there, from the last block to the first. It may
-                change the block's parameters: the blocks before it are run without them.
+            batch: number of the batch that :meth:`forward` ran.
+            inputs: inputs of the blocks from :meth:`forward`; emptied.
+            gradient: gradient of the loss at the output of the last block.
+            after_block: called when a block's gradients are complete, from the last block to the first. It
+                may change the block's parameters, which earlier blocks don't use.
         """
         for index in reversed(range(len(self._members))):
-            # Of its own: whoever holds the input goes on writing to it.
+            # detach: a tensor of its own for autograd, since the caller may write to the input again.
             leaf = inputs.pop().detach().requires_grad_()
             with torch.enable_grad(), self._precision():
                 output = self._call(index, batch, leaf * 1)
@@ -150,7 +152,7 @@ class Student:
                 after_block()
 
     def forward_kept(self, batch: int, hidden: Tensor) -> tuple[list[Kept], Tensor]:
-        """As :meth:`forward`, with all that :func:`backward_kept` needs to run no block again."""
+        """Does the same as :meth:`forward`, and keeps autograd's tensors for :func:`backward_kept`."""
         kept = []
         for index in range(len(self._members)):
             leaf = hidden.detach().requires_grad_()
@@ -160,7 +162,8 @@ class Student:
         return kept, hidden.detach()
 
     def kept_bytes(self, batch: int, hidden: Tensor) -> int:
-        """What :meth:`forward_kept` keeps for a micro-batch on a GPU, blocks taken to be as the first."""
+        """GPU bytes that :meth:`forward_kept` keeps for a micro-batch: those of the first block times the
+        number of blocks."""
         device = self._instance.device
         with torch.enable_grad(), self._precision():
             before = torch.cuda.memory_allocated(device)
@@ -176,7 +179,7 @@ class Student:
         parameters = {name: self.vectors[name].dense() for name in self._inside[index]}
         for planned in self._members[index]:
             projection = planned.projection
-            # Where products round to bfloat16 anyway, a weight of its own is made so at once.
+            # Autocast multiplies in bfloat16, so a whole parameter is made in bfloat16 directly.
             dtype = torch.bfloat16 if projection.whole and self._rounds else torch.float32
             weight = self.weights[projection.name].dense(dtype)
             if projection.whole:
@@ -191,7 +194,7 @@ class Student:
 
     @contextmanager
     def _precision(self) -> Iterator[None]:
-        """Products in bfloat16 on a GPU; sums, norms and the residual stream stay in float32."""
+        """Inside, a GPU multiplies in bfloat16; sums, norms and the residual stream stay in float32."""
         if not self._rounds:
             yield
             return

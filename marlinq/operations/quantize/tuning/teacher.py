@@ -1,5 +1,5 @@
-"""What the original model makes of the tuning text, computed once, a decoder block at a time; and text that
-it draws anew."""
+"""Runs the original model on the tuning text once, a decoder block at a time, for its last hidden states and
+for tokens drawn anew."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from marlinq.operations.quantize.tuning.rows import REDRAWN, redraw
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """The text and what the original makes of it.
+    """The text and the original's hidden states.
 
     Attributes:
         batches: the text.
-        first: hidden states in front of the first block; the same for the quantised model, whose embeddings
-            are the original's.
-        last: hidden states behind the original's last block.
-        device: where they are loaded to.
+        first: inputs of the first block; the same for the quantised model, whose embeddings are the
+            original's.
+        last: outputs of the original's last block.
+        device: device that hidden states are loaded to.
     """
 
     batches: Sequence[Batch]
@@ -48,13 +48,13 @@ def learn(
     """Runs the original's blocks over ``batches``.
 
     Args:
-        instance: the original, nothing materialised; nothing is afterwards.
+        instance: the loaded original, without any weights in memory before and after the call.
         replay: replay of the instance; it records the batches.
         batches: the text.
-        folder: where hidden states go that host memory has no room for.
-        progress: told how many blocks are done, of how many.
-        device_bytes: what enters the first block, and what leaves the last, stays on the device where it
-            takes no more bytes than this. The host's memory is much slower to reach.
+        folder: folder for hidden states that don't fit host memory.
+        progress: called with (blocks done, blocks in all).
+        device_bytes: bytes up to which the first block's inputs, and the last block's outputs, stay on the
+            device, which is much faster than host memory.
 
     Raises:
         NumericsError: the original's hidden states hold NaN or infinity.
@@ -92,13 +92,13 @@ def draw_anew(
     progress: Callable[[int, int], None],
     device_bytes: int = 0,
 ) -> list[Batch]:
-    """Text that the original has drawn some tokens of anew (:func:`~.rows.redraw`).
+    """The text with some tokens drawn anew by the original (:func:`~.rows.redraw`).
 
     Args:
         instance, folder, progress, device_bytes: as in :func:`learn`.
-        batches: the text, rows of one length each.
-        noise: as in :func:`~.rows.redraw`.
-        seed: seed of all that is drawn.
+        batches: the text, in rows of one length per batch.
+        noise: probability that a token is replaced by a random one, as in :func:`~.rows.redraw`.
+        seed: seed of all draws.
     """
     replay = BlockReplay(instance)
     lesson = learn(instance, replay, batches, folder=folder, progress=progress, device_bytes=device_bytes)

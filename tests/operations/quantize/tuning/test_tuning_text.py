@@ -53,7 +53,7 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pyte
         report.calibration["documents"] + written["documents"]
     )
     # The resumed run found the text in the unfinished folder.
-    assert sum("the model writes text to be tuned on, too" in line for line in said) == 1
+    assert sum("the model also writes text to be tuned on" in line for line in said) == 1
     assert f"{written['tokens']} tokens it wrote itself" in report.render()
     plan = plan_quantize(source, tmp_path / "planned", recipe=own, device="cpu")
     assert "tokens that the model writes itself" in (plan.tuning_text or "")
