@@ -10,8 +10,9 @@ from torch import Tensor
 
 from marlinq.checkpoint import QuantizedCheckpoint
 from marlinq.core.errors import MarlinqError
+from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
-from marlinq.formats import LAYOUTS, ModuleSpec, spec_of
+from marlinq.formats import LAYOUTS, Layout, ModuleSpec, spec_of
 from marlinq.operations.verify.report import Check, Findings
 
 
@@ -35,7 +36,8 @@ class RoundTrip:
                 continue
             reason = layout.refusal(q)
             if reason is not None:
-                self._refused.setdefault(layout.name, f"{name}: {reason}")
+                if _is_of_kind(layout, q.scheme):
+                    self._refused.setdefault(layout.name, f"{name}: {reason}")
                 continue
             self._held[layout.name] = self._held.get(layout.name, 0) + 1
             try:
@@ -77,6 +79,11 @@ class RoundTrip:
             self._own.result(f"{self._modules} modules pack to the stored bits"),
             self._others.result("; ".join((text, *refused))),
         ]
+
+
+def _is_of_kind(layout: Layout, scheme: Scheme) -> bool:
+    """Whether a layout is made for weights such as these: that FP8 layouts hold no integers is no news."""
+    return scheme.element.name in layout.elements and layout.sparsity in (None, scheme.sparsity)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from marlinq.checkpoint import MANIFEST
+from marlinq.formats import LAYOUTS
 from marlinq.operations.verify import verify
 from tests.testing.faults import copy
 from tests.testing.layouts import INTEGERS
@@ -54,6 +55,17 @@ def test_manifest_is_optional_and_its_absence_is_said(quantized, tmp_path):
     assert row.status == "skipped"
     assert "--against" in row.detail
     assert verify(quantized("gptq")).verdict == "verified"
+
+
+def test_layouts_for_other_weights_are_not_listed(quantized):
+    """Layouts of integers that refuse are named with a reason; those of floats and sparse weights are not."""
+    report = verify(quantized("gptq", symmetric=False, group_size=128))
+    (row,) = [check for check in report.checks if check.name == "other formats"]
+    assert "marlin can't hold 21" in row.detail
+    assert not [
+        name for name, layout in LAYOUTS.items() if "int4" not in layout.elements and name in row.detail
+    ]
+    assert "marlin-24" not in row.detail
 
 
 def test_skipped_modules_are_fine_when_the_config_says_so(original, tmp_path):
