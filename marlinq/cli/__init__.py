@@ -72,7 +72,7 @@ class _LazyGroup(click.Group):
 @verbosity_options
 @click.version_option(__version__, "--version", prog_name="marlinq", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Quantise language models to INT4, convert between checkpoint formats, verify and run them."""
+    """Quantise language models to 4 or 8 bits, convert between checkpoint formats, verify and run them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +11,36 @@ import click
 from marlinq.cli import cli
 
 _WIDTH = 100
+_HEAD = """# Command-line reference
+
+Every command and option, generated from `--help` by `make docs`; don't edit by hand. The [guide](guide.md)
+has examples.
+"""
+_OPTION = re.compile(r"^  -.*\n?(?:^   .*\n?)*", re.M)
+"""One option of a ``--help`` with the lines that its description goes on in."""
 
 
 def reference() -> str:
-    """The ``--help`` of every command as one Markdown page."""
-    parts = ["# Command-line reference\n\nGenerated from `--help` by `make docs`; don't edit by hand.\n"]
-    parts.extend(f"## {path}\n\n```text\n{text}\n```\n" for path, text in _helps(cli, None, "marlinq"))
+    """The ``--help`` of every command as one Markdown page; options that every command has stand once."""
+    helps = list(_helps(cli, None, "marlinq"))
+    options = [_OPTION.findall(text) for _, text in helps if not _is_group(text)]
+    everywhere = set.intersection(*({_words(option) for option in each} for each in options))
+    shared = "".join(option for option in options[-1] if _words(option) in everywhere)
+    parts = [_HEAD, f"Every command also has these options:\n\n```text\n{shared.rstrip()}\n```\n"]
+    for path, text in helps:
+        own = _OPTION.sub(lambda option: "" if _words(option[0]) in everywhere else option[0], text)
+        text = text if _is_group(text) else own.rstrip().removesuffix("\n\nOptions:")
+        parts.append(f"## {path}\n\n```text\n{text}\n```\n")
     return "\n".join(parts)
+
+
+def _is_group(text: str) -> bool:
+    return "\nCommands:\n" in text
+
+
+def _words(option: str) -> str:
+    """An option without the spaces that put its description into a column."""
+    return " ".join(option.split())
 
 
 def _helps(command: click.Command, parent: click.Context | None, name: str) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+
+from marlinq.operations.quantize.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -17,6 +20,7 @@ PAGES = sorted(
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CITED = re.compile(r"docs/[\w/.-]+\.md")
 SECTION = re.compile(r'(docs/[\w/.-]+\.md), "([^"]+)"')
+SOURCE = re.compile(r"[\w./-]+\.(?:py|cuh|cu|toml|yaml)\b")
 MOST_WORDS = 40_000
 
 
@@ -51,7 +55,7 @@ def broken_links(page: Path) -> list[str]:
 
 def sources() -> list[Path]:
     """Every text file that may cite a page, this test apart."""
-    folders = ("marlinq", "lab", "scripts", "tests")
+    folders = ("marlinq", "lab", "scripts", "tests", "emulation")
     kinds = ("*.py", "*.cuh", "*.cu", "*.toml", "*.md")
     found = [path for folder in folders for kind in kinds for path in (ROOT / folder).rglob(kind)]
     return [*(path for path in found if path != Path(__file__)), ROOT / "Makefile"]
@@ -84,6 +88,24 @@ def test_pages_that_sources_cite_exist() -> None:
         if gone:
             missing[str(path.relative_to(ROOT))] = gone
     assert missing == {}
+
+
+def test_files_that_pages_name_exist() -> None:
+    files = {str(path.relative_to(ROOT)) for path in sources()}
+    elsewhere = {"recipe.yaml", "file_download.py"}  # an example's, and huggingface_hub's
+    gone = {}
+    for page in PAGES:
+        named = {name.lstrip("./") for name in SOURCE.findall(page.read_text(encoding="utf-8"))} - elsewhere
+        lost = {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)}
+        if lost and page.name != "CHANGELOG.md":
+            gone[page.name] = sorted(lost)
+    assert gone == {}
+
+
+def test_the_guides_recipe_is_one() -> None:
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", guide, flags=re.S)
+    assert Recipe.from_dict(yaml.safe_load(text)).group_size == 64
 
 
 def test_every_script_of_the_lab_is_named_somewhere() -> None:
