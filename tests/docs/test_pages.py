@@ -91,7 +91,7 @@ def test_pages_that_sources_cite_exist() -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    files = {str(path.relative_to(ROOT)) for path in sources()}
+    files = {str(path.relative_to(ROOT)) for path in (*sources(), ROOT / "pyproject.toml")}
     elsewhere = {"recipe.yaml", "file_download.py"}  # an example's, and huggingface_hub's
     gone = {}
     for page in PAGES:
