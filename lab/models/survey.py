@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -210,26 +210,36 @@ def page(rows: Sequence[Row], version: str) -> str:
     lines = [
         "# Models",
         "",
-        f"Every decoder family of transformers {version}, as a tiny random model, through plan,",
-        "quantise (round to nearest), verify, load, logits against the dequantised model, and inspect.",
+        f"Which decoder types of transformers {version} marlinq takes. Each was tried as a tiny random model:",
+        "plan, quantise (round to nearest), verify, load, logits against the dequantised model, inspect.",
         "`make survey` makes this page.",
         "",
     ]
     for wrapper, title in ((False, "Text"), (True, "Images, video or audio besides text")):
         chosen = [row for row in rows if row.wrapper == wrapper]
-        built = [row for row in chosen if row.outcome != NOT_BUILT]
-        works = [row for row in built if row.outcome == WORKS]
-        lines += [f"## {title}", "", f"{len(works)} of {len(built)} that could be built work.", ""]
+        works = [row for row in chosen if row.outcome == WORKS]
+        untried = [row for row in chosen if row.outcome == NOT_BUILT]
+        lines += [
+            f"## {title}",
+            "",
+            f"{len(works)} of {len(chosen) - len(untried)} that could be tried work.",
+            "",
+        ]
         for own, step in ((True, "marlinq's decode step"), (False, "transformers' forward")):
-            names = ", ".join(f"`{row.model_type}`" for row in works if (row.step == "own") == own)
-            lines += [f"Work, with {step}: {names}.", ""]
+            lines += [f"Work, with {step}: {_names(row for row in works if (row.step == 'own') == own)}.", ""]
+        if untried:
+            lines += [f"Untried, since no tiny model could be built: {_names(untried)}.", ""]
         lines += ["| type | outcome |", "|---|---|"]
         for row in chosen:
-            if row.outcome != WORKS or row.reason:
+            if row.outcome != NOT_BUILT and (row.outcome != WORKS or row.reason):
                 why = row.reason.replace("|", "/")[:_CELL]
                 lines.append(f"| {row.model_type} | {row.outcome}: `{why}` |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _names(rows: Iterable[Row]) -> str:
+    return ", ".join(f"`{row.model_type}`" for row in rows)
 
 
 if __name__ == "__main__":
