@@ -211,7 +211,8 @@ def page(rows: Sequence[Row], version: str) -> str:
         "# Models",
         "",
         f"Which decoder types of transformers {version} marlinq takes. Each was tried as a tiny random",
-        "model: plan, quantise (round to nearest), verify, load, logits against the dequantised model, inspect.",
+        "model: plan, quantise (round to nearest), verify, load, logits against the dequantised model,",
+        "inspect.",
         "`make survey` makes this page.",
         "",
     ]
