@@ -1,4 +1,4 @@
-"""The operation behind ``marlinq recommend``: which weights suit a model, a GPU and a load."""
+"""The operation behind ``marlinq recommend``: the best type of weights for a model, a GPU and a load."""
 
 from __future__ import annotations
 

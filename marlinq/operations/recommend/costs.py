@@ -1,16 +1,16 @@
 """Expected times of a decode step and of a prefill, and the memory that both take.
 
-A step of M sequences is the sum over layers of
+The time of a step of M sequences is the sum over layers of
 
-* products: what the kernels' cost models expect of each alone (:mod:`marlinq.kernels.choose`), times a
-  factor; 16-bit ones read their weight or are bound by the tensor cores, and each costs a launch besides;
-* the cache that attention reads, and the activations that the kernels between products read and write;
-* norms beyond two, and beyond 32 rows the launches, which then no longer overlap;
+* products: the kernels' expected times (:mod:`marlinq.kernels.choose`) times a factor; a 16-bit product takes
+  the longer of reading its weight and its operations, plus a launch;
+* reading the cache in attention, and moving activations in the kernels between products;
+* norms beyond two per layer; and, above 32 rows, launches, which then don't overlap;
 
-plus the output head. All layers of one INT4 sequence on compute capability 9.0 are a single launch, with
-figures of its own. :class:`StepCosts` are fitted to steps measured on an H200
-(``docs/results/recommend-h200.json``, ``lab/recommend/fit.py``); on other GPUs their seconds are an H200's,
-and rates are published peaks times the shares that an H200 reaches.
+plus the output head. With INT4 weights, one sequence and compute capability 9.0, all layers are one launch
+with constants of its own. :class:`StepCosts` are fitted to steps measured on an H200
+(``docs/results/recommend-h200.json``, ``lab/recommend/fit.py``). For other GPUs their seconds are kept, and
+rates are published peaks times the share of its peak that an H200 reaches.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from marlinq.operations.recommend.schemes import Weights
 from marlinq.operations.recommend.shape import Layer, ModelShape, Product, Routed
 
 DEPENDENT_ROWS = 32
-"""Rows up to which the products of a chain are launched dependently."""
+"""rows up to which launches of a layer's products overlap (programmatic dependent launch)"""
 _FEW_ROWS = 64
-# Share of its published rate in 16 bits that cuBLAS reaches on an H200 (docs/results/experts-h200.json:
-# 759 to 761 of 989.5 TFLOPS), and of FP8 by the same measure.
 _DENSE_SHARE = 0.767
-# Rows of a prompt that go through a layer at once (runtime/step/prompts.py).
+"""share of the published 16-bit rate that cuBLAS reaches on an H200 (docs/results/experts-h200.json: 759 to
+761 of 989.5 TFLOPS); taken for FP8 too"""
 _PIECE = 2048
-# Beside weights and cache: the driver's context, graphs, and buffers of a prompt's piece.
+"""rows of a prompt that run through a layer at once (runtime/step/prompts.py)"""
 _RESERVED_BYTES = 1.5e9
+"""bytes besides weights and cache: the driver's context, graphs, buffers for a piece of a prompt"""
 _USABLE = 0.97
 
 
@@ -45,21 +45,22 @@ class StepCosts:
     """Constants of the model, fitted to an H200.
 
     Attributes:
-        few_rows, many_rows: factors on the kernels' expected times, up to 64 rows and beyond; beyond, the
-            power limit lowers the clock.
-        dense: factor on the bytes or operations of a 16-bit product.
-        dense_launch: seconds that a 16-bit product adds.
-        late: seconds a layer whose launches do not overlap.
-        norm: seconds of a norm beyond a layer's two.
+        few_rows, many_rows: factors on the kernels' expected times, up to 64 rows and above; above, the power
+            limit lowers the clock.
+        dense: factor on the time for bytes or operations of a 16-bit product.
+        dense_launch: seconds per 16-bit product for its launch.
+        late: seconds per layer when launches don't overlap.
+        norm: seconds per norm beyond a layer's first two.
         cache: factor on the time to read the cache at the memory's bandwidth.
-        activations: factor on the time of the activations' bytes at the same bandwidth.
-        quantised_inputs: seconds that an FP8 product adds: its launch, and that which quantises its inputs.
-        router: seconds of a routed layer's choice.
-        ends: seconds a step of first and last kernels and of the sampler.
-        joined, joined_bytes, joined_norm: of the single launch: seconds a layer, factor on its bytes' time,
-            seconds of a norm beyond two (docs/decode.md, "Other shapes").
-        prompt, prompt_activations: factors on products and activations of a prompt.
-        prompt_layer: seconds a layer that a short prompt waits for the host.
+        activations: factor on the time to move activations at the memory's bandwidth.
+        quantised_inputs: seconds per FP8 product for its launch and the launch that quantises its inputs.
+        router: seconds per layer with experts for choosing them.
+        ends: seconds per step for the first and last kernels and the sampler.
+        joined: seconds per layer of the single launch of all layers (docs/decode.md, "Other shapes").
+        joined_bytes: factor on the time to read that launch's bytes.
+        joined_norm: seconds in that launch per norm beyond a layer's first two.
+        prompt, prompt_activations: factors on products and activations in a prefill.
+        prompt_layer: seconds per layer that a short prompt waits for the host.
     """
 
     few_rows: float = 1.09
@@ -86,12 +87,12 @@ COSTS = StepCosts()
 
 @dataclass(frozen=True)
 class Times:
-    """What a number of sequences takes.
+    """Expected figures of a decode step.
 
     Attributes:
-        step: seconds of a decode step.
-        step_bytes: weights, scales and cache that it reads.
-        operations: multiplications and additions of a step, twice the products of weights and rows.
+        step: seconds of the step.
+        step_bytes: bytes of weights, scales and cache that it reads.
+        operations: multiplications and additions, two per weight and row.
     """
 
     step: float
@@ -105,7 +106,7 @@ def decode(
     """A decode step of ``rows`` sequences with ``context`` tokens each.
 
     Raises:
-        UnsupportedError: no kernel of ours multiplies these weights on this GPU.
+        UnsupportedError: none of marlinq's kernels multiplies these weights on this GPU.
     """
     device = gpu.device()
     head_bytes = 2.0 * shape.vocabulary * shape.hidden
@@ -138,7 +139,7 @@ def prefill(shape: ModelShape, weights: Weights, gpu: Gpu, rows: int, prompt: in
     """Seconds from ``rows`` prompts of ``prompt`` tokens to their first new tokens.
 
     Raises:
-        UnsupportedError: as :func:`decode`.
+        UnsupportedError: none of marlinq's kernels multiplies these weights on this GPU.
     """
     device = gpu.device()
     tokens = rows * prompt
@@ -159,24 +160,24 @@ def weight_bytes(shape: ModelShape, weights: Weights) -> float:
 
 
 def memory(shape: ModelShape, weights: Weights, rows: int, tokens: float) -> float:
-    """Bytes of weights, of the cache of ``rows`` sequences of ``tokens``, and of what runs beside."""
+    """Bytes of weights, of the cache of ``rows`` sequences with ``tokens`` tokens each, and of buffers."""
     cache = 2.0 * rows * shape.cached(tokens, windows=False)
     return weight_bytes(shape, weights) + cache + 6.0 * rows * shape.vocabulary + _RESERVED_BYTES
 
 
 def fits(gpu: Gpu, nbytes: float) -> bool:
-    """Whether so much fits beside what the driver keeps."""
+    """Whether ``nbytes`` fit a GPU's memory beside what the driver keeps."""
     return nbytes <= _USABLE * gpu.memory
 
 
 def _is_joined(shape: ModelShape, weights: Weights, device: Device, rows: int) -> bool:
-    """Whether all layers are one launch (``runtime/step/persistent.py``)."""
+    """Whether all layers run as one launch (``runtime/step/persistent.py``)."""
     dense = all(layer.routed is None for layer, _ in shape.layers)
     return rows == 1 and dense and weights.format is INT4 and device.has_warpgroups
 
 
 def _layer_totals(layer: Layer, weights: Weights, rows: int) -> tuple[float, float]:
-    """Bytes of weights that a layer reads, and its operations."""
+    """(bytes of weights that a layer reads, its operations)."""
     read = sum(weights.bytes_of(one.n, one.k) for one in layer.products)
     worked = 2.0 * rows * sum(one.n * one.k for one in layer.products)
     if layer.routed is not None:
@@ -193,14 +194,14 @@ def _products(layer: Layer, weights: Weights, gpu: Gpu, device: Device, rows: in
     if layer.routed is not None:
         seconds += costs.router
     if weights.format is None:
-        # The step multiplies dense projections one by one.
+        # 16-bit projections are not joined: each is a launch.
         launches = sum(len(one.parts) for one in layer.products) + (0 if layer.routed is None else 4)
         return costs.dense * seconds + costs.dense_launch * launches
     return (costs.few_rows if rows <= _FEW_ROWS else costs.many_rows) * seconds
 
 
 def _plain_products(layer: Layer, weights: Weights, gpu: Gpu, device: Device, rows: int) -> float:
-    """Seconds of a layer's products, each alone."""
+    """Seconds of a layer's products as the kernels' models expect them, without factors."""
     if weights.format is None:
         seconds = sum(
             _dense_seconds(gpu, device, rows, n, one.k) for one in layer.products for n in one.parts
@@ -222,7 +223,7 @@ def _plain_products(layer: Layer, weights: Weights, gpu: Gpu, device: Device, ro
 
 
 def multiplies_in_fp8(weights: Weights, gpu: Gpu) -> bool:
-    """Whether times are of products in FP8, as servers run them; marlinq multiplies them in 16 bits."""
+    """Whether times are estimated for FP8 products, as servers run them; marlinq multiplies in 16 bits."""
     return weights.quantises_activations and gpu.fp8 is not None
 
 
@@ -247,7 +248,7 @@ def _expert_seconds(weights: Weights, gpu: Gpu, device: Device, routed: Routed, 
     found = [seconds for seconds, _ in sorted_variants(shape, device)]
     found += [] if alone is None else [alone[1]]
     if not found:
-        # No kernel of ours: what the memory and the tensor cores allow at least.
+        # marlinq has no such kernel: the time is what memory and tensor cores need at least.
         each = weights.bytes_of(routed.parts * routed.inner, routed.hidden)
         read = routed.touched(rows) * (each + weights.bytes_of(routed.hidden, routed.inner))
         worked = 2.0 * rows * routed.top * routed.weights
@@ -256,7 +257,7 @@ def _expert_seconds(weights: Weights, gpu: Gpu, device: Device, routed: Routed, 
 
 
 def _dense_seconds(gpu: Gpu, device: Device, rows: int, n: int, k: int) -> float:
-    """A 16-bit product at the memory's bandwidth or the tensor cores' rate."""
+    """Seconds of a 16-bit product: the longer of reading its bytes and its operations."""
     return max(2.0 * n * k / device.bandwidth, 2.0 * rows * n * k / (gpu.half * _DENSE_SHARE))
 
 
@@ -266,8 +267,8 @@ def _dense_experts(gpu: Gpu, device: Device, routed: Routed, rows: int) -> float
 
 
 def _activation_bytes(shape: ModelShape, layer: Layer, rows: int) -> float:
-    """What kernels between products read and write: the residual stream twice four times, and the inner rows
-    of every product."""
+    """Bytes that kernels between products read and write: the residual stream eight times, and the inputs and
+    outputs of every product inside the layer."""
     inner = sum(one.n for one in layer.products if one.k == shape.hidden)
     inner += sum(one.k for one in layer.products if one.k != shape.hidden)
     if layer.routed is not None:

@@ -1,4 +1,4 @@
-"""GPUs by name: published figures (``gpus.toml``), and the device that kernels' cost models decide for."""
+"""GPUs by name: published figures (``gpus.toml``), and their description for the kernels' cost models."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Gpu:
     """Published figures of a GPU.
 
     Attributes:
-        key: its name on the command line.
-        name: as the driver spells it.
-        capability: compute capability.
+        key: name on the command line.
+        name: name that the driver gives it.
+        capability: compute capability (major, minor).
         memory: bytes of device memory.
-        bandwidth: bytes a second from it.
+        bandwidth: bytes a second of device memory.
         half: operations a second of its tensor cores in 16 bits.
-        fp8: operations a second in FP8; None where it has none.
-        multiprocessors: their number.
+        fp8: operations a second in FP8; None where it has no FP8.
+        multiprocessors: number of multiprocessors.
         clock: cycles a second at boost.
-        l2: bytes of L2.
-        shared_bytes: the most shared memory that a block may have.
-        source: where the figures stand.
+        l2: bytes of L2 cache.
+        shared_bytes: largest shared memory of a block, in bytes.
+        source: publication with these figures.
     """
 
     key: str
@@ -48,8 +48,8 @@ class Gpu:
     source: str
 
     def device(self) -> Device:
-        """What the kernels' cost models take it for: an H200 as measured; of another GPU, its peaks times the
-        shares that an H200 reaches."""
+        """The GPU as the kernels' cost models see it: an H200 with measured figures, another GPU with its
+        published peaks times the shares that an H200 reaches of its own."""
         if self.key == "h200":
             return H200
         memory_khz = self.bandwidth * _DRIVER_OVER_PUBLISHED / (2 * _BUS_BITS / 8) / 1e3
@@ -69,7 +69,7 @@ class Gpu:
 
 @cache
 def gpus() -> dict[str, Gpu]:
-    """Every GPU of the file."""
+    """Every GPU of ``gpus.toml`` by key."""
     entries = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     return {
         key: Gpu(

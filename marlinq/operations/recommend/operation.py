@@ -1,4 +1,4 @@
-"""The recommend operation: every kind of weights through the models of memory and time, and a choice."""
+"""The recommend operation: estimates memory and time of every type of weights, and chooses one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from marlinq.operations.recommend.servers import known_servers, loaders
 from marlinq.operations.recommend.shape import ModelShape, read_config, shape_of
 
 AXIS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Batches over which kinds of weights are compared."""
+"""batches for which types of weights are compared"""
 CHECKED = ("16 bits", "int8", "fp8", "int4 g128")
-"""Kinds whose steps were compared with ``bench decode`` on an H200."""
+"""Types of weights whose estimates were compared with ``bench decode`` on an H200."""
 _NEAR = 0.95
-"""A step this share of another's, or more, is not worth fewer bits."""
+"""Ratio of step times up to 1 that counts as equally fast: the faster one is not worth fewer bits."""
 
 
 @shows_progress
@@ -38,26 +38,28 @@ def recommend(
     device: str | None = None,
     progress: Progress = True,
 ) -> Recommendation:
-    """Which weights suit ``model`` on a GPU under a load. Only ``config.json`` is read, unless ``measured``.
+    """Recommends a type of weights for ``model`` on a GPU under a load.
+
+    Only ``config.json`` is read, unless ``measured`` is True.
 
     Args:
-        model: a folder or Hub id; with ``synthetic`` a shape of ``bench decode --synthetic``.
-        synthetic: take ``model`` for the name of a known shape.
-        gpu: a key of :func:`marlinq.operations.recommend.gpus.gpus`.
+        model: folder or Hub id; with ``synthetic`` the name of a shape of ``bench decode --synthetic``.
+        synthetic: whether ``model`` is the name of a known shape.
+        gpu: key of :func:`marlinq.operations.recommend.gpus.gpus`.
         batch: sequences decoded together.
-        context: tokens of each, on average.
-        prompt: tokens of each prompt.
-        servers: names of those whose verdicts are wanted; none for all.
-        measured: load the model, round its weights in each kind, and measure the divergence.
-        revision: of a Hub id.
-        device: for the measurement, as in :func:`marlinq.runtime.load`.
+        context: mean number of tokens per sequence.
+        prompt: tokens per prompt.
+        servers: names of servers that must load the weights; empty for all.
+        measured: load the model, round its weights to each type, and measure the KL divergence.
+        revision: branch, tag or commit of a Hub id; the main branch when None.
+        device: device for the measurement, as in :func:`marlinq.runtime.load`.
         progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
             done, steps in all).
 
     Raises:
         UsageError: an unknown GPU, server or shape, or a number below 1.
-        CheckpointError: the config can't be read, or no model be built from it.
-        UnsupportedError: it describes no decoder.
+        CheckpointError: the config can't be read, or no model can be built from it.
+        UnsupportedError: the config does not describe a decoder.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
     if min(batch, context, prompt) < 1:
@@ -157,12 +159,12 @@ def _basis(kind: Weights, gpu: Gpu) -> str:
 
 
 def _is_loaded(candidate: Candidate, servers: Sequence[str]) -> bool:
-    """Whether one of the servers asked for loads it, or nobody has read whether."""
+    """Whether one of the wanted servers loads it, or it is not known whether any does."""
     return not servers or any(loader.loads is not False for loader in candidate.loaders)
 
 
 def _choice(candidates: Sequence[Candidate], servers: Sequence[str]) -> Candidate | None:
-    """The candidate with most bits that fits, is loaded, and is about as fast as the fastest."""
+    """The candidate with most bits among those that fit, are loaded and are about as fast as the fastest."""
     able = [
         one for one in candidates if one.fits and one.step_seconds is not None and _is_loaded(one, servers)
     ]
@@ -173,7 +175,8 @@ def _choice(candidates: Sequence[Candidate], servers: Sequence[str]) -> Candidat
 
 
 def _until(candidates: Sequence[Candidate]) -> int | None:
-    """The first batch of the axis from which on no 4-bit kind is clearly faster than all wider ones."""
+    """The smallest batch from which on no 4-bit type is clearly faster than all wider types; None where one
+    always is."""
     narrow = [one.points for one in candidates if one.bits <= 4 and one.points]
     wide = [one.points for one in candidates if one.bits > 4 and one.points]
     if not narrow or not wide:
@@ -196,7 +199,7 @@ def _advice(
     gpu: Gpu,
     servers: Sequence[str],
 ) -> list[str]:
-    """What to take for this load, and for large batches."""
+    """Sentences on what to take for this load, and for large batches."""
     if choice is None and any(one.fits for one in candidates):
         return [f"of what fits, nothing is loaded by {', '.join(servers) or 'a kernel'}"]
     if choice is None:
@@ -207,7 +210,7 @@ def _advice(
     if until is None:
         found.append("4 bits pay over the whole range of batches")
         return found
-    # Judged where the difference is largest: at the largest batch with room for something wider.
+    # Compared at the largest batch for which a wider type still fits, where the difference is largest.
     wide = [one for one in candidates if one.bits > 4 and one.points and _is_loaded(one, servers)]
     rooms = [
         index

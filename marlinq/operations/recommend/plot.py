@@ -17,7 +17,8 @@ _MARKED = (1, 16, 64, 256)
 
 
 def roofline(found: Recommendation) -> str:
-    """Operations a second over operations a byte: what the GPU allows, and each kind of weights by batch."""
+    """SVG of operations a second over operations a byte: the GPU's limits, and a curve over the batches for
+    each type of weights."""
     curves = [one for one in found.candidates if one.points]
     roofs = [("16-bit peak", found.half), *([("FP8 peak", found.fp8)] if found.fp8 else [])]
     intensities = [point.intensity for one in curves for point in one.points] or [1.0]
@@ -82,7 +83,7 @@ def save_plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
     """Draws the roofline into a file.
 
     Raises:
-        OutputError: it can't be written.
+        OutputError: the file can't be written.
     """
     try:
         Path(path).write_text(roofline(found), encoding="utf-8")
@@ -91,7 +92,7 @@ def save_plot(found: Recommendation, path: str | os.PathLike[str]) -> None:
 
 
 class _Scale:
-    """Logarithms of values from ``low`` to ``high`` as pixels from ``start`` over ``length``."""
+    """A logarithmic axis: values from ``low`` to ``high`` map to ``length`` pixels from ``start`` on."""
 
     def __init__(self, low: float, high: float, start: float, length: float) -> None:
         self.low, self.high = low, high

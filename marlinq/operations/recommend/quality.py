@@ -1,4 +1,4 @@
-"""What each kind of weights costs in quality: the last measured table, or a measurement on the model."""
+"""KL divergence of each type of weights from the original: from a table, or measured on the model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from marlinq.runtime import load
 from marlinq.runtime.generation import position_limit
 
 _FILE = Path(__file__).with_name("quality.toml")
-# Text that the model writes itself: enough to order schemes, in minutes on a CPU.
 _WINDOWS, _LENGTH = 4, 256
+"""Windows, and tokens per window, of text that the model writes: enough to rank schemes, in minutes on a
+CPU."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class Quality:
     """A divergence from the original.
 
     Attributes:
-        kl: mean KL divergence in nats.
-        model: that it was measured on.
-        how: in a few words: text and method.
+        kl: mean KL divergence in nats per token.
+        model: model that it was measured on.
+        how: text and method of the measurement, in a few words.
     """
 
     kl: float
@@ -38,12 +39,12 @@ class Quality:
     how: str
 
     def describe(self) -> str:
-        """For people."""
+        """One line with all three."""
         return f"{self.kl:.4f} ({self.how})"
 
 
 def known_quality(name: str) -> Quality | None:
-    """The last measured divergence of a kind of weights; None where none was measured."""
+    """The divergence of a type of weights in ``quality.toml``; None where it has none."""
     if name == "16 bits":
         return Quality(0.0, "any", "the original")
     found = _table().get(name)
@@ -61,8 +62,9 @@ def measure(
     device: str | None,
     progress: ReportProgress,
 ) -> dict[str, Quality]:
-    """The divergence of ``model`` with its weights rounded to nearest in each kind: an upper bound, since the
-    recipes of ``quantize`` leave less. Memory holds the model twice.
+    """Measures the divergence of ``model`` with its weights rounded to nearest, for each type of weights.
+
+    The result is an upper bound: the recipes of ``quantize`` give less. Memory holds the model twice.
 
     Raises:
         CheckpointError: the checkpoint can't be loaded.

@@ -1,4 +1,4 @@
-"""What ``marlinq recommend`` says: candidates side by side, and what to take from which batch on."""
+"""The report of ``marlinq recommend``: types of weights side by side, and the recommendation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from marlinq.operations.recommend.servers import Loader
 
 @dataclass(frozen=True)
 class Point:
-    """A kind of weights at one batch.
+    """Expected figures of a type of weights at one batch.
 
     Attributes:
         batch: sequences decoded together.
-        step_seconds: expected of a decode step.
-        intensity: operations a byte that the step reads.
+        step_seconds: seconds of a decode step.
+        intensity: operations per byte that the step reads.
         rate: operations a second.
-        fits: weights and cache fit the memory.
+        fits: whether weights and cache fit the GPU's memory.
     """
 
     batch: int
@@ -31,20 +31,20 @@ class Point:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kind of weights.
+    """Expected figures of a type of weights under the wanted load.
 
     Attributes:
-        name: as ``quantize --scheme`` and ``--group-size`` call it.
-        bits: of a weight, scales aside.
-        weight_bytes: of all weights and scales.
-        memory_bytes: with cache and buffers, at the batch asked for.
-        fits: that is in the GPU's memory.
-        step_seconds: expected of a decode step; None where no kernel runs it.
-        prefill_seconds: expected from the prompts to their first tokens; None likewise.
-        basis: what the times rest on.
-        quality: expected divergence; None where none was measured.
+        name: name from ``quantize --scheme`` and ``--group-size``.
+        bits: bits per weight, without scales.
+        weight_bytes: bytes of all weights and scales.
+        memory_bytes: bytes of weights, cache and buffers.
+        fits: whether ``memory_bytes`` fit the GPU's memory.
+        step_seconds: seconds of a decode step; None where no kernel runs it.
+        prefill_seconds: seconds from the prompts to their first tokens; None where no kernel runs it.
+        basis: source of the times, in words.
+        quality: expected divergence; None where none is known.
         loaders: verdicts of servers.
-        points: over the batches of the axis.
+        points: figures for each batch of the comparison.
         refusal: why there are no times; empty where there are.
     """
 
@@ -67,14 +67,17 @@ class Recommendation(Shown):
     """Candidates for a model, a GPU and a load.
 
     Attributes:
-        model: as it was named.
-        gpu: its name, and where its figures come from.
-        half, fp8, bandwidth: its peaks, operations and bytes a second.
-        batch, context, prompt: sequences together, tokens of each, tokens of a prompt.
-        candidates: from the most bits to the fewest.
-        choice: name of the candidate for this load; None where nothing fits.
-        until: the batch from which 4 bits pay no more; None where they pay over the whole axis.
-        advice: what to take, in a sentence each.
+        model: model as the user named it.
+        gpu: name of the GPU and source of its figures.
+        half, fp8: peak operations a second of the GPU in 16 bits and in FP8.
+        bandwidth: peak bytes a second of the GPU's memory.
+        batch: sequences decoded together.
+        context: tokens per sequence.
+        prompt: tokens per prompt.
+        candidates: types of weights, from the most bits to the fewest.
+        choice: name of the recommended candidate; None where nothing fits.
+        until: smallest batch from which on 4 bits are not faster; None where they always are.
+        advice: sentences on what to take.
     """
 
     model: str
@@ -95,7 +98,7 @@ class Recommendation(Shown):
         return asdict(self)
 
     def display(self) -> list[Block]:
-        """The table, what to take, and what the figures rest on."""
+        """The table, the advice, and the sources of the figures."""
         header = (
             "weights", "size", "with cache", "fits", "step", "tokens/s", "prefill", "KL", "loaded by"
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The kinds of weights that are compared."""
+"""The types of weights that ``recommend`` compares."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, Weig
 
 @dataclass(frozen=True)
 class Weights:
-    """A kind of weights.
+    """A type of weights.
 
     Attributes:
-        name: in tables and on the command line of ``quantize``.
-        scheme: as checkpoints hold it; None for 16 bits.
-        format: that our kernels multiply; None for 16 bits.
+        name: name in tables, from ``quantize --scheme`` and ``--group-size``.
+        scheme: scheme in checkpoints; None for 16 bits.
+        format: weight format of marlinq's kernels; None for 16 bits.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Weights:
     format: WeightFormat | None
 
     def granularity(self, k: int) -> Granularity:
-        """For ``k`` input channels: the largest group that divides them, or whole channels."""
+        """The largest group that divides ``k`` input channels, or one scale per output channel."""
         assert self.scheme is not None
         if self.scheme.granularity.divides(k):
             return self.scheme.granularity.for_channels(k)
@@ -34,7 +34,7 @@ class Weights:
         return next(smaller, Granularity.channel())
 
     def problem(self, m: int, n: int, k: int) -> Problem:
-        """A product of ``m`` rows; N and K are padded to what kernels take."""
+        """The kernels' problem for a product of ``m`` rows, with N and K padded as kernels need it."""
         assert self.format is not None
         k = -(-k // 64) * 64
         return Problem(m, -(-n // 64) * 64, k, self.granularity(k), False, False, self.format)
@@ -48,12 +48,12 @@ class Weights:
 
     @property
     def bits(self) -> int:
-        """Bits of a weight, scales aside."""
+        """Bits per weight, without scales."""
         return 16 if self.scheme is None else self.scheme.element.bits
 
     @property
     def quantises_activations(self) -> bool:
-        """Whether servers quantise the inputs too, and multiply 8 bits with 8 bits."""
+        """Whether servers also quantise the activations, and multiply 8 bits by 8 bits."""
         return self.scheme is not None and self.scheme.activations is not None
 
 
@@ -67,7 +67,7 @@ def _named(name: str, weight_format: WeightFormat, group_size: int | None = None
 
 
 def compared() -> tuple[Weights, ...]:
-    """Every kind, from the most bits to the fewest."""
+    """All compared types, from the most bits to the fewest."""
     return (
         Weights("16 bits", None, None),
         _named("int8", INT8),

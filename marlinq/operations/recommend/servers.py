@@ -1,4 +1,4 @@
-"""Which servers load a kind of weights, by the rules of :mod:`marlinq.operations.inspect`."""
+"""Verdicts of servers on a type of weights, by the rules of :mod:`marlinq.operations.inspect`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from marlinq.operations.recommend.schemes import Weights
 from marlinq.operations.recommend.shape import ModelShape
 
 LAYOUT = "compressed-tensors"
-"""The layout that every scheme can be written in."""
+"""The format that holds every scheme."""
 
 
 @dataclass(frozen=True)
 class Loader:
-    """A server's verdict on a kind of weights.
+    """A server's verdict on a type of weights.
 
     Attributes:
-        server: its name.
-        loads: it does; None where nobody has read how it does.
-        kernel: that runs most layers on Hopper; empty where it is not known.
-        reason: why not, or what else to know.
+        server: name of the server.
+        loads: whether it loads them; None where that is not known.
+        kernel: kernel that runs most layers on Hopper; empty where it is not known.
+        reason: why it does not load them, or other requirements.
     """
 
     server: str
@@ -33,7 +33,7 @@ class Loader:
 
 
 def loaders(shape: ModelShape, weights: Weights, wanted: Collection[str]) -> tuple[Loader, ...]:
-    """The verdicts of the servers named in ``wanted``, or of all."""
+    """The verdicts of the servers named in ``wanted``, or of all servers if it is empty."""
     if weights.scheme is None:
         names = ["marlinq", *(server.name for server in servers())]
         return tuple(Loader(name, True, "", "16 bits") for name in names if _is_wanted(name, wanted))

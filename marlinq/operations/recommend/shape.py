@@ -1,4 +1,4 @@
-"""What a step of a model multiplies and keeps, from its ``config.json`` alone."""
+"""The sizes of a model's products and cache, from its ``config.json`` alone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from marlinq.models import Blueprint, Projection, build_blueprint
 from marlinq.models.blueprint import Block
 
 _JOINED = (*(parts for _, parts in FUSED), ("w1", "w3"))
-"""Projections with one input, which the decode step and servers multiply as one."""
+"""Last names of projections with one input, which the decode step and servers multiply as one."""
 _TOP = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _MOST = 4096
-"""Layers, or experts of one, that a model has at most."""
+"""largest accepted number of layers, and of experts in a layer"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Product:
     """A product of a layer.
 
     Attributes:
-        parts: output channels of each projection that is joined here.
+        parts: output channels of each projection that is joined in this product.
         k: input channels.
     """
 
@@ -42,7 +42,7 @@ class Product:
 
     @property
     def n(self) -> int:
-        """Output channels."""
+        """Output channels of all projections together."""
         return sum(self.parts)
 
 
@@ -51,10 +51,11 @@ class Routed:
     """Experts of a layer.
 
     Attributes:
-        experts: their number.
-        top: that a token takes.
-        hidden, inner: channels of the layer and of one expert.
-        parts: matrices of an expert's first product: gate and up, or up alone.
+        experts: number of experts.
+        top: number of experts per token.
+        hidden: channels of the layer's input.
+        inner: intermediate channels of an expert.
+        parts: matrices in an expert's first product: 2 for gate and up, 1 for up alone.
     """
 
     experts: int
@@ -65,11 +66,11 @@ class Routed:
 
     @property
     def weights(self) -> int:
-        """Of one expert: all its matrices."""
+        """Number of weights of one expert."""
         return (self.parts + 1) * self.hidden * self.inner
 
     def touched(self, rows: int) -> float:
-        """Experts that a batch of ``rows`` reads, if rows choose evenly."""
+        """Expected number of experts that ``rows`` tokens reach, if they choose evenly."""
         return self.experts * (1 - (1 - self.top / self.experts) ** rows)
 
 
@@ -78,12 +79,12 @@ class Layer:
     """A decoder layer.
 
     Attributes:
-        products: dense products, experts aside.
+        products: products without those of experts.
         routed: experts; None in a dense layer.
-        norms: of the residual stream.
+        norms: number of norms of the residual stream.
         queries: channels of all query heads.
-        cached: values that a token leaves in the cache.
-        window: tokens that attention looks back at most; None for all.
+        cached: number of values per token in the cache.
+        window: number of tokens that attention looks back; None for all.
     """
 
     products: tuple[Product, ...]
@@ -99,14 +100,14 @@ class ModelShape:
     """A model's shape.
 
     Attributes:
-        name: as the user named it.
-        config: the content of ``config.json``.
-        layers: every kind of layer, and how many of it there are.
+        name: model as the user named it.
+        config: content of ``config.json``.
+        layers: every distinct layer and how often it occurs.
         hidden: channels of the residual stream.
-        vocabulary: logits.
-        others: parameters that stay in 16 bits whatever the scheme, the output head among them.
-        tied: the output head is the embedding.
-        projections: that are quantised, those of experts among them.
+        vocabulary: number of logits.
+        others: number of parameters that always stay in 16 bits, with the output head.
+        tied: whether the output head is the embedding.
+        projections: quantised projections, with those of experts.
     """
 
     name: str
@@ -125,11 +126,12 @@ class ModelShape:
 
     @property
     def depth(self) -> int:
-        """Layers in all."""
+        """Number of layers."""
         return sum(count for _, count in self.layers)
 
     def cached(self, tokens: float, *, windows: bool) -> float:
-        """Values in the cache of one sequence of ``tokens``; with ``windows`` those that attention reads."""
+        """Number of values in the cache of a sequence with ``tokens`` tokens; with ``windows``, only those
+        that attention reads."""
         return sum(
             count * layer.cached * (min(tokens, layer.window) if windows and layer.window else tokens)
             for layer, count in self.layers
@@ -137,10 +139,10 @@ class ModelShape:
 
 
 def read_config(model: str, revision: str | None, progress: ReportProgress) -> Mapping[str, Any]:
-    """The content of ``config.json`` of a folder or of a model on the Hub, of which nothing else is fetched.
+    """The content of ``config.json`` of a folder or Hub id; nothing else is downloaded.
 
     Raises:
-        CheckpointError: there is none, or it is no JSON object.
+        CheckpointError: the file is missing, or is no JSON object.
         EnvironmentProblem: the Hub can't be reached.
     """
     folder = local_folder(model)
@@ -156,7 +158,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
 
     Raises:
         CheckpointError: transformers can't build a model from it, or a number in it is absurd.
-        UnsupportedError: it is no decoder.
+        UnsupportedError: the model is no decoder.
     """
     _check_counts(name, config)
     blueprint = build_blueprint(dict(config), source=name)
@@ -183,7 +185,11 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _check_counts(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse counts that no model has, before a model of so many layers is built or divided among them."""
+    """Refuses absurd counts of layers and experts before a model with so many is built.
+
+    Raises:
+        CheckpointError: a count is out of range.
+    """
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, Mapping) else {}):
         for key in (*_LAYERS, *_EXPERTS):

@@ -1,4 +1,4 @@
-"""Rotation of the residual stream: the same function with weights that lose less by quantisation."""
+"""The operation behind ``marlinq rotate``: rotates the residual stream, so that quantisation loses less."""
 
 from __future__ import annotations
 

@@ -47,12 +47,13 @@ else:
     from marlinq.core.lazy import torch
 
 _COMMIT_BYTES = 1 << 30
-# Tokens that both forms of a block are run on, rows of the head that both are compared in, and the relative
-# difference that float32 may make: some thousands of roundings of 2**-24, which add up like a random walk, a
-# few layers deep. What is not the same function differs by a tenth and more.
 _PROBE_TOKENS = 32
+"""tokens on which the original and the rotated first block are compared"""
 _PROBE_ROWS = 4096
+"""output channels of the head that are compared"""
 _TOLERANCE = 1e-4
+"""Largest relative difference from rounding in float32: thousands of roundings of 2**-24 add up like a random
+walk over a few layers. A different function differs by 0.1 and more."""
 
 
 @shows_progress
@@ -67,27 +68,27 @@ def rotate(
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
     progress: Progress = True,
 ) -> RotationReport:
-    """Rotates the residual stream of an unquantised checkpoint: other weights, the same function.
+    """Rotates the residual stream of an unquantised checkpoint: other weights for the same function.
 
-    The result is a checkpoint of the same architecture and dtypes; a head that is tied to the embedding gets
-    a weight of its own. Before anything is written, a block and the head are run both ways and compared.
-    What is left is one rounding of every weight to its dtype. A run that was interrupted continues when it is
-    repeated.
+    The result has the same architecture and dtypes; a head that is tied to the embedding gets a weight of its
+    own. Before anything is written, the first block and the head are run with both weights and compared. The
+    only difference is one rounding of every rotated weight to its dtype. An interrupted run continues when
+    the same call is repeated.
 
     Args:
-        source: a checkpoint folder or Hub id.
-        out: the folder to make; it must not exist.
+        source: checkpoint folder or Hub id.
+        out: folder to make; it must not exist, unless it holds an interrupted run.
         seed: seed of the rotation.
-        device: device of the products.
+        device: device that multiplies.
         revision: branch, tag or commit of a Hub id; the main branch when None.
         trust_remote_code: run model code that the checkpoint brings.
-        max_shard_size: largest shard in bytes.
+        max_shard_size: bytes of the largest shard.
         progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
             done, steps in all).
 
     Raises:
-        UnsupportedError: the model is quantised, or not made like Llama.
-        NumericsError: the rotated model computes something else, or a weight is not finite in its dtype.
+        UnsupportedError: the model is quantised, or its structure is not Llama's.
+        NumericsError: the rotated model computes other values, or a weight is not finite in its dtype.
         CheckpointError: the source is damaged.
         OutputError: ``out`` exists or can't be written.
     """
@@ -103,7 +104,7 @@ def rotate(
     blueprint = build_blueprint(
         checkpoint.config, source=name, tensors=checkpoint.tensors, trust_remote_code=trust_remote_code
     )
-    # What is rotated is written as the model has it.
+    # Rotated tensors are written with the names and shapes that the model has.
     checkpoint = converted(checkpoint, find_conversions(blueprint, checkpoint.tensors, source=name))
     blueprint = without_false_ties(blueprint, checkpoint)
     plan = plan_stream(blueprint, name)
@@ -169,17 +170,17 @@ def rotate(
 def _owners(
     checkpoint: Checkpoint, blueprint: Blueprint, plan: StreamPlan, names: TensorNames
 ) -> dict[str, str]:
-    """The parameter that each stored tensor holds, of those that the rotation changes.
+    """Stored tensor -> parameter that it holds, for all tensors that the rotation changes.
 
     Raises:
-        CheckpointError: one is not stored, or in another shape.
+        CheckpointError: a parameter is not stored, or has another shape.
     """
     changed = {*plan.readers, *plan.writers, *plan.biases, *plan.norms, plan.embedding}
     if plan.tied:
         changed.discard(plan.head)
     owners = {names.require(parameter): parameter for parameter in changed}
     if plan.tied and (stored := names.own(plan.head)) is not None:
-        # Some checkpoints store a tied head nevertheless.
+        # Some checkpoints store a tied head, too.
         owners[stored] = plan.head
     for stored, parameter in owners.items():
         expected = blueprint.parameters[plan.embedding if parameter == plan.head else parameter]
@@ -200,7 +201,7 @@ def _value(
     planned: TensorPlan,
     parameter: str | None,
 ) -> torch.Tensor:
-    """What is stored under a name: rotated, or as it was."""
+    """The output tensor of a name, rotated or unchanged."""
     if parameter is None:
         return checkpoint.tensor(planned.name)
 
@@ -223,13 +224,13 @@ def _value(
 def _compare(
     checkpoint: Checkpoint, blueprint: Blueprint, plan: StreamPlan, turn: torch.Tensor
 ) -> tuple[float, float]:
-    """Runs the first block and the head on the stream and on the rotated one.
+    """Runs the first block and the head with the original and with the rotated weights.
 
     Returns:
-        The relative difference of the block's output, and that of the logits.
+        relative differences of the block's output and of the logits.
 
     Raises:
-        NumericsError: one is more than rounding makes.
+        NumericsError: a difference is larger than rounding explains.
     """
     instance = ModelInstance(blueprint, checkpoint, device=turn.device, dtype=torch.float32)
     replay = BlockReplay(instance)
@@ -251,7 +252,7 @@ def _compare(
                 instance.materialise(head.module)
                 weight = instance.model.get_parameter(plan.head)
             norm = instance.model.get_parameter(plan.readers[plan.head])
-            # All rows are multiplied alike, so some are enough.
+            # A part of the output channels is enough, since all are computed alike.
             weight = weight[:_PROBE_ROWS]
             logits = replay.logits(before[0], {plan.head: weight})
             own = rotated_reader(weight, norm, turn, weight.dtype)

@@ -1,4 +1,4 @@
-"""What a rotation did."""
+"""The report of a rotation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class RotationReport(Shown):
     """The outcome of :func:`marlinq.operations.rotate.rotate`.
 
     Attributes:
-        source, out: the folders.
-        rotated: tensors that were multiplied by the rotation.
-        folded: norms whose weights went into the layers behind them.
-        carried: tensors that were copied unchanged.
-        untied: the output head was tied to the embedding and has a weight of its own now.
-        block_error, logits_error: relative differences, in float32, that the rotation makes to the first
-            block's output, rotated back, and to logits.
-        resumed: tensors that an interrupted run had already written.
-        source_bytes, out_bytes: sizes of all tensors.
-        seconds: wall-clock time.
+        source, out: paths of the two folders.
+        rotated: number of tensors multiplied by the rotation.
+        folded: number of norms whose weights were multiplied into the layers after them.
+        carried: number of tensors copied unchanged.
+        untied: whether the output head was tied to the embedding and got a weight of its own.
+        block_error, logits_error: relative differences in float32 between the original's and the rotated
+            model's first block (its output rotated back) and logits.
+        resumed: number of tensors that an interrupted run had already written.
+        source_bytes, out_bytes: bytes of all tensors.
+        seconds: wall-clock seconds.
     """
 
     source: str
@@ -43,7 +43,7 @@ class RotationReport(Shown):
         return asdict(self)
 
     def display(self) -> list[Block]:
-        """What was rotated, and how exactly."""
+        """Folders, counts and differences."""
         sizes = f"{self.source_bytes / 1e6:.1f} MB -> {self.out_bytes / 1e6:.1f} MB"
         rows = [
             ("from", self.source),

@@ -1,16 +1,17 @@
-"""The rotation, and what becomes of a model's tensors by it.
+"""The rotation of the residual stream, and the tensors of a model that it changes.
 
-The residual stream h of a decoder can be rotated to h Q without changing what is computed, if all that
-writes to it and reads from it follows (Ashkboos et al. 2024, SliceGPT and QuaRot; Liu et al. 2024, SpinQuant,
-where it is R1). Between the stream and its readers stands a norm, x / rms(x) * w. A rotation leaves rms(x) as
-it is, but not w, which goes into the readers' weights first and leaves ones. So, weights being [N, K]:
+The residual stream h of a decoder can be rotated to h Q without changing the model's function, if all weights
+that write to it and read from it are rotated too (Ashkboos et al. 2024, SliceGPT and QuaRot; Liu et al. 2024,
+SpinQuant, where it is R1). Readers see the stream through a norm, x / rms(x) * w. A rotation keeps rms(x),
+but does not commute with w; w is therefore multiplied into the readers' weights and replaced by ones. For
+weights [N, K]:
 
     readers     W diag(w) Q       the norm before them: w = 1
     writers     Q^T W, and b Q of a bias
     embedding   E Q
 
-Large channels of the stream, which the weights behind it answer with small ones, are spread over all
-channels, and a group of weights that shares a scale is more alike.
+The rotation spreads the stream's large channels, for which readers have small weights, over all channels.
+Weights of a group that shares a scale then have more similar sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
-# Within a block: each reader with the norm before it, and the writers.
+# Inside a block: each reader with the norm before it, and the writers.
 _READERS = {
     "self_attn.q_proj": "input_layernorm",
     "self_attn.k_proj": "input_layernorm",
@@ -37,16 +38,19 @@ _READERS = {
     "mlp.up_proj": "post_attention_layernorm",
 }
 _WRITERS = ("self_attn.o_proj", "mlp.down_proj")
-# What is computed beside the stream: biases of readers, and norms of a head's queries and keys.
+# Parameters that the rotation does not touch: biases of readers, and norms of queries and keys.
 _BESIDE = {*(f"{name}.bias" for name in _READERS), "self_attn.q_norm.weight", "self_attn.k_norm.weight"}
-# Rows of a reader that are multiplied at a time: a table of embeddings is large.
 _ROWS = 16384
+"""rows of a weight that are multiplied at a time, because an embedding table is large"""
 
 
 def rotation_matrix(size: int, seed: int) -> Tensor:
-    """An orthogonal float64 [size, size]: random signs, then the Kronecker product of a Hadamard matrix, for
-    the powers of two in ``size``, with a random orthogonal one for what is left. Its entries are as alike as
-    an orthogonal matrix's can be, so that no channel keeps more than its share."""
+    """A random orthogonal matrix, float64 [size, size].
+
+    Random signs times the Kronecker product of a Hadamard matrix (for the power of two in ``size``) and a
+    random orthogonal matrix (for the odd factor). Its entries have similar sizes, so that every channel is
+    spread over all.
+    """
     generator = torch.Generator().manual_seed(seed)
     two = size & -size
     hadamard = torch.ones(1, 1, dtype=torch.float64)
@@ -61,16 +65,16 @@ def rotation_matrix(size: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What touches the residual stream, by the full names of parameters.
+    """Full names of the parameters that read from or write to the residual stream.
 
     Attributes:
-        readers: weights [N, H] with the norm before them.
+        readers: weight [N, H] -> norm before it.
         writers: weights [H, K].
-        biases: of writers, [H].
-        norms: [H].
-        embedding: the table [vocabulary, H].
+        biases: biases [H] of writers.
+        norms: norms [H].
+        embedding: embedding table [vocabulary, H].
         head: the output head's weight [vocabulary, H], one of :attr:`readers`.
-        tied: the head shares the embedding's tensor, and gets one of its own.
+        tied: whether the head shares the embedding's tensor; it then gets one of its own.
     """
 
     readers: Mapping[str, str]
@@ -83,10 +87,10 @@ class StreamPlan:
 
 
 def plan_stream(blueprint: Blueprint, source: str) -> StreamPlan:
-    """Finds what touches the residual stream of a model made like Llama.
+    """Finds the parameters that touch the residual stream of a model with Llama's structure.
 
     Raises:
-        UnsupportedError: a parameter is there that such a model does not have, or one is missing.
+        UnsupportedError: the model has a parameter that Llama does not have, or lacks one.
     """
 
     def refuse(found: str) -> UnsupportedError:
@@ -135,16 +139,16 @@ def plan_stream(blueprint: Blueprint, source: str) -> StreamPlan:
 
 
 def rotated_reader(weight: Tensor, norm: Tensor | None, turn: Tensor, dtype: torch.dtype) -> Tensor:
-    """``W diag(w) Q``, computed in float32; ``norm`` None for none, as of the embedding.
+    """``W diag(w) Q``, computed in float32.
 
     Args:
-        weight: float [N, H].
-        norm: float [H].
-        turn: float32 [H, H], Q, on the device that multiplies.
+        weight: W, float [N, H].
+        norm: w, float [H]; None for ones, as for the embedding.
+        turn: Q, float32 [H, H], on the device that multiplies.
         dtype: dtype of the result.
 
     Returns:
-        [N, H], where ``weight`` is.
+        [N, H], on the device of ``weight``.
     """
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for start in range(0, len(weight), _ROWS):

@@ -1,4 +1,4 @@
-"""Proving that a quantised checkpoint is what it says, and finding what is wrong where it is not."""
+"""The operation behind ``marlinq verify``: checks a quantised checkpoint and locates damage in it."""
 
 from __future__ import annotations
 

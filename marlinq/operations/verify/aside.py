@@ -1,7 +1,7 @@
-"""Work that is done aside by threads, its results taken in order.
+"""Runs work in background threads and delivers results in order.
 
-Judging a module is thousands of operations that are too small for several threads each. So a module belongs
-to one thread, and several are judged at a time.
+Judging a module is thousands of operations, each too small for several threads. So each module is judged by
+one thread, and several modules at a time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ResultT = TypeVar("ResultT")
 
 
 class Aside:
-    """A number of threads that use one of torch's threads each, as the caller does until the end.
+    """A context manager with background threads; inside, torch uses one thread in each, and in the caller.
 
-    Used as a context: its end waits for all work, and takes all results unless an exception ends it.
+    Its end waits for all work and delivers all results, unless an exception ends it.
 
     Args:
-        threads: with one or none, work is done by the caller at once, with all of torch's threads.
+        threads: number of threads; with 0 or 1, the caller does the work at once with all of torch's threads.
     """
 
     def __init__(self, threads: int) -> None:
@@ -51,16 +51,17 @@ class Aside:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
             self._pending.clear()
-            # The threads' own settings reach some libraries for all of them.
+            # Some libraries apply a thread's setting to the whole process.
             torch.set_num_threads(self._before)
 
     def do(self, work: Callable[[], ResultT], take: Callable[[ResultT], None]) -> None:
-        """Has ``work`` done; the caller's thread hands its result to ``take``, in the order of the calls.
+        """Queues ``work``. The caller's thread later passes its result to ``take``, in the order of the
+        calls.
 
-        Waits while each thread has work and one more is ready for them.
+        Blocks while every thread is busy and one more piece of work is queued.
 
         Raises:
-            Exception: what earlier work, or its taker, has raised.
+            Exception: an exception of earlier work or of its ``take``.
         """
         if self._pool is None:
             take(work())

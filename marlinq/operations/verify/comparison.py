@@ -1,17 +1,17 @@
-"""The checkpoint against what it was made from: an unquantised model, or another conversion of it.
+"""Compares a checkpoint with the model it was made from, or with another conversion of the same checkpoint.
 
 Against an unquantised model every quantised weight is compared three ways:
 
-* the module as a whole: ||W - dq|| / ||W||, next to what round-to-nearest of the same original with the same
-  groups would have. GPTQ gives up some of this error for a smaller error of the outputs: 0.9 to 1.5 times
-  round-to-nearest's on the layers of a small language model, up to 2.8 with inputs as uneven as tests can
-  make them. Codes that have nothing to do with their weights give 10 and more;
+* the module as a whole: its error ||W - dq|| / ||W||, beside that of round-to-nearest with the same groups.
+  GPTQ accepts a larger weight error for a smaller output error: 0.9 to 1.5 times round-to-nearest's on the
+  layers of a small language model, up to 2.8 with the most uneven inputs that tests make. Codes unrelated to
+  the weights give 10 and more;
 * every word, group and channel on its own, by :mod:`marlinq.operations.verify.statistics.evidence`;
-* unquantised tensors bit for bit, but those that a conversion dequantised: they are compared as a module is,
-  and every group must hold no more values than there are codes.
+* unquantised tensors bit for bit. Tensors that a conversion dequantised are compared as a quantised module
+  is, and no group may hold more different values than there are codes.
 
-A checkpoint whose quantiser moved factors between layers first (AWQ's scaling, rotations) does not have the
-original's weights in the first place, and fails here.
+A checkpoint whose quantiser first moved factors between layers (AWQ's scaling, rotations) does not hold the
+original's weights, and fails here.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ ABOVE_RTN = 3.0
 
 _SHOWN_FAULTS = 5
 
-# Of modules that are judged at a time: each takes up to 90 bytes an element.
 _ELEMENTS_AT_ONCE = 1 << 25
+"""weights that are judged at a time; each takes up to 90 bytes"""
 
 
 class Comparison:
     """Collects the checks against ``original``, a module at a time.
 
     Args:
-        view: the checkpoint.
-        original: weight to compare with.
-        blueprint: blueprint of the model that both hold, or why it can't be built.
-        device: where the weights are compared.
+        view: the quantised checkpoint.
+        original: checkpoint to compare with.
+        blueprint: structure of the model that both hold, or why it can't be built.
+        device: device that weights are compared on.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Comparison:
         self._original = original
         self._other = QuantizedCheckpoint.of(original)
         if self._other is not None and _elements(self._other) != _elements(view):
-            # Made from weights that were quantised otherwise before: those are the original's.
+            # The original is quantised in another way: its dequantised weights are what was quantised anew.
             self._original, self._other = dequantized(original), None
         elif self._other is not None:
             self._original = self._other.checkpoint
@@ -103,18 +103,19 @@ class Comparison:
         sizes = [spec.in_features * spec.out_features for spec in view.modules.values()]
         at_once = min(torch.get_num_threads(), _ELEMENTS_AT_ONCE // max(sizes, default=1))
         self.aside = Aside(at_once if device.type == "cpu" else 1)
-        """Judges modules; as a context, several at a time on a CPU."""
+        """Threads that judge modules; on a CPU several modules at a time."""
         self.errors: dict[str, tuple[float, float | None]] = {}
-        """Per module: relative error, and round-to-nearest's where it could be computed."""
+        """Module -> (relative error, round-to-nearest's relative error or None)."""
 
     @property
     def same_tuple(self) -> bool:
-        """True when the original is quantised itself, so that both must hold the same tuples."""
+        """Whether both are conversions of one checkpoint, which must hold the same codes, scales and
+        zeros."""
         return self._other is not None
 
     @property
     def schemes(self) -> dict[Projection, Scheme] | None:
-        """How each quantised linear of the model is quantised; None when the original is quantised itself."""
+        """Scheme of each quantised linear of the model; None where :attr:`same_tuple` is True."""
         if self.same_tuple:
             return None
         found = ((self._projections.get(name), spec.scheme) for name, spec in self._view.modules.items())
@@ -152,7 +153,7 @@ class Comparison:
         self._cast = "".join(f"; {count} after a cast from {kinds}" for kinds, count in cast.items())
 
     def module(self, name: str, spec: ModuleSpec, stored: Mapping[str, Tensor], q: QuantizedWeight) -> None:
-        """Compare one quantised module; ``stored`` are its tensors by suffix and ``q`` is their tuple."""
+        """Compares one quantised module: ``stored`` are its tensors by suffix, ``q`` the weight in them."""
         if self._other is not None:
             self._same_tuple(name, q)
             return
@@ -167,7 +168,7 @@ class Comparison:
         weight, q = weight.to(self._device), q.to(self._device)
         norm = float(weight.norm()) or 1.0
         mine = float((weight - q.dequantize()).norm()) / norm
-        # Groups along an activation order are round-to-nearest's groups of the reordered weight.
+        # With activation order, round-to-nearest needs the channels in the order of their groups.
         ordered = weight if q.has_trivial_g_idx else weight[:, torch.argsort(q.g_idx, stable=True)]
         rtn = self._rtn_error(ordered, q.scheme, norm)
         self.errors[name] = (mine, rtn)
@@ -191,7 +192,7 @@ class Comparison:
     @staticmethod
     def _report(name: str, findings: list[Finding], lines: list[str]) -> None:
         for finding in findings[:_SHOWN_FAULTS]:
-            # Beyond what rounding can do is no matter of chance.
+            # No evidence ratio for errors beyond what rounding to nearest allows: they are certain damage.
             ratio = f"log-likelihood ratio {finding.evidence:.0f}; {_by_chance(finding)}"
             lines.append(f"{name}: {finding.what}" + ("" if math.isinf(finding.evidence) else f" ({ratio})"))
         if len(findings) > _SHOWN_FAULTS:
@@ -221,7 +222,7 @@ class Comparison:
     ) -> None:
         if rtn is None:
             return
-        # Round-to-nearest is exact on constant weights; GPTQ moves them all the same.
+        # Round-to-nearest is exact on constant weights, which GPTQ may still move by a part of a step.
         usual = max(rtn, 1 / (2 * element.codes))
         if error > ABOVE_RTN * usual:
             text = f"{name}: relative error {error:.4f}, round-to-nearest's is {rtn:.4f}"
@@ -261,7 +262,7 @@ class Comparison:
         return self._names.find(name) if self._names is not None else None
 
     def _tied(self, projection: Projection) -> str | None:
-        """The original's embedding, for an output head that has no tensor of its own there."""
+        """Name of the original's embedding, for an output head without a tensor of its own."""
         found = self._blueprint
         if found is None or projection.name != found.head or found.embedding is None:
             return None
@@ -283,7 +284,7 @@ class Comparison:
         if projection is not None:
             weight = projection.view(weight)
         elif tuple(weight.shape) != expected and self._names is None:
-            # Nothing tells how the model lays its weights out.
+            # Without a blueprint, the shape alone tells that the model stores weights as [K, N].
             weight = weight.t()
         if tuple(weight.shape) != expected:
             raise CheckpointError(f"{where}: expected shape {list(expected)}, found {list(weight.shape)}")
@@ -309,8 +310,7 @@ class Comparison:
 
     @staticmethod
     def _rtn_error(weight: Tensor, scheme: Scheme, norm: float) -> float | None:
-        """The relative error of round-to-nearest of ``weight``, its channels in the order of their groups.
-
+        """Relative error of round-to-nearest for ``weight``, whose channels are in the order of their groups;
         None where the last group would be short."""
         if scheme.granularity.kind == "group" and not scheme.granularity.divides(weight.shape[1]):
             return None
@@ -361,7 +361,7 @@ def _elements(view: QuantizedCheckpoint) -> set[str]:
 
 
 def _by_chance(finding: Finding) -> str:
-    """How often an undamaged checkpoint of this size would be told the same."""
+    """Text on how often an undamaged checkpoint of this size would show the same finding."""
     runs = 1 / max(finding.expected, 1e-99)
     return f"by chance in 1 of {runs:.0e} runs" if runs < 1e12 else "by chance practically never"
 
@@ -379,7 +379,7 @@ def _by_stored_name(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str
 
 
 def _routing(blueprint: Blueprint, view: QuantizedCheckpoint) -> set[str]:
-    """The stored tensors that choose experts: those of routers, and buffers, such as correction biases."""
+    """Names of the stored tensors that choose experts: routers' weights and correction biases."""
     names = TensorNames(blueprint, view.checkpoint.tensors.keys(), source=str(view.checkpoint.path))
     stems = tuple(f"{router}." for router in blueprint.routers)
     routers = {name for name in blueprint.parameters if name.startswith(stems)}

@@ -1,7 +1,7 @@
-"""Modules that a conversion dequantised because its target could not hold them (``--skip-unsupported``).
+"""Checks modules that a conversion dequantised because its target can't hold them (``--skip-unsupported``).
 
-Their weights are floats again, but not the original's: each is a point of the grid that it was quantised to.
-The manifest says which modules those are, and the config it keeps says how they were quantised.
+Their weights are floats, but not the original's: each lies on the grid that it was once quantised to. The
+manifest names these modules, and the source's config in it says how they were quantised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from marlinq.core.scheme import Scheme
 
 
 def dequantized_modules(folder: Path) -> dict[str, Scheme]:
-    """Every module that a conversion on the way to ``folder`` dequantised, and what it was before.
+    """Module -> former scheme, for modules dequantised by the conversions that led to ``folder``.
 
     Empty for folders without a manifest.
 
@@ -48,7 +48,7 @@ def dequantized_modules(folder: Path) -> dict[str, Scheme]:
 
 
 def _conversions(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The manifests of this folder and of those it was converted from, as far as they are conversions'."""
+    """The conversion manifests of this folder and of the folders it was converted from."""
     level: object = manifest
     while isinstance(level, dict):
         if level.get("operation") == "convert":
@@ -59,8 +59,8 @@ def _conversions(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def off_grid(weight: Tensor, scheme: Scheme) -> str | None:
     """Why ``weight``, float [N, K], is not a dequantised weight of ``scheme``, or None.
 
-    A group of it can't hold more different values than there are codes. Groups along an activation order are
-    not known any more, and not looked at.
+    A group can't hold more different values than there are codes. With activation order the groups are not
+    known any more, and None is returned.
     """
     n, k = weight.shape
     size = scheme.channels_per_group(k)

@@ -1,4 +1,4 @@
-"""Our kernels against float64, on the checkpoint's own weights."""
+"""Compares marlinq's kernels with float64 products, on the checkpoint's own weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from marlinq.runtime import OPERATORS, Setting
 
 ROWS = (1, 8, 33)
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
-"""Largest ||y - y64|| / ||y64||. Rounding y alone costs about a quarter of it."""
+"""Largest allowed ||y - y64|| / ||y64|| by dtype of y. Rounding y alone gives about a quarter of it."""
 
 _SEED = 0
 
@@ -39,8 +39,7 @@ def check_kernels(view: QuantizedCheckpoint, device: torch.device, progress: Rep
 
 
 def compare_kernels(view: QuantizedCheckpoint, device: torch.device, progress: ReportProgress) -> Check:
-    """The check itself, of every operator that multiplies packed weights; on the CPU it measures the kernels'
-    references."""
+    """The check for every operator that multiplies packed weights; on a CPU, for the kernels' references."""
     findings = Findings("kernels")
     distinct: dict[tuple[object, ...], str] = {}
     for name, spec in view.modules.items():
@@ -55,7 +54,7 @@ def compare_kernels(view: QuantizedCheckpoint, device: torch.device, progress: R
             q = stored.weight(device)
         except MarlinqError:
             continue  # the round trip reports it
-        # Those for other elements have nothing to say, unless all are.
+        # Operators for other elements are left out, unless there is no other.
         fitting = [each for each in operators if each.knows(stored)] or operators
         for operator, (dtype, bound) in product(fitting, BOUNDS.items()):
             setting = Setting(device, dtype)
@@ -84,7 +83,7 @@ def compare_kernels(view: QuantizedCheckpoint, device: torch.device, progress: R
 
 
 def _errors(linear: nn.Module, q: QuantizedWeight, dtype: torch.dtype) -> Iterator[tuple[int, float]]:
-    # A kernel is given scales in the activations' dtype; that rounding is not its error.
+    # The reference rounds scales to the activations' dtype too, as kernels get them.
     weight: Tensor = replace(q, scales=q.scales.to(dtype)).dequantize().double()
     generator = torch.Generator().manual_seed(_SEED)
     for rows in ROWS:

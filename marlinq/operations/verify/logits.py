@@ -1,4 +1,4 @@
-"""The checkpoint's hidden states and logits next to those of what it is compared with."""
+"""Compares the hidden states and logits of a checkpoint with those of its original or another conversion."""
 
 from __future__ import annotations
 
@@ -23,18 +23,23 @@ from marlinq.runtime import load
 TOKENS = 128
 _SEED = 0
 
-# Two checkpoints of one tuple run the same operations on the same numbers; only scales stored in different
-# dtypes may round differently on the way.
 _SAME = 1e-3
+"""Largest relative difference between two conversions of one checkpoint, which only round scales of different
+dtypes differently."""
 _LEAST_KL = 1e-4
-"""Nats that are never too much: weights that round-to-nearest holds exactly are still moved by GPTQ."""
+"""Mean KL in nats that is always allowed: GPTQ moves even weights that round-to-nearest holds exactly."""
 _FAR_BEYOND_BLIND = 4.0
-"""Times round-to-nearest's KL that is allowed whatever a guess would do: twice its error of the logits."""
+"""Multiple of round-to-nearest's mean KL that is always allowed: about twice its error of the logits."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """hidden: float32 [T, hidden] after the embedding and each block; logits: float32 [T, vocabulary]."""
+    """Results of one model.
+
+    Attributes:
+        hidden: float32 [T, hidden] after the embedding and after each block.
+        logits: float32 [T, vocabulary].
+    """
 
     hidden: list[Tensor]
     logits: Tensor
@@ -54,16 +59,16 @@ def check_logits(
     trust_remote_code: bool,
     progress: ReportProgress,
 ) -> list[Check]:
-    """Run both models, one after the other, on the same seeded random tokens.
+    """Runs both models, one after the other, on the same seeded random tokens.
 
-    Against another conversion both must agree. Against an unquantised model the rows report how much
-    quantisation changes, and fail for NaN, for infinity, for a block whose error is larger than its signal,
-    and for a divergence that quantisation does not explain (:func:`_largest_divergence`). A third run, of the
-    original with its weights rounded to nearest, gives the scale for that.
+    Two conversions must agree. Against an unquantised model the rows report the change by quantisation, and
+    fail for NaN, for infinity, for a block whose error is larger than its signal, and for a divergence that
+    quantisation does not explain (:func:`_largest_divergence`). A third run, of the original with its weights
+    rounded to nearest, gives the scale for that divergence.
 
     Args:
-        checkpoint, against: the folders.
-        schemes: how each quantised linear of the model is quantised; None for another conversion of it.
+        checkpoint, against: the two folders.
+        schemes: scheme of each quantised linear of the model; None if ``against`` is another conversion.
         device, trust_remote_code, progress: as in :func:`marlinq.operations.verify.verify`.
     """
     layers, logits = Findings("layers"), Findings("logits")
@@ -118,7 +123,7 @@ def _run(
     progress: ReportProgress,
     schemes: Mapping[Projection, Scheme] | None = None,
 ) -> _Run:
-    """Run the model in ``path``, the linears in ``schemes`` rounded to nearest."""
+    """Runs the model in ``path`` with the linears in ``schemes`` rounded to nearest."""
     loaded = load(
         path,
         device=device,
@@ -149,7 +154,7 @@ def _round(model: nn.Module, schemes: Mapping[Projection, Scheme]) -> None:
             continue
         owner, key = model.get_submodule(projection.module), projection.parameter.rpartition(".")[2]
         if projection.whole:
-            # A head that shares the embedding's tensor gets one of its own.
+            # A copy, so that a head tied to the embedding does not change the embedding.
             owner._parameters[key] = nn.Parameter(owner.get_parameter(key).clone(), requires_grad=False)
         weight = projection.view(owner.get_parameter(key).data)
         rounded = round_to_nearest(weight.float(), scheme.for_channels(projection.in_features))
@@ -157,15 +162,15 @@ def _round(model: nn.Module, schemes: Mapping[Projection, Scheme]) -> None:
 
 
 def _largest_divergence(original: Tensor, usual: float) -> float:
-    """The largest mean KL in nats that a checkpoint quantised like this one may have from the original.
+    """The largest mean KL in nats that an undamaged checkpoint with these schemes may have to the original.
 
-    Small changes of weights change the KL by their square, and no module may be further from its weights than
-    FAR_ABOVE_RTN times round-to-nearest. Where changes are large, a model that is further off than a guess
-    that ignores the input is broken, unless round-to-nearest is nearly as far off.
+    The KL grows with the square of small weight errors, and no module may have more than FAR_ABOVE_RTN times
+    round-to-nearest's. For large errors, a model that is worse than a prediction that ignores the input is
+    broken, unless round-to-nearest is nearly as bad.
 
     Args:
-        original: its logits, float32 [T, V].
-        usual: mean KL of the original rounded to nearest.
+        original: the original's logits, float32 [T, V].
+        usual: mean KL of the original with weights rounded to nearest.
     """
     probabilities = original.log_softmax(-1).exp()
     blind = _kl(original, probabilities.mean(dim=0).clamp(min=torch.finfo(torch.float32).tiny).log())

@@ -1,4 +1,4 @@
-"""The hashes that marlinq's own folders carry."""
+"""Compares tensors with the hashes in a folder's manifest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from marlinq.operations.verify.report import MANIFEST_CHECK, Check, Findings
 
 
 def check_manifest(checkpoint: Checkpoint, progress: ReportProgress) -> Check:
-    """Compare dtype, shape and SHA-256 of every stored tensor with ``marlinq.json``."""
+    """Compares dtype, shape and SHA-256 of every stored tensor with ``marlinq.json``."""
     findings = Findings(MANIFEST_CHECK)
     if not (checkpoint.path / MANIFEST).exists():
         findings.skipped = (

@@ -1,4 +1,4 @@
-"""Do sparse weights keep their rule: as the layout has it, or as the manifest says of dense storage?"""
+"""Checks that sparse weights follow their pattern, which the layout or the manifest names."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.verify.report import Check, Findings
 
 _NOTE = "module "
-# Share of the median over a module's channels. Under another channel's mask it is 0.47 with a standard
-# deviation of 0.13 in channels of 128 weights and 0.09 of 256; the least of 1,500 sound channels had 0.77.
 _LEAST_COSINE = 0.7
+"""Least cosine between a channel's kept and original weights, over the median of its module's channels. With
+another channel's mask this ratio is 0.47, with a standard deviation of 0.13 for K = 128 and 0.09 for K = 256;
+the least of 1,500 sound channels had 0.77."""
 
 
 class Masks:
-    """Collects the check, a module at a time.
+    """The check of sparsity patterns; modules are added one at a time.
 
     Args:
-        checkpoint: the folder, whose manifest may say which modules were pruned.
+        checkpoint: the folder, whose manifest may name pruned modules.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -35,10 +36,10 @@ class Masks:
         self._kept = self._used = 0
 
     def module(self, name: str, q: QuantizedWeight) -> QuantizedWeight:
-        """Check one module, where anything calls it sparse.
+        """Checks one module, if its layout or the manifest calls it sparse.
 
         Returns:
-            ``q`` with the rule that its codes keep: chance makes no dense weight keep one.
+            ``q`` with the pattern that its codes follow; no dense weight follows one by chance.
         """
         rule = q.sparsity or self._pruned.get(name)
         if rule is None:
@@ -55,7 +56,7 @@ class Masks:
         return replace(q, sparsity=rule)
 
     def results(self) -> list[Check]:
-        """The row, where any module is sparse."""
+        """The row of the report; none where no module is sparse."""
         if not self._modules:
             return []
         share = self._used / self._kept if self._kept else 0.0
@@ -64,14 +65,14 @@ class Masks:
 
 
 def misplaced_channels(weight: Tensor, q: QuantizedWeight) -> str | None:
-    """Which output channels have kept weights in the places of others, or None.
+    """A sentence about output channels that have another channel's mask, or None.
 
-    A channel's kept weights point about where the original's do, in all channels of a module alike. Under
-    another channel's mask two of five kept weights are where they belong.
+    The cosine between kept and original weights is about the same in all channels of a module. With another
+    channel's mask it is far lower, because only two of five kept weights are in their places.
 
     Args:
-        weight: float32 [N, K], the original's.
-        q: the sparse weight, on the same device.
+        weight: original weight, float32 [N, K].
+        q: sparse weight, on the same device.
     """
     stored = q.dequantize()
     norms = weight.norm(dim=1) * stored.norm(dim=1)
@@ -90,13 +91,13 @@ def misplaced_channels(weight: Tensor, q: QuantizedWeight) -> str | None:
 
 
 def _pruned(checkpoint: Checkpoint) -> dict[str, Sparsity]:
-    """The modules that a quantise run pruned, as the manifest of the folder or of its source says."""
+    """Module -> pattern it was pruned to, from the manifest of the folder or of its source."""
     if not (checkpoint.path / MANIFEST).exists():
         return {}
     try:
         manifest: Any = read_json(checkpoint.path, MANIFEST)
     except CheckpointError:
-        return {}  # said by the manifest's own check
+        return {}  # check_manifest reports a broken manifest
     found: dict[str, Sparsity] = {}
     while isinstance(manifest, Mapping):
         run = manifest.get("run")

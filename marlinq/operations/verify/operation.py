@@ -48,26 +48,26 @@ def verify(
     trust_remote_code: bool = False,
     progress: Progress = True,
 ) -> VerificationReport:
-    """Check a quantised checkpoint: structure, manifest, round trips, numbers, the original, kernels, logits.
+    """Checks a quantised checkpoint: structure, hashes, round trips, values, the original, kernels, logits.
 
-    Damage is reported, never raised: what can't be opened becomes a failed row. Modules are read one at a
-    time; on a CPU small ones are judged side by side, one a thread.
+    Damage is reported and not raised: a file that can't be opened becomes a failed row. Modules are read one
+    at a time; on a CPU several small ones are judged at a time, one per thread.
 
     Args:
-        checkpoint: the folder, or a Hub id.
-        against: the model it was made from, or another conversion of it; compares every tensor.
+        checkpoint: folder or Hub id.
+        against: model it was made from, or another conversion of it, to compare every tensor with.
         logits: also run both and compare hidden states and logits; needs ``against``.
         revision: branch, tag or commit of ``checkpoint``, where that is a Hub id; its main branch when None.
-        device: ``auto`` or None (the first GPU, if any), ``cpu``, ``cuda`` or ``cuda:N``: where weights are
-            compared and, on a GPU, kernels are run.
+        device: ``auto`` or None (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``; weights are
+            compared on it, and a GPU also runs the kernels.
         trust_remote_code: run model code that the checkpoint brings.
         progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
             done, steps in all).
 
     Raises:
-        CheckpointError: there is no such folder, or ``against`` is itself damaged.
+        CheckpointError: there is no such folder, or ``against`` is damaged.
         UsageError: ``logits`` without ``against``.
-        EnvironmentProblem: the device is not there.
+        EnvironmentProblem: the machine does not have the device.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
     if logits and against is None:
@@ -80,7 +80,7 @@ def verify(
     try:
         checks.extend(run.checks())
     except CheckpointError as error:
-        # Rows made before it was raised are kept.
+        # Rows made before the error are kept.
         checks.append(Check("readable", "failed", str(error)))
     if logits and original is not None:
         checks += run.logits()
@@ -95,7 +95,12 @@ def verify(
 
 
 class _Run:
-    """One verification; ``view`` and ``comparison`` are there as far as the folder could be opened."""
+    """One verification.
+
+    Attributes:
+        view: the opened checkpoint; None if it can't be opened.
+        comparison: the checks against the original; None without one, or if it can't be opened.
+    """
 
     def __init__(
         self,
@@ -115,7 +120,7 @@ class _Run:
         self._comparison: Comparison | None = None
 
     def checks(self) -> Iterable[Check]:
-        """The rows in order, down to the first that makes the rest impossible."""
+        """The rows in order; ends early where a failure makes the remaining checks impossible."""
         try:
             checkpoint = Checkpoint.open(self._folder)
         except MarlinqError as error:
@@ -206,7 +211,8 @@ class _Run:
         )
 
     def changes(self) -> Iterable[Check]:
-        """A failed row when a folder is no longer the one that was opened: the others are about a mixture."""
+        """A failed row if a folder changed since it was opened, because the other rows then mix two
+        states."""
         for checkpoint in (self._checkpoint, self._original):
             try:
                 if checkpoint is not None:
@@ -215,7 +221,7 @@ class _Run:
                 yield Check("unchanged", "failed", str(error))
 
     def modules(self, checks: Iterable[Check]) -> list[ModuleResult]:
-        """Every quantised module with all that was found about it, worst first."""
+        """Every quantised module with its errors and problems, worst first."""
         if self.view is None:
             return []
         problems: dict[str, list[str]] = {name: [] for name in self.view.modules}

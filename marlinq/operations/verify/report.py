@@ -1,4 +1,4 @@
-"""The values that ``verify`` returns, and their text."""
+"""The report of ``verify``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Check:
         name: name of the check.
         status: ``passed``, ``warning`` (odd but loadable), ``failed``, or ``skipped`` (``detail`` says why).
         detail: one line.
-        problems: every single problem behind ``failed`` or ``warning``, each naming its tensor or module.
+        problems: one line for each problem behind ``failed`` or ``warning``, naming its tensor or module.
     """
 
     name: str
@@ -39,11 +39,12 @@ class ModuleResult:
 
     Attributes:
         name: full module name.
-        in_features, out_features, group_size, symmetric: as stored; group_size as in
-            :attr:`marlinq.core.granularity.Granularity.size`.
+        in_features, out_features: K and N.
+        group_size: input channels per scale, as :attr:`marlinq.core.granularity.Granularity.size`.
+        symmetric: whether zero points are the middle code.
         relative_error: ||W - dq|| / ||W|| against the original; None without one.
-        rtn_error: error of round-to-nearest of the original with the same groups and symmetry.
-        problems: everything that any check found wrong with this module.
+        rtn_error: the same error for round-to-nearest of the original with the same groups and symmetry.
+        problems: one line for each problem that a check found in this module.
     """
 
     name: str
@@ -57,7 +58,7 @@ class ModuleResult:
 
     @property
     def ratio(self) -> float | None:
-        """Relative error in units of round-to-nearest's, or None where either is unknown or zero."""
+        """Relative error over round-to-nearest's; None where either is unknown or zero."""
         if self.relative_error is None or not self.rtn_error:
             return None
         return self.relative_error / self.rtn_error
@@ -65,12 +66,12 @@ class ModuleResult:
 
 @dataclass(frozen=True)
 class VerificationReport(Shown):
-    """What ``verify`` found.
+    """The results of all checks.
 
     Attributes:
-        checkpoint: the folder.
-        against: the folder it was compared with, or None.
-        format: the layout of the quantised modules, or None when that could not be told.
+        checkpoint: path of the folder.
+        against: path of the folder that it was compared with, or None.
+        format: format of the checkpoint; None if it can't be recognised.
         checks: the rows, in the order in which they were made.
         modules: every quantised module, worst first.
     """
@@ -83,17 +84,17 @@ class VerificationReport(Shown):
 
     @property
     def ok(self) -> bool:
-        """True when no check failed; warnings and skipped rows don't count."""
+        """Whether no check failed; warnings and skipped rows don't count."""
         return all(check.status != "failed" for check in self.checks)
 
     @property
     def warnings(self) -> int:
-        """How many single things are odd, in checks that did not fail."""
+        """Number of problems in checks with the status ``warning``."""
         return sum(max(1, len(check.problems)) for check in self.checks if check.status == "warning")
 
     @property
     def structure_only(self) -> bool:
-        """True when codes, scales and other values were compared with nothing: no manifest, no original."""
+        """Whether values of tensors were compared with nothing: there is neither manifest nor original."""
         hashed = any(check.name == MANIFEST_CHECK and check.status == "passed" for check in self.checks)
         return self.against is None and not hashed
 
@@ -128,7 +129,7 @@ class VerificationReport(Shown):
         rows: list[tuple[str, ...]] = []
         for check in self.checks:
             rows.append((check.status, check.name, check.detail))
-            # A single problem is the detail already.
+            # A single problem is already in the detail line.
             if len(check.problems) > 1:
                 rows += [("", "", f"- {problem}") for problem in check.problems[:_SHOWN_PROBLEMS]]
                 rest = len(check.problems) - _SHOWN_PROBLEMS
@@ -142,7 +143,7 @@ class VerificationReport(Shown):
 
 
 def _module_table(modules: Sequence[ModuleResult]) -> list[Block]:
-    """The worst modules: the error that quantisation made, and the same in units of round-to-nearest's."""
+    """A table of the modules with the largest errors, beside round-to-nearest's."""
     shown = [module for module in modules if module.relative_error is not None][:_SHOWN_MODULES]
     if not shown:
         return []
@@ -164,7 +165,7 @@ def _module_table(modules: Sequence[ModuleResult]) -> list[Block]:
 
 @dataclass
 class Findings:
-    """What one check has found so far; becomes a :class:`Check`."""
+    """Problems and warnings of one check while it runs; becomes a :class:`Check`."""
 
     name: str
     failures: list[str] = field(default_factory=list)
@@ -172,7 +173,7 @@ class Findings:
     skipped: str | None = None
 
     def result(self, summary: str) -> Check:
-        """The row: ``summary`` when nothing was found, else how much and the first."""
+        """The row: ``summary`` if there is no problem, else the number of problems and the first."""
         if self.skipped is not None and not self.failures:
             return Check(self.name, "skipped", self.skipped)
         found = self.failures or self.warnings

@@ -1,4 +1,4 @@
-"""Unpacking and packing again must give the stored bits; so must the way through every other layout."""
+"""Checks that unpacking and packing a module gives the stored bits, also through every other layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from marlinq.operations.verify.report import Check, Findings
 
 
 class RoundTrip:
-    """Collects both checks, a module at a time."""
+    """The checks of both round trips; modules are added one at a time."""
 
     def __init__(self, view: QuantizedCheckpoint) -> None:
         self._view = view
@@ -28,7 +28,7 @@ class RoundTrip:
         self._modules = 0
 
     def module(self, name: str, spec: ModuleSpec, stored: Mapping[str, Tensor], q: QuantizedWeight) -> None:
-        """Check one module; ``stored`` are its tensors by suffix and ``q`` is their tuple."""
+        """Checks one module: ``stored`` are its tensors by suffix, ``q`` the weight in them."""
         self._modules += 1
         self._back_to_itself(name, spec, stored, q)
         for layout in LAYOUTS.values():
@@ -58,7 +58,7 @@ class RoundTrip:
         if reason is not None:
             self._own.warnings.append(f"{name}: can be read but not written as {layout.name}: {reason}")
             return
-        # Zero points that contradict a symmetric config are another check's business.
+        # The check of zero points reports those that contradict a symmetric config; here they are kept.
         declared = replace(spec.scheme, zero_point="stored") if q.scheme.stores_zeros else spec.scheme
         packed = layout.pack(q, declared)
         for suffix, tensor in stored.items():
@@ -68,7 +68,7 @@ class RoundTrip:
                 self._own.failures.append(f"{name}.{suffix}: unpacking and packing again changes its bits")
 
     def results(self) -> list[Check]:
-        """The two rows."""
+        """The two rows of the report."""
         names = [f"{name} ({count})" for name, count in self._held.items()]
         text = f"bit-identical through {', '.join(names)}" if names else "no other layout can hold a module"
         refused = [
@@ -89,5 +89,5 @@ def _is_of_kind(layout: Layout, scheme: Scheme) -> bool:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    # As bytes: NaN is not equal to itself.
+    # As bytes, because NaN is not equal to itself.
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Does the folder hold what its config promises? Judged on names, shapes and dtypes; no tensor is read."""
+"""Checks that a folder holds the tensors that its config describes, by names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _short(value: Any) -> str:
 
 
 def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Check:
-    """Every tensor of every module and parameter of the model: name, shape, dtype; nothing beside them."""
+    """Checks name, shape and dtype of every tensor of the model, and that the folder holds no others."""
     findings = Findings("tensors")
     tensors = view.checkpoint.tensors
     for module, spec in view.modules.items():
@@ -179,16 +179,16 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
 
 
 def _in_memory(view: QuantizedCheckpoint, blueprint: Blueprint) -> Checkpoint:
-    """The folder with its tensors as the model has them.
+    """The checkpoint with its tensors named and shaped as the model has them in memory.
 
     Raises:
-        CheckpointError: stored tensors do not fit transformers' rule.
+        CheckpointError: stored tensors do not fit transformers' conversion rule for this model.
     """
     return converted(view.checkpoint, stored_otherwise(blueprint, view.checkpoint, view))
 
 
 def _check_one_scheme(view: QuantizedCheckpoint, blueprint: Blueprint, findings: Findings) -> None:
-    """Loaders take the scheme of a layer's first expert for all of its matrices."""
+    """Checks that all experts of a layer have one scheme, as loaders assume."""
     names = TensorNames(blueprint, view.checkpoint.tensors.keys(), source=str(view.checkpoint.path))
     for experts in (each for block in blueprint.blocks for each in block.experts):
         stems = [names.quantized(found.name, view) for found in experts.projections]
@@ -210,7 +210,7 @@ def _check_one_scheme(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
 
 
 def _granularities(spec: ModuleSpec) -> set[Granularity]:
-    """What a config may say of a module: one scale per channel, or a group of all channels."""
+    """Granularities that describe a module: with one scale per channel, also a group of all channels."""
     single = spec.granularity == Granularity.channel()
     return {spec.granularity, *([Granularity.group(spec.in_features)] if single else [])}
 
@@ -218,7 +218,7 @@ def _granularities(spec: ModuleSpec) -> set[Granularity]:
 def _check_experts(
     view: QuantizedCheckpoint, blueprint: Blueprint, names: TensorNames, parameter: str, findings: Findings
 ) -> set[str]:
-    """The matrices of fused experts, each a module of its own; returns the tensors that are theirs."""
+    """Checks the matrices of fused experts, each stored as a module; returns the names of their tensors."""
     tensors = view.checkpoint.tensors
     claimed: set[str] = set()
     for projection in blueprint.fused[parameter]:
@@ -259,7 +259,7 @@ def _check_shape(
 
 
 def check_loads(view: QuantizedCheckpoint, blueprint: Blueprint | str, trust_remote_code: bool) -> Check:
-    """What ``load`` asks of a folder before it reads weights, by the same code."""
+    """Runs the checks that ``load`` makes before it reads weights, with the same code."""
     findings = Findings("loads")
     if isinstance(blueprint, str):
         findings.failures.append(blueprint)
@@ -286,7 +286,7 @@ def check_loads(view: QuantizedCheckpoint, blueprint: Blueprint | str, trust_rem
 
 
 def check_safetensors(checkpoint: Checkpoint) -> Check:
-    """Every shard opens in the safetensors library too."""
+    """Checks that the safetensors library opens every shard."""
     findings = Findings("safetensors")
     for shard in checkpoint.shards:
         path = checkpoint.path / shard
@@ -305,7 +305,7 @@ def check_safetensors(checkpoint: Checkpoint) -> Check:
 
 
 def check_finite(view: QuantizedCheckpoint, report_progress: ReportProgress) -> Check:
-    """Norms, embeddings and biases hold numbers. A quantised module's scales are looked at by themselves."""
+    """Checks that norms, embeddings and biases are finite; the check of values covers scales."""
     findings = Findings("finite")
     named = model_dtype(view.checkpoint.config) or "float32"
     dtype = torch_dtype(named)
@@ -313,7 +313,7 @@ def check_finite(view: QuantizedCheckpoint, report_progress: ReportProgress) -> 
     for done, name in enumerate(names):
         report_progress("looking for NaN and infinity", done, len(names))
         tensor = view.checkpoint.tensor(name)
-        # Not every 8-bit type has the test itself.
+        # isfinite does not support every 8-bit dtype.
         bad = int((~torch.isfinite(tensor if tensor.dtype.itemsize > 1 else tensor.float())).sum())
         if bad:
             findings.failures.append(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite")
@@ -323,7 +323,7 @@ def check_finite(view: QuantizedCheckpoint, report_progress: ReportProgress) -> 
 
 
 def check_coverage(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Check:
-    """Every linear inside the decoder blocks is quantised, or the config says that it is not."""
+    """Checks that every linear in a decoder block is quantised, or that the config calls it unquantised."""
     findings = Findings("coverage")
     plain = _plain_linears(view, blueprint)
     excluded = 0
@@ -342,7 +342,7 @@ def check_coverage(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Che
 
 
 def _plain_linears(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> dict[str, str]:
-    """Unquantised linears of the decoder blocks, with what makes us expect them quantised."""
+    """Unquantised linear of a decoder block -> why it is expected to be quantised."""
     found: dict[str, str] = {}
     if not isinstance(blueprint, str):
         tensors = _in_memory(view, blueprint).tensors
@@ -367,7 +367,7 @@ def _plain_linears(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> dic
 
 
 def _left_out_of_blocks(raw: Mapping[str, Any], module: str) -> bool:
-    """GPTQ's ``modules_in_block_to_quantize`` lists what is quantised, by names inside a block."""
+    """Whether GPTQ's ``modules_in_block_to_quantize``, which names quantised linears, omits ``module``."""
     listed = raw.get("modules_in_block_to_quantize")
     if not isinstance(listed, list) or not listed:
         return False

@@ -1,7 +1,7 @@
-"""Unquantised vectors that a quantise run tuned (``--tune-norms``): norms and biases that are no copies.
+"""Checks norms and biases that tuning changed (``--tune-norms``), which are not copies of the original's.
 
-The manifest names them. They have to be near the original's all the same: tuning moves an element by a few
-hundredths of the vector's size a run.
+The manifest names them. They must still be near the original's: tuning changes an element by a few hundredths
+of the vector's root mean square.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import Tensor
 from marlinq.checkpoint import MANIFEST
 from marlinq.checkpoint.reader import read_json
 
-# A vector that is moved by its own root mean square is no longer the original's.
 _LARGEST_MOVE = 1.0
+"""Largest change of an element, in units of the original vector's root mean square."""
 
 
 def tuned_vectors(folder: Path) -> set[str]:
-    """Stored names of the vectors that were tuned for ``folder``, or for what it was converted from.
+    """Stored names of the vectors tuned by the run that wrote ``folder``, or the folder it was converted
+    from.
 
-    Empty for folders without a manifest, or whose manifest says nothing of the kind.
+    Empty without a manifest, and without tuning.
     """
     if not (folder / MANIFEST).exists():
         return set()
@@ -38,7 +39,7 @@ def tuned_vectors(folder: Path) -> set[str]:
 
 
 def too_far(mine: Tensor, theirs: Tensor) -> str | None:
-    """Why ``mine`` is no tuned version of ``theirs``, both float [n], or None."""
+    """Why ``mine`` is too far from ``theirs`` for tuning (both float [n]), or None."""
     if mine.dim() != 1:
         return f"expected a vector, found shape {list(mine.shape)}"
     if not bool(torch.isfinite(mine).all()):

@@ -1,7 +1,7 @@
-"""What can be said about scales, zero points, codes and g_idx without the original.
+"""Checks scales, zero points, codes and g_idx without the original.
 
-A check fails where no weights, however odd, are quantised to what is stored. What odd but finite weights can
-be quantised to (one huge weight, a constant row, a pruned channel, weights of one sign) is at most a warning.
+A check fails where no weights could have been quantised to the stored values. Values that unusual but finite
+weights give (one huge weight, a constant row, a pruned channel, weights of one sign) are at most a warning.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.verify.report import Check, Findings
 
-# A scale this many times its channel's and its group's typical one. The upper exponent bit of a float16 below
-# 2 makes it 2**16 times as large.
 _OUTLIER = 2.0**12
+"""Ratio of a scale to the typical scale of its channel and of its group above which it is an outlier. A
+flipped upper exponent bit makes a float16 below 2 larger by 2**16."""
 _BLANK_SHARE = 0.5
 _SAME_SCALE = 1.1
 _SUBNORMAL_SHARE = 0.01
@@ -25,7 +25,7 @@ _NARROW_SHARE = 0.5
 
 
 class Values:
-    """Collects the checks, a module at a time."""
+    """The checks of values; modules are added one at a time."""
 
     def __init__(self) -> None:
         self._scales = Findings("scales")
@@ -38,7 +38,7 @@ class Values:
         self._scattered = 0
 
     def module(self, name: str, q: QuantizedWeight, declared: Scheme) -> None:
-        """Check one module against its values and what the config says about it."""
+        """Checks the values of one module; ``declared`` is its scheme in the config."""
         self._modules += 1
         self._check_scales(name, q)
         self._check_zeros(name, q, declared)
@@ -79,13 +79,13 @@ class Values:
         used = torch.zeros(q.groups, q.out_features, dtype=torch.int32)
         used.index_add_(0, q.g_idx.long(), q.used().to(torch.int32))
         used = torch.zeros(q.scales.shape, dtype=torch.int32).index_add_(1, _columns(q), used)
-        # A group of zeros alone is stored with whatever scale; it says nothing.
+        # The scale of a group of zeros may be anything.
         logs = torch.where(used > 0, logs, torch.nan)
         apart = logs - logs.nanmedian(dim=0, keepdim=True).values
         apart = (apart - apart.nanmedian(dim=1, keepdim=True).values).nan_to_num_(0)
         sizes = apart.abs()
         worst = float(sizes.max())
-        # Below that nothing is said: a row of weights 200 times as large as its neighbours is no damage.
+        # Rows of weights 200 times as large as their neighbours occur in sound models, hence the high limit.
         if worst <= math.log2(_OUTLIER):
             return
         group, column = divmod(int(sizes.argmax()), q.scales.shape[1])
@@ -94,9 +94,8 @@ class Values:
             f"{name}: the scale of group {group} of output channel {column} is {2**worst:.3g} times off what "
             "its channel and group have elsewhere"
         )
-        # One huge weight has a scale to match, and leaves the others of its group at the zero point. A group
-        # of very small weights is quantised as finely as any. Only large scales of full groups can't be
-        # right.
+        # One huge weight gives a large scale and leaves the rest of its group at the zero point; small
+        # weights give a small scale. Only a large scale of a group that uses many codes can't be right.
         channels = torch.zeros(q.groups, dtype=torch.int32)
         channels.index_add_(0, q.g_idx.long(), torch.ones_like(q.g_idx))
         weights = channels.unsqueeze(1) * torch.bincount(_columns(q))
@@ -107,7 +106,8 @@ class Values:
         middle = q.element.midpoint
         low, high = int(q.zeros.min()), int(q.zeros.max())
         if declared.stores_zeros and low == high != middle and q.zeros.numel() > 1:
-            # Weights of one sign have them all at one end. Reading has refused those of another format.
+            # Weights of one sign have all zero points at one end, hence a warning. Zero points of another
+            # format were refused when the module was read.
             self._zeros.warnings.append(
                 f"{name}: every zero point is {low}; a symmetric module has {middle}, an asymmetric one "
                 "different ones"
@@ -124,7 +124,7 @@ class Values:
         if bool(same.any()):
             count = f"{int(same.sum())} of {same.numel()}"
             text = f"{name}: {count} groups hold one code only, and not the zero point"
-            # A constant row has that, with one scale; scales that differ were made for weights that did.
+            # A constant row has one code and one scale; different scales come from different weights.
             sizes = q.scales.float().abs()
             largest = sizes.where(same, 0.0).amax(dim=0)
             smallest = sizes.where(same, torch.inf).amin(dim=0)
@@ -163,7 +163,7 @@ class Values:
             )
 
     def results(self) -> list[Check]:
-        """The four rows."""
+        """The four rows of the report."""
         negative = f", {self._negative / self._count:.0%} negative" if self._negative else ""
         order = f"{self._scattered} with an activation order" if self._scattered else "no activation order"
         return [
@@ -175,12 +175,12 @@ class Values:
 
 
 def _columns(q: QuantizedWeight) -> Tensor:
-    """int64 [N], the column of scales that each output channel has."""
+    """int64 [N]: index of the column of scales for each output channel."""
     return torch.arange(q.out_features) // q.granularity.outputs_per_group(q.out_features)
 
 
 def _extreme(q: QuantizedWeight, which: str) -> Tensor:
-    """uint8 [G, P], the lowest ("amin") or highest ("amax") code under each scale."""
+    """uint8 [G, P]: the lowest ("amin") or highest ("amax") code of the weights under each scale."""
     start = 255 if which == "amin" else 0
     rows = q.g_idx.long().unsqueeze(1).expand(q.codes.shape)
     by_group = torch.full((q.groups, q.out_features), start, dtype=torch.uint8)
