@@ -1,4 +1,5 @@
-"""What a quantised checkpoint looks like inside, as a page, a table and JSON; and its model card."""
+"""The operation behind ``marlinq report``: figures of a quantised checkpoint as HTML, CSV and JSON; and its
+model card."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The model card of a quantised checkpoint: ``README.md`` with YAML front matter as the Hub reads it.
 
-What the original's card says of its licence, its languages and its subject is carried over, value by value
-and only where it has the type that the Hub expects. Nothing in it depends on when or how fast the run was, so
-the same run writes the same card.
+Licence, languages and tags are taken from the original's card, value by value, if they have the type that the
+Hub expects. Nothing in the card depends on the date or speed of the run, so the same run writes the same
+card.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def model_card(
     """The text of the card.
 
     Args:
-        source: the original, whose own card is carried over.
-        base_model: the Hub id of the original; None where it is not known.
-        recipe: as the manifest has it.
+        source: the original, from whose card values are taken.
+        base_model: Hub id of the original; None where it is not known.
+        recipe: keys and values of the recipe, as in the manifest.
         tool: program that made the checkpoint, with its version.
-        schemes: how modules are quantised, in words, and how many of them so.
+        schemes: scheme in words -> number of modules that have it.
         errors: label of a quantity -> module name -> relative squared error.
-        calibration: documents, tokens and source; None for a method without.
+        calibration: documents, tokens and source of the text; None for a method without calibration.
         nbytes: bytes of the tensors.
     """
     matter, body = _read_card(source.path / CARD) if CARD in source.side_files else ({}, "")
@@ -93,11 +93,11 @@ def model_card(
 
 
 def hub_id(model: str, source: Checkpoint) -> str | None:
-    """The Hub id of the original: what the user typed, or what a snapshot of the Hub's cache is called.
+    """The Hub id of the original: the user's spelling, or the name of a snapshot in the Hub's cache.
 
     Args:
-        model: as the user named it.
-        source: the folder that it was found in.
+        model: model as the user named it.
+        source: the opened checkpoint.
     """
     if source.path != Path(model) and is_hub_id(model):
         return model
@@ -135,11 +135,11 @@ def _front_matter(
 
 
 def _carried(value: Any) -> str | list[str] | None:
-    """A line of text or a list of them, as the original's card has it; None for anything else."""
+    """A value of the original's card, if it is a line of text or a list of lines; else None."""
     if isinstance(value, str) and value.strip():
         return _line(value)
     if isinstance(value, list):
-        # YAML 1.1 reads Norwegian's code as the truth value that it also spells.
+        # YAML 1.1 reads "no", the code of Norwegian, as False.
         items = ["no" if item is False else item for item in value[:_MOST_VALUES]]
         return [_line(item) for item in items if isinstance(item, str) and item.strip()] or None
     return None
@@ -150,7 +150,7 @@ def _line(text: str) -> str:
 
 
 def _read_card(path: Path) -> tuple[dict[str, Any], str]:
-    """Front matter and text of the original's card; empty where there is none that can be read."""
+    """(front matter, text) of the original's card; empty where it has none or can't be read."""
     try:
         text = read_regular(path, _MAX_BYTES).decode("utf-8", "replace")
     except OSError:
@@ -171,7 +171,7 @@ def _read_card(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _public(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe without the folders of whoever made it: cards are published."""
+    """The recipe without paths of the user's folders, because cards are published."""
     text = recipe.get("calibration")
     if isinstance(text, str) and Path(text).expanduser().is_absolute():
         return {**recipe, "calibration": Path(text).name}
@@ -197,7 +197,7 @@ def _errors(label: str, errors: Mapping[str, float]) -> list[str]:
 
 
 def _use(layout: str) -> list[str]:
-    """How the checkpoint is served and loaded; the folder stands as ``.``."""
+    """Commands that serve and load the checkpoint from the current folder."""
     serve = ["vllm serve .", ""] if layout != "marlin" else []
     commands = [*serve, "marlinq inspect .   # which servers load it", "marlinq generate . --prompt 'Hello'"]
     python = [
@@ -218,12 +218,12 @@ def _fenced(text: str, language: str) -> list[str]:
 
 
 def inline(text: str) -> str:
-    """Text inside a line of Markdown or a cell of its tables."""
+    """``text`` escaped for a line of Markdown or a table cell."""
     return re.sub(r"([\\`*_{}\[\]<>#|!])", r"\\\1", one_line(text))
 
 
 def _bits(recipe: Mapping[str, Any]) -> int:
-    """Bits of a weight."""
+    """Bits per weight of the recipe's scheme."""
     return SCHEMES[str(recipe["scheme"])].element.bits
 
 

@@ -9,21 +9,20 @@ from dataclasses import dataclass
 from marlinq.operations.report.markup import Element, tag
 
 STEPS = 9
-"""Steps of a colour ramp, the classes ``s0`` to ``s8`` or ``d0`` to ``d8``."""
+"""number of colours in a ramp: the classes ``s0`` to ``s8`` or ``d0`` to ``d8``"""
 
 _ROW, _GAP = 22, 1
 _MAP_WIDTH = 1020
-# Pixels of a character of a label, and the most characters that one has.
 _CHARACTER, _LONGEST = 6.3, 32
+"""pixels per character of a label, and the largest number of characters"""
 _CELL = (9, 34)
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """Values to steps of colour, by logarithm.
-
+    """A logarithmic map from values to colours.
     Attributes:
-        low, high: values at the middle of the first and of the last step.
+        low, high: values of the first and the last colour.
         kind: ``s`` for a sequential ramp, ``d`` for one that diverges from its middle.
     """
 
@@ -42,13 +41,13 @@ class Ramp:
 
     @classmethod
     def around_one(cls, ratios: Sequence[float]) -> Ramp:
-        """A diverging ramp of ratios, as far above 1 as below."""
+        """A diverging ramp for ratios, symmetric around 1."""
         sizes = sorted(abs(math.log(ratio)) for ratio in ratios if ratio > 0)
         reach = max(sizes[round(0.98 * (len(sizes) - 1))] if sizes else 0.0, math.log(1.05))
         return cls(math.exp(-reach), math.exp(reach), "d")
 
     def step(self, value: float) -> str:
-        """The class of ``value``."""
+        """The CSS class of ``value``."""
         if value <= 0 or self.low <= 0:
             return f"{self.kind}0"
         low = math.log(self.low)
@@ -66,14 +65,13 @@ def heat_map(
     ramp: Ramp,
     title: str,
 ) -> Element:
-    """A map with a named row for each projection and a column for each decoder block.
-
+    """A heat map with a row for each projection and a column for each decoder block.
     Args:
-        rows: names.
+        rows: names of the rows.
         columns: numbers of blocks, ascending.
-        cells: value and tooltip by row and column; a value of None is hatched, an absent cell left out.
-        ramp: the colours.
-        title: for those who can't see it.
+        cells: (row, column) -> (value, tooltip); a value of None is hatched, an absent cell left out.
+        ramp: colours of the values.
+        title: text for screen readers.
     """
     left = round(_CHARACTER * max((len(_cut(row)) for row in rows), default=0)) + 16
     width = min(_CELL[1], max(_CELL[0], (_MAP_WIDTH - left) // max(1, len(columns))))
@@ -109,7 +107,7 @@ def heat_map(
 
 
 def bars(shares: Sequence[float], hints: Sequence[str], title: str, *, width: int, height: int) -> Element:
-    """A histogram: a bar for each share, the highest as high as there is room."""
+    """A histogram with a bar for each share; the largest share fills the height."""
     most = max(shares, default=0.0) or 1.0
     step = width / max(1, len(shares))
     marks = [
@@ -136,13 +134,12 @@ def band(
     width: int,
     height: int,
 ) -> Element:
-    """A line with a band around it, by logarithm.
-
+    """A line with a band around it, on a logarithmic axis.
     Args:
-        points: low end of the band, line, high end; above 0.
+        points: (low end of the band, line, high end) for each place, all above 0.
         limits: values at the bottom and at the top.
-        title: for those who can't see it.
-        width, height: of the drawing.
+        title: text for screen readers.
+        width, height: pixels of the drawing.
     """
     low, high = map(math.log, limits)
 
@@ -163,10 +160,9 @@ def band(
 
 
 def share_bar(parts: Sequence[tuple[str, float, str]]) -> Element:
-    """A bar split by share.
-
+    """A bar that is split in proportion to sizes.
     Args:
-        parts: name, size and the size in words of each.
+        parts: (name, size, size in words) of each part.
     """
     total = sum(size for _, size, _ in parts) or 1.0
     pieces = []

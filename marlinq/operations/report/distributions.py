@@ -1,4 +1,4 @@
-"""The distributions of codes and scales on the page."""
+"""The charts of the distributions of codes and scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDTH, _HEIGHT = 212, 74
 
 
 class Chart(NamedTuple):
-    """A drawing with its title and what is said of it; None where there is nothing to draw."""
+    """A drawing with title and caption; the drawing is None where there is nothing to draw."""
 
     title: str
     drawing: Element | None
@@ -23,12 +23,12 @@ class Chart(NamedTuple):
 
 
 def code_charts(figures: CheckpointFigures) -> list[Chart]:
-    """How often each code occurs, a histogram for each projection."""
+    """A histogram of the codes for each projection."""
     return [_code_chart(name, modules) for name, modules in _kinds(figures).items()]
 
 
 def scale_charts(checkpoints: Sequence[CheckpointFigures]) -> list[list[Chart]]:
-    """All magnitudes of scales, and their course through the blocks for each projection, by checkpoint."""
+    """For each checkpoint, a histogram of all scales, and a chart over the blocks for each projection."""
     values = [
         value
         for figures in checkpoints
@@ -44,7 +44,7 @@ def scale_charts(checkpoints: Sequence[CheckpointFigures]) -> list[list[Chart]]:
 
 
 def _kinds(figures: CheckpointFigures) -> dict[str, list[ModuleFigures]]:
-    """The modules by projection, and by width where a projection has several."""
+    """Modules by projection, and by bits where a projection has several."""
     found: dict[str, list[ModuleFigures]] = {}
     widths: dict[str, set[int]] = {}
     for module in figures.modules:

@@ -1,6 +1,6 @@
-"""What ``marlinq eval --keep`` measured, kept beside a checkpoint: a file, and a section of its model card.
+"""The figures of ``marlinq eval --keep``, stored beside a checkpoint in a file and in its model card.
 
-The file is untrusted when it is read again: only numbers and short lines are taken over, and only where its
+The file is untrusted when it is read: only numbers and short lines are taken from it, and only if its
 fingerprint is that of the checkpoint's manifest.
 """
 
@@ -36,10 +36,10 @@ class TaskFigures:
     """A metric of a task.
 
     Attributes:
-        task, metric: their names in lm-evaluation-harness.
+        task, metric: names in lm-evaluation-harness.
         documents: number of documents answered.
-        value, against: scores of the checkpoint and the original.
-        recovery, recovery_stderr: per cent of the original's score, and its standard error.
+        value, against: scores of the checkpoint and of the original.
+        recovery, recovery_stderr: score in per cent of the original's, and its standard error.
     """
 
     task: str
@@ -53,16 +53,17 @@ class TaskFigures:
 
 @dataclass(frozen=True)
 class EvaluationFigures:
-    """A kept evaluation; None for what was not measured.
-
+    """A stored evaluation; values are None where they were not measured.
     Attributes:
-        text: where the windows of text come from.
-        tokens: predicted tokens.
-        perplexity, against_perplexity: of the checkpoint and the original.
-        kl: mean divergence in nats.
-        top1_agreement: share of positions where both predict the same token, 0..1.
-        tasks: scores of tasks.
-        recovery, recovery_stderr: mean over tasks, in per cent.
+        text: source of the text.
+        tokens: number of predicted tokens.
+        perplexity, against_perplexity: perplexity of the checkpoint and of the original.
+        kl: mean KL divergence in nats.
+        top1_agreement: share of positions (0 to 1) where both predict the same token.
+        tasks: scores on tasks.
+        recovery, recovery_stderr: mean over tasks of the score in per cent of the original's, and its
+        standard
+            error.
     """
 
     text: str
@@ -76,7 +77,7 @@ class EvaluationFigures:
     recovery_stderr: float | None
 
     def measures(self) -> list[tuple[str, str]]:
-        """Label and value of what was measured on text."""
+        """(label, value) of each figure measured on text."""
         rows = []
         if self.kl is not None:
             rows.append(("mean KL divergence from the original, nats", f"{self.kl:.6f}"))
@@ -89,7 +90,7 @@ class EvaluationFigures:
         return [*rows, ("text", self.text + on)] if rows else []
 
     def task_rows(self) -> list[tuple[str, str, str, str, str, str]]:
-        """Task, metric, documents, score, the original's, recovery."""
+        """Cells of the columns :data:`TASK_COLUMNS` for each task."""
         rows = [
             (
                 task.task,
@@ -110,7 +111,7 @@ TASK_COLUMNS = ("task", "metric", "documents", "score", "original", "recovery")
 
 
 def read_evaluation(folder: Path, fingerprint: str) -> EvaluationFigures | None:
-    """The kept evaluation of a checkpoint; None where there is none of this very checkpoint."""
+    """The stored evaluation of a checkpoint; None if there is none with this fingerprint."""
     if not (folder / EVALUATION).is_file():
         return None
     try:
@@ -121,14 +122,14 @@ def read_evaluation(folder: Path, fingerprint: str) -> EvaluationFigures | None:
 
 
 def keep_evaluation(folder: Path, measured: Mapping[str, Any]) -> list[str]:
-    """Writes what was measured into the checkpoint's folder, and into its card if marlinq wrote that.
+    """Writes an evaluation into a checkpoint's folder, and into its model card if marlinq wrote the card.
 
     Args:
-        folder: the checkpoint's.
+        folder: folder of the checkpoint.
         measured: plain values of the evaluation.
 
     Returns:
-        What was written, in a line each.
+        one line for each written file.
 
     Raises:
         OutputError: the folder can't be written.
@@ -159,7 +160,7 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _card(folder: Path, figures: EvaluationFigures) -> str | None:
-    """The card with a section about the evaluation; None where there is no card of marlinq's."""
+    """The model card with a section about the evaluation; None if marlinq wrote no card."""
     try:
         text = read_regular(folder / CARD, _MAX_CARD_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError):

@@ -11,7 +11,7 @@ from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.report.evaluation import EvaluationFigures
 
 OCTAVES = (-24, 8)
-"""Powers of two between which magnitudes of scales are counted; what lies outside counts at the ends."""
+"""exponents of two between which scales are counted; smaller and larger ones are counted in the end bins"""
 BINS_PER_OCTAVE = 4
 
 
@@ -20,12 +20,12 @@ class ScaleFigures:
     """The scales of one module, or of a sample of them.
 
     Attributes:
-        counted: scales looked at.
-        smallest, low, middle, high, largest: the least magnitude, its 5 %, 50 % and 95 % quantiles, and the
-            greatest one; 0 where no scale is finite.
-        negative: share below zero, 0..1.
-        bad: scales that are NaN or infinite.
-        bins: how many magnitudes lie in each quarter of an octave between 2**-24 and 2**8.
+        counted: number of scales in the sample.
+        smallest, low, middle, high, largest: least magnitude, 5 %, 50 % and 95 % quantile, greatest
+            magnitude; 0 where no scale is finite.
+        negative: share of scales below zero (0 to 1).
+        bad: number of scales that are NaN or infinite.
+        bins: number of magnitudes in each quarter of an octave between 2**-24 and 2**8.
     """
 
     counted: int
@@ -44,19 +44,19 @@ class ModuleFigures:
     """One quantised linear.
 
     Attributes:
-        name: in the checkpoint.
-        block: number of its decoder block; None outside the blocks, as the output head is.
-        projection: its name inside the block, with ``*`` for the number of an expert.
+        name: name in the checkpoint.
+        block: number of its decoder block; None outside the blocks, as for the output head.
+        projection: name inside the block, with ``*`` for the number of an expert.
         in_features, out_features: K and N.
         bits: bits of a code.
-        scheme: in words.
+        scheme: scheme in words.
         nbytes: bytes of all its tensors.
-        codes: how often each code occurs among those counted, by code.
-        scales: as stored.
-        error: relative squared error, as the method reported it; None where no run of marlinq's tells.
-        quantity: quantity that the error is measured on; None where nothing tells.
+        codes: number of occurrences of each code in the sample, by code.
+        scales: figures of its scales.
+        error: relative squared error that the method reported; None where the manifest has none.
+        quantity: whether the error is that of outputs or of weights; None where it is unknown.
         tokens: calibration tokens that it saw; None where that is unknown.
-        fallback: measure taken instead of the method, and why.
+        fallback: sentence on a fallback of the method; None without one.
         reason: where its settings come from.
     """
 
@@ -79,14 +79,13 @@ class ModuleFigures:
 
 @dataclass(frozen=True)
 class TimeFigures:
-    """Where the time of a quantise run went.
-
+    """Times of a quantise run.
     Attributes:
-        stages: stages and their seconds, in the order of the run.
+        stages: (stage, seconds) in the order of the run.
         blocks: seconds of each decoder block that this run quantised.
         total: seconds of the run.
-        device: device of the blocks.
-        ranks: processes that shared the work.
+        device: device that blocks ran on.
+        ranks: number of processes that shared the work.
     """
 
     stages: tuple[tuple[str, float], ...]
@@ -101,20 +100,20 @@ class CheckpointFigures:
     """One quantised checkpoint.
 
     Attributes:
-        name: the last part of its path, or its Hub id.
-        format: a name in :data:`marlinq.formats.FORMATS`.
-        architecture: architecture in ``config.json``.
-        fingerprint: fingerprint of the run that made it; empty where no manifest tells.
-        modules: its quantised linears, in file order.
-        sizes: bytes of the tensors, by what they are.
-        wide_bytes: bytes of the tensors with quantised weights in 16 bits.
+        name: last part of its path, or its Hub id.
+        format: name in :data:`marlinq.formats.FORMATS`.
+        architecture: class name in ``config.json``.
+        fingerprint: fingerprint of the run that made it; empty without a manifest.
+        modules: quantised linears, in file order.
+        sizes: kind of tensor -> bytes.
+        wide_bytes: bytes of all tensors if quantised weights had 16 bits.
         parameters: number of parameters of the model; a quantised weight counts as K * N.
-        recipe, environment, calibration: as the manifest has them, made printable; empty where it does not.
-        kept: linears that stay in floating point, with the reason where the manifest gives one.
-        time: seconds of the run; None where no report of it lies in the folder.
-        evaluation: figures of ``marlinq eval --keep``; None where nothing of it lies in the folder.
-        sampled: share of the codes that were counted, 0..1.
-        notes: things that could not be read, a sentence each.
+        recipe, environment, calibration: printable values from the manifest; empty where it has none.
+        kept: linears that stay in floating point -> reason from the manifest, or empty.
+        time: times of the run; None without a report in the folder.
+        evaluation: figures of ``marlinq eval --keep``; None without any in the folder.
+        sampled: share of the codes that were counted (0 to 1).
+        notes: sentences on data that could not be read.
     """
 
     name: str
@@ -141,12 +140,12 @@ class CheckpointFigures:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the whole model."""
+        """Stored bits per weight of the whole model."""
         return 8 * self.nbytes / max(1, self.parameters)
 
     @property
     def quantity(self) -> ErrorQuantity | None:
-        """The quantity that most of the known errors are of; None where nothing tells."""
+        """The quantity (outputs or weights) of most known errors; None where it is unknown."""
         found = [module.quantity for module in self.modules if module.error is not None]
         return mode(found) if found else None
 
@@ -156,7 +155,7 @@ class CheckpointFigures:
         return "error" if self.quantity is None else self.quantity.label
 
     def modules_of(self, quantity: ErrorQuantity | None) -> list[ModuleFigures]:
-        """The modules with a known error of that quantity; of None: those of which nothing tells."""
+        """The modules with a known error of this quantity; for None, of unknown quantity."""
         return [module for module in self.modules if module.error is not None and module.quantity == quantity]
 
     @property
@@ -185,9 +184,9 @@ class CheckpointFigures:
         return sorted({module.block for module in self.modules if module.block is not None})
 
     def cells(self) -> dict[tuple[str, int], list[ModuleFigures]]:
-        """Modules by projection and block; several where the projection is that of experts.
+        """(projection, block) -> modules; several for a projection of experts.
 
-        Those whose error is of another quantity than :attr:`quantity` are left out.
+        Modules whose error has another quantity than :attr:`quantity` are left out.
         """
         found: dict[tuple[str, int], list[ModuleFigures]] = {}
         for module in self.modules:
@@ -197,14 +196,14 @@ class CheckpointFigures:
 
 
 def cell_error(modules: list[ModuleFigures]) -> float | None:
-    """The error that stands for several modules, experts of one projection: the greatest one."""
+    """The greatest error of several modules (the experts of one projection)."""
     return max((module.error for module in modules if module.error is not None), default=None)
 
 
 def place(name: str) -> tuple[int | None, str]:
-    """The block and the projection that a module's name tells.
+    """(block, projection) from a module's name.
 
-    The first number in the name is that of the block; further ones are those of experts.
+    The first number in the name is the block's; further numbers are experts'.
     """
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isascii() and part.isdigit()]
@@ -216,7 +215,7 @@ def place(name: str) -> tuple[int | None, str]:
 
 
 def plain_time(time: TimeFigures) -> dict[str, Any]:
-    """``time`` for JSON."""
+    """``time`` as plain values for JSON."""
     return {
         "total": time.total,
         "device": time.device,

@@ -1,7 +1,7 @@
-"""SVG out of elements, so that no text reaches a drawing unescaped.
+"""Builds SVG from elements, so that no text reaches a drawing unescaped.
 
-Names and settings come from checkpoints, which are hostile input. Nothing here takes markup as a string: a
-string is text and is escaped, markup is what :func:`tag` returns.
+Names and settings come from checkpoints, which may be hostile. Strings are always text and are escaped; only
+:func:`tag` makes markup.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _VOID = ("rect", "line", "path")
 
 @dataclass(frozen=True)
 class Element:
-    """A finished piece of a page; templates take it as it is."""
+    """Finished markup, which templates don't escape."""
 
     markup: str
 
@@ -37,7 +37,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Element:
             leaves the attribute out.
 
     Raises:
-        ValueError: the name of the element or of an attribute is none.
+        ValueError: the name of the element or of an attribute is not valid.
     """
     parts = [name]
     for key, value in attributes.items():
@@ -55,15 +55,15 @@ def tag(name: str, /, *children: object, **attributes: object) -> Element:
 
 
 def joined(children: Iterable[object]) -> str:
-    """The markup of several children, one after the other."""
+    """The concatenated markup of several children."""
     return "".join(_markup(child) for child in children)
 
 
 def style_sheet(rules: str) -> Element:
-    """A ``<style>`` element of rules from our own source.
+    """A ``<style>`` element; ``rules`` must come from marlinq's own source.
 
     Raises:
-        ValueError: the rules would end the element.
+        ValueError: the rules contain markup.
     """
     if "<" in rules:
         raise ValueError("a style sheet holds no markup")
@@ -83,5 +83,5 @@ def _markup(child: object) -> str:
 
 
 def _plain(value: object) -> str:
-    """Coordinates need no more than two decimals."""
+    """Text of an attribute; numbers with at most two decimals, which is enough for coordinates."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

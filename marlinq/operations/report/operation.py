@@ -1,4 +1,4 @@
-"""The report operation: figures in, three files out."""
+"""The report operation: reads a checkpoint's figures and writes three files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from marlinq.operations.report.tables import COLUMNS, MADE_BY, csv_text, json_te
 
 HTML, CSV = "report.html", "report.csv"
 _SHOWN = 8
-# The beginning of each file, by which a report of ours is told from a file of somebody else's.
+# The beginning of each file, which tells marlinq's reports from other programs' files.
 _MARKS = {
     HTML: f'name="generator" content="{GENERATOR}',
     CSV: ",".join(COLUMNS),
@@ -33,11 +33,10 @@ _MARK_BYTES = 4096
 
 @dataclass(frozen=True)
 class WrittenReport(Shown):
-    """What was written and the figures in it.
-
+    """The written files and the figures in them.
     Attributes:
-        files: the page, the table and the JSON file.
-        checkpoints: one, or two side by side.
+        files: paths of the page, the table and the JSON file.
+        checkpoints: figures of one checkpoint, or of two side by side.
     """
 
     files: tuple[Path, ...]
@@ -48,7 +47,7 @@ class WrittenReport(Shown):
         return {"files": [str(path) for path in self.files], **json_value(self.checkpoints)}
 
     def display(self) -> list[Block]:
-        """The files, and the figures that matter most."""
+        """The files, and the main figures."""
         rows = [
             ("made", str(self.files[0])),
             ("", f"{self.files[1].name} and {self.files[2].name} beside it"),
@@ -97,17 +96,17 @@ def report(
     and scales are counted in the tensors. Neither torch nor a GPU is needed.
 
     Args:
-        checkpoint: a folder or Hub id.
-        other: a second one, to be set beside the first.
-        out: the folder to write into; it is made where it is not there. A report there is replaced.
-        revision: revision of Hub ids.
+        checkpoint: folder or Hub id.
+        other: second checkpoint, to compare with the first.
+        out: folder to write into, made if it does not exist; an older report there is replaced.
+        revision: branch, tag or commit of Hub ids; the main branch when None.
         progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
             done, steps in all).
 
     Raises:
         CheckpointError: a folder is damaged or contradicts itself.
-        UnsupportedError: a checkpoint is not quantised, or otherwise than marlinq reads.
-        OutputError: a file of another program has a report's name, or ``out`` can't be written.
+        UnsupportedError: a checkpoint is not quantised, or in a way that marlinq does not read.
+        OutputError: another program's file has a report's name, or ``out`` can't be written.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
     sources = [checkpoint] if other is None else [checkpoint, other]
@@ -127,12 +126,12 @@ def write_report(folder: Path, time: TimeFigures, progress: ReportProgress = no_
     """Writes the report of a checkpoint that was just made into its folder.
 
     Args:
-        folder: the checkpoint's.
-        time: seconds of the run.
-        progress: as in :func:`report`.
+        folder: folder of the checkpoint.
+        time: times of the run.
+        progress: called with (activity, steps done, steps in all).
 
     Raises:
-        MarlinqError: as :func:`report`.
+        MarlinqError: any error of :func:`report`.
     """
     figures = read_figures(Checkpoint.open(folder), folder.absolute().name, progress)
     return _write(folder, [replace(figures, time=time)])
@@ -153,11 +152,15 @@ def _write(folder: Path, figures: Sequence[CheckpointFigures]) -> WrittenReport:
 
 
 def _check_place(folder: Path) -> None:
-    """Refuse to replace what is no report of ours, and a place where no folder can be."""
+    """Checks that ``folder`` can be made and that no file of another program would be replaced.
+
+    Raises:
+        OutputError: it can't, or a file would be.
+    """
     try:
         in_the_way = not stat.S_ISDIR(folder.stat().st_mode)
     except FileNotFoundError:
-        # A link that leads nowhere is in the way too.
+        # lexists also finds a broken link.
         in_the_way = os.path.lexists(folder)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -1,7 +1,7 @@
-"""The page: one file without scripts that needs nothing from anywhere.
+"""The HTML page: one file without scripts and without links to other files.
 
-``page.html.jinja`` lays it out, this module gives it values. Names and settings come from checkpoints, which
-are hostile input: the template escapes every value but finished drawings
+``page.html.jinja`` is its layout, this module computes its values. Names and settings come from checkpoints,
+which may be hostile: the template escapes every value except finished drawings
 (:mod:`marlinq.operations.report.markup`).
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 GENERATOR = "marlinq report"
-"""What the page's ``generator`` says before the version: how a file is known to be a report."""
+"""Value of the page's ``generator`` before the version, by which a file is recognised as a report."""
 
 _WORST = 12
 _KEPT = 12
@@ -66,7 +66,7 @@ def _template() -> Template:
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
-        # What is not printable is shown in letters; markup comes from elements alone.
+        # Unprintable characters become escapes; only Element values are markup.
         finalize=lambda value: escaped(value) if type(value) is str else value,
     )
     environment.filters |= {
@@ -117,7 +117,7 @@ def _warnings(figures: CheckpointFigures) -> list[str]:
     fallbacks: dict[str, list[ModuleFigures]] = {}
     for module in figures.modules:
         if module.fallback:
-            # The end of the text says what was done; what comes before differs from module to module.
+            # Only the text after the last colon is the same for all modules with this fallback.
             fallbacks.setdefault(module.fallback.rpartition(": ")[2], []).append(module)
     for what, found in list(fallbacks.items())[:_WORST]:
         more = f" and {len(found) - 1} more modules" if len(found) > 1 else ""
@@ -128,7 +128,7 @@ def _warnings(figures: CheckpointFigures) -> list[str]:
 
 
 def _other_errors(figures: CheckpointFigures) -> list[str]:
-    """A line for each further quantity that errors are of: the page's maps and tables leave those out."""
+    """A line for each further quantity of errors, which the page's maps and tables leave out."""
     lines = []
     for quantity in (*ErrorQuantity, None):
         modules = figures.modules_of(quantity)
@@ -152,7 +152,7 @@ def _meaning(figures: CheckpointFigures) -> str:
 
 
 def _error_map(figures: CheckpointFigures, ramp: Ramp) -> Element:
-    """The errors by projection and block."""
+    """A heat map of the errors by projection and block."""
     cells = {}
     for (projection, block), modules in figures.cells().items():
         error = cell_error(modules)
@@ -164,7 +164,8 @@ def _error_map(figures: CheckpointFigures, ramp: Ramp) -> Element:
 
 
 class ErrorMap(NamedTuple):
-    """The errors of one checkpoint: its name beside another's, the drawing, its colours, what an error is."""
+    """One checkpoint's errors: its name where there are two, the drawing, its colours, the error's
+    meaning."""
 
     label: str
     drawing: Element
@@ -173,7 +174,8 @@ class ErrorMap(NamedTuple):
 
 
 class ErrorMaps(NamedTuple):
-    """A section of maps; ``together`` they have one scale. ``outside`` are modules in no decoder block."""
+    """A section of error maps; ``together``: they share one colour scale; ``outside``: modules outside the
+    decoder blocks."""
 
     title: str
     note: str
@@ -215,7 +217,7 @@ def _two_maps(checkpoints: Sequence[CheckpointFigures]) -> ErrorMaps | None:
 
 
 def _worst_modules(figures: CheckpointFigures) -> list[tuple[ModuleFigures, str, str]]:
-    """Module, width of its bar in pixels, and its error as a multiple of its kind's median."""
+    """(module, width of its bar, its error as a multiple of its projection's median), worst first."""
     by_kind: dict[str, list[float]] = {}
     for module in figures.worst:
         by_kind.setdefault(module.projection, []).append(module.error or 0.0)
@@ -229,7 +231,7 @@ def _worst_modules(figures: CheckpointFigures) -> list[tuple[ModuleFigures, str,
 
 
 def _tokens_seen(figures: CheckpointFigures) -> str | list[tuple[str, ...]]:
-    """A sentence where all modules saw as many tokens; else a row for each projection."""
+    """A sentence if all modules saw the same number of tokens, else a row for each projection."""
     seen = [module for module in figures.modules if module.tokens is not None]
     counts = {module.tokens for module in seen}
     if len(counts) == 1:
@@ -251,7 +253,7 @@ def _time_line(time: TimeFigures) -> str:
 
 
 def _legend_of(parts: Sequence[tuple[str, float, str]]) -> list[tuple[str, str, str]]:
-    """Name, size in words and share of each part."""
+    """(name, size in words, share) of each part."""
     total = sum(size for _, size, _ in parts) or 1.0
     return [(name, words, f"{size / total:.1%}") for name, size, words in parts]
 
@@ -292,13 +294,13 @@ def _glance(checkpoints: Sequence[CheckpointFigures]) -> list[tuple[str, list[st
 
 
 def _comparable(checkpoints: Sequence[CheckpointFigures]) -> bool:
-    """Whether the errors of all are known and of one quantity."""
+    """Whether all checkpoints have known errors of one quantity."""
     quantities = {figures.quantity for figures in checkpoints}
     return len(quantities) == 1 and None not in quantities
 
 
 def _error_rows(checkpoints: Sequence[CheckpointFigures]) -> list[tuple[str, list[str]]]:
-    """A pair of rows for each quantity: a checkpoint has no figure where its errors are of another."""
+    """Two rows for each quantity, without a figure for checkpoints whose errors have another quantity."""
     rows = []
     for quantity in dict.fromkeys(figures.quantity for figures in checkpoints if figures.errors):
         columns = [figures if figures.quantity == quantity else None for figures in checkpoints]
@@ -313,7 +315,7 @@ def _error_rows(checkpoints: Sequence[CheckpointFigures]) -> list[tuple[str, lis
 
 
 class ErrorRatios(NamedTuple):
-    """How the errors changed: in words, as a map, and the places at both ends."""
+    """Ratios of two checkpoints' errors: in words, as a map, and the places with the largest changes."""
 
     text: str
     drawing: Element
@@ -354,7 +356,7 @@ def _ratios(one: CheckpointFigures, other: CheckpointFigures, labels: Sequence[s
 
 
 def _labels(checkpoints: Sequence[CheckpointFigures]) -> list[str]:
-    """The names, told apart where they are the same."""
+    """The checkpoints' names, numbered where they are equal."""
     names = [figures.name for figures in checkpoints]
     if len(set(names)) == len(names):
         return names
@@ -377,7 +379,7 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Seconds as text, such as ``1 min 5 s``."""
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 100:

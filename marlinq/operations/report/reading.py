@@ -1,7 +1,7 @@
-"""Reading a report's figures from a checkpoint: its tensors, its manifest and the report that it carries.
+"""Reads a report's figures from a checkpoint's tensors, its manifest and an older report in its folder.
 
-All of them are untrusted. What the manifest says is taken over only where it has the type that a figure
-needs, and only about modules that the checkpoint holds. Of large tensors evenly spaced pieces are read.
+All of them are untrusted. Values of the manifest are used only if they have the right type and are about
+modules of the checkpoint. Of large tensors, evenly spaced pieces are read.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from marlinq.operations.report.figures import (
 
 REPORT_JSON = "report.json"
 
-# Enough for every figure of the page to be exact to a few per mille, and read in seconds.
 _SAMPLE_BYTES = 256 << 20
+"""bytes of codes that are read: figures are then exact to a few per mille, and read in seconds"""
 _LEAST_SAMPLE, _LARGEST_SAMPLE = 16 << 10, 1 << 20
 _PIECES = 16
-# That read and count; numpy lets others run meanwhile.
 _THREADS = min(8, os.cpu_count() or 1)
+"""threads that read and count; numpy releases the interpreter's lock"""
 _LONGEST_VALUE = 400
 _MOST_ENTRIES = 64
-# No error, count or time of a run comes near.
 _LARGEST = 1e30
+"""largest accepted error, count or time"""
 
 
 def read_figures(checkpoint: Checkpoint, name: str, progress: ReportProgress) -> CheckpointFigures:
     """The figures of an open checkpoint.
 
     Args:
-        checkpoint: a quantised one.
+        checkpoint: quantised checkpoint.
         name: name in the report.
-        progress: told about every module.
+        progress: called for every module.
 
     Raises:
         CheckpointError: config and tensors contradict each other, or a file ends early.
-        UnsupportedError: it is not quantised, or otherwise than marlinq reads.
+        UnsupportedError: it is not quantised, or in a way that marlinq does not read.
     """
     quantized = QuantizedCheckpoint.of(checkpoint)
     if quantized is None:
@@ -153,7 +153,7 @@ def _module(
     )
 
 
-# Of manifests that don't say it, written before the reports named their quantity.
+# Quantity of the errors by method, for older manifests without it.
 _QUANTITIES = {
     "gptq": ErrorQuantity.OUTPUTS,
     "imatrix": ErrorQuantity.INPUTS,
@@ -162,7 +162,7 @@ _QUANTITIES = {
 
 
 def _quantity(noted: Mapping[str, Any], method: Any) -> ErrorQuantity | None:
-    """What a module's error is of; None where neither its note nor the recipe's method tells."""
+    """Quantity of a module's error, from its note or else the recipe's method; None where both are silent."""
     named = noted.get("quantity")
     if named is None and isinstance(method, str) and not noted.get("fallback"):
         return _QUANTITIES.get(method)

@@ -1,4 +1,4 @@
-"""Faults of one module, each found by comparing what is stored with one specific other explanation.
+"""Finds faults of one module by comparing the stored values with specific other explanations.
 
 docs/verify.md explains the statistic, a log-likelihood ratio, and how its chance is bounded.
 """
@@ -30,27 +30,29 @@ MANY = 6
 _MOST_SUSPECTS = 64
 _ROWS = 512
 _FACTORS = (0.8, 1.25)
-"""What scales are multiplied by to see whether they belong to another weight: no quantiser is so far off in
-many groups of a module, and another weight's scales are."""
+"""Factors on scales that test whether they belong to another weight: such scales fit many groups better with
+one of these factors, and no quantiser's own scales do."""
 _CODE_FLOOR = math.log(2.0)
-"""Logarithm of the least distance, in units of the usual one, at which the tail of single codes begins."""
+"""Logarithm of the ratio of a code's distance to the usual distance at which the fitted tail begins."""
 _LEAST_CODE_SPREAD = 0.12
-"""Least spread of that tail: an error's size falls with its 8th power there, as in the noise model."""
+"""Least spread of that tail: the frequency of errors then falls with the 8th power of their size, as in the
+noise model."""
 _SAMPLED_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found in one module.
+    """The findings in one module.
 
     Attributes:
         findings: failures first, then by falling evidence.
-        words, groups: how many were judged.
-        largest: the largest log-likelihood ratio of an exchange.
-        spread: of the tail fitted to the control pairs; 1 or below is as the noise model says.
-        odd_groups: groups whose scale or zero point stands out, before it is asked what would put it right.
-        values: weights of a floating-point element that were judged, each by itself.
-        rounded: False for such a module whose weights were not rounded to nearest.
+        words, groups: number of judged words and groups.
+        largest: largest log-likelihood ratio of an exchange of two codes.
+        spread: spread of the tail fitted to the control pairs; 1 or less agrees with the noise model.
+        odd_groups: number of groups whose scale or zero point stands out, before other explanations are
+            tried.
+        values: number of floating-point weights that were judged one by one.
+        rounded: whether the weights were rounded to nearest; False only for floating-point modules.
     """
 
     findings: tuple[Finding, ...]
@@ -71,15 +73,15 @@ def find_faults(
     stored: Mapping[str, Tensor],
     run: RunSize,
 ) -> Evidence:
-    """Judge one module.
+    """Judges one module of integer weights, or of floating-point ones.
 
     Args:
-        weight: the original, float32 [N, K].
-        q: stored weight, its scales finite, on the device of ``weight``.
-        layout: the layout it is stored in; its words say which codes can have been exchanged.
-        spec: scheme and shape of the module, from config and shapes.
-        stored: the module's tensors by suffix, on the CPU.
-        run: all that is judged together with this module.
+        weight: original weight, float32 [N, K].
+        q: stored weight with finite scales, on the device of ``weight``.
+        layout: layout that it is stored in; codes of one word can have been exchanged.
+        spec: shape and scheme of the module, from config and shapes.
+        stored: tensors of the module by suffix, on the CPU.
+        run: sizes of everything that is judged in this run.
     """
     w = weight.t()
     noise = measure_noise(w, q)
@@ -97,18 +99,18 @@ def find_faults(
         findings += _channels(w, q, noise, run)
     findings += _other_scales(w, q, noise, run)
     if not findings:
-        # Anything found above moves codes far from their weights too.
+        # Only without other findings, which also move codes far from their weights.
         findings += _codes(q, noise, run)
     findings.sort(key=lambda finding: (not finding.fails, -finding.evidence))
     return Evidence(tuple(findings), words, q.scales.numel(), largest, spread, odd_groups)
 
 
 def _codes(q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[Finding]:
-    """Single codes whose distance, in units of the usual one, stands out from all others of their module.
+    """Single codes whose distance, in units of the usual distance, stands out from their module's others.
 
-    A code is judged by those that are nearer to their weights, so that several wrong ones don't excuse each
-    other; all codes beyond the first that stands out do so too. It fails where it is also FAR times as far
-    off as the farthest code that does not stand out.
+    A code is judged by the codes that are nearer to their weights, so that several wrong codes don't hide
+    each other; all codes beyond the first that stands out stand out too. A code fails if it is also FAR times
+    as far off as the farthest code that does not stand out.
     """
     sizes = torch.empty(q.codes.shape, device=noise.r.device)
     for start in range(0, q.in_features, _ROWS):
@@ -152,7 +154,8 @@ def _words(exchanges: Exchanges, run: RunSize, weights: int) -> Iterator[Finding
         count = str(len(suspects)) if len(suspects) < _MOST_SUSPECTS else f"{_MOST_SUSPECTS} or more"
         evidence = sum(suspect.evidence for suspect, _ in suspects)
         what = f"{count} words in different input and output channels look exchanged"
-        # At one suspect a run, which is a hundred times what is allowed, MANY at once are a Poisson tail.
+        # If a run had one suspect on average (a hundred times what WARNING allows), MANY at once would have
+        # about this Poisson probability.
         yield Finding(what, evidence, 1 / math.factorial(apart), fails=True)
     for what, where, evidence in exchanges.sums:
         yield from agreed(f"{where}: {what}", evidence, run.weights * exchanges.alternatives)
@@ -171,7 +174,7 @@ def _whole_module(
     noise: Noise,
     run: RunSize,
 ) -> Iterator[Finding]:
-    """Faults of a whole tensor, judged on as many output channels as a sample needs."""
+    """Faults of a whole tensor, judged on a sample of output channels."""
     step = max(1, q.in_features * q.out_features // _SAMPLED_ELEMENTS)
     columns = torch.arange(0, q.out_features, step, device=w.device)
     groups = q.g_idx.long()
@@ -188,10 +191,10 @@ def _whole_module(
 
 
 def _other_scales(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[Finding]:
-    """Scales that belong to another weight: in many groups, one of some factors makes them fit better.
+    """Scales that belong to another weight: in many groups, they fit better after one of the factors.
 
-    A group's evidence is the likelihood ratio of a mixture: as it is, or by one of the factors, all equally
-    probable. Its expectation is 1 like that of its parts.
+    A group's evidence is the likelihood ratio of a mixture: the stored scale or one of the factors times it,
+    all equally probable. Its expectation over undamaged groups is 1, like that of each part.
     """
     step = max(1, q.in_features * q.out_features // _SAMPLED_ELEMENTS)
     columns = torch.arange(0, q.out_features, step, device=w.device)
@@ -213,7 +216,8 @@ def _other_scales(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> 
 
 
 def _kept(q: QuantizedWeight, columns: Tensor) -> Tensor | None:
-    """Which codes say anything of scales: a pruned weight is nearer to its zero on every coarser grid."""
+    """Mask of the codes that tell something about scales; None for all. Pruned weights don't: every coarser
+    grid brings them nearer to zero."""
     return None if q.sparsity is None else q.used()[:, columns]
 
 
@@ -258,7 +262,7 @@ def _channels(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> Iter
         evidence = float(gain(k, g))
         if evidence <= 0:
             continue
-        # Where the whole group fits the other's scales better, its scale is odd and not g_idx.
+        # If the whole group fits the other group's scales better, its scale is wrong and not its g_idx.
         peers = (own == own[k]).nonzero()[:, 0]
         evidence -= max(0.0, float(gain(peers, g).median()))
         what = f"input channel {k} fits group {g}, g_idx says {int(own[k])}"

@@ -1,4 +1,4 @@
-"""What an undamaged checkpoint would rarely show, and how rarely."""
+"""Findings: observations that are improbable in an undamaged checkpoint, with their probability."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from marlinq.formats import ModuleSpec
 
 WARNING = 1e-2
-"""A single word is suspected where fewer as odd are expected in a run over undamaged weights."""
+"""Number of equally odd observations expected in a run over undamaged weights below which one is a
+warning."""
 FAILURE = 1e-6
-"""A check fails where fewer are expected, and more than a word speaks for it."""
+"""The same number below which a check fails, if more than one word supports it."""
 MOST_SAY = 4.0
-"""What one word, group or channel may add to a sum, so that the sum speaks for many of them."""
+"""Largest log-likelihood ratio that one word, group or channel adds to a sum, so that a large sum needs many
+of them."""
 
 
 @dataclass(frozen=True)
 class RunSize:
-    """How much is tested in a run; expectations count over it."""
+    """Numbers of weights, words and groups in a run, over which expected numbers are counted."""
 
     weights: int
     groups: int
@@ -33,13 +35,13 @@ class RunSize:
 
 @dataclass(frozen=True)
 class Finding:
-    """A place where another explanation fits better.
+    """A place where another explanation fits better than the stored values.
 
     Attributes:
         what: the place and the explanation.
-        evidence: the log-likelihood ratio, or a limited sum of them.
-        expected: how many as strong as this an undamaged checkpoint of the run's size has on average.
-        fails: False for a suspicion about one word or group.
+        evidence: log-likelihood ratio, or a sum of limited ones.
+        expected: mean number of findings at least this strong in an undamaged checkpoint of this size.
+        fails: whether the check fails; False for a warning about one word or group.
     """
 
     what: str
@@ -49,7 +51,7 @@ class Finding:
 
 
 def agreed(what: str, evidence: float, tests: float) -> Iterator[Finding]:
-    """A failure, where a limited sum of log-likelihood ratios has an expectation below FAILURE."""
+    """A failure, if a sum of limited log-likelihood ratios is expected less often than FAILURE."""
     expected = tests * math.exp(-min(max(evidence, 0.0), 700.0))
     if expected < FAILURE:
         yield Finding(what, evidence, expected, fails=True)

@@ -1,10 +1,10 @@
-"""Weights of floating-point elements against the original, a piece of one scale's weights at a time.
+"""Judges weights of floating-point elements against the original, in pieces of weights with one scale.
 
-Floats are rounded to nearest, and rounding to nearest has a bound: no weight lies farther from its code's
-value than half the step between values there. A quotient or scale that was computed in bfloat16 adds
-2 * 2**-9 of the value, at most an eighth of half a step of E4M3, the finest element. So where most pieces of
-a module keep that bound, a value beyond it is damage, be it a bit of one code or the scale of one block.
-Modules that were not rounded to nearest are compared with themselves: by pieces whose error stands out.
+Rounding to nearest has a bound: no weight is farther from its code's value than half the step between values
+there. A quotient or scale computed in bfloat16 adds 2 * 2**-9 of the value, at most an eighth of half a step
+of E4M3, the finest element. If most pieces of a module keep this bound, a value beyond it is damage: a
+flipped bit of one code, or the scale of one block. A module that was not rounded to nearest is compared with
+itself: pieces are reported whose error stands out.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from marlinq.operations.verify.statistics.evidence import Evidence
 from marlinq.operations.verify.statistics.finding import Finding
 
 _NEAREST = 1.125
-"""Distance, in half steps, that rounding to nearest leaves at most: see above."""
+"""Largest distance, in half steps, that rounding to nearest leaves (1 + an eighth for bfloat16)."""
 _BEYOND = 1.5
-"""Distance, in half steps, that is damage in a module that was rounded to nearest. Scales of NVFP4 that were
-rounded to E4M3 after the division move a quotient by 2**-4 of it, three eighths of half a step."""
+"""Distance, in half steps, above which a value of a rounded module is damaged. It allows for NVFP4 scales
+that were rounded to E4M3 after the division, which move a quotient by 2**-4 of it (three eighths of half a
+step)."""
 _ROUNDED_SHARE = 0.5
-"""Share of pieces without a value beyond :data:`_NEAREST` from which on a module counts as rounded to
-nearest: other methods leave nearly none of 16 weights or more."""
+"""Share of pieces within :data:`_NEAREST` above which a module counts as rounded to nearest; with other
+methods nearly no piece of 16 weights or more is."""
 _STANDS_OUT = 4.0
-"""Root mean square of a piece, over that of the largest thousandth, that is told in other modules."""
+"""Ratio of a piece's root mean square error to the module's 99.9 % quantile above which it is a warning, in
+modules that were not rounded to nearest."""
 _PIECE = 128
 _ROWS = 512
 
 
 def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
-    """Judge one module.
+    """Judges one module of floating-point weights.
 
     Args:
         weight: original, float32 [N, K].
@@ -58,8 +60,8 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
 
 
 def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> Tensor:
-    """How far each weight is from its code's value, in halves of the step there, float32 like ``w``; 0 where
-    a weight beyond the element's largest value has that value."""
+    """Distance of each weight from its code's value, in half steps between values there, float32 as ``w``; 0
+    for a weight beyond the element's largest value that has this value."""
     groups = q.g_idx[rows].long()
     scales = q.per_output(q.scales.float())[groups]
     if q.tensor_scale is not None:
@@ -67,7 +69,7 @@ def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> Tensor:
     values = q.element.decode(q.codes[rows])
     low, high = q.element.ends
     place = (w / scales).clamp_(low, high)
-    # 0 / 0: a weight of zero is where it should be whatever the scale is.
+    # 0 / 0: a weight of zero is exact with any scale.
     place = torch.where(place.isnan(), values, place)
     bounds, halves = (part.to(w.device) for part in _steps(q.element))
     # The step between the two values around the farther one.
@@ -77,14 +79,14 @@ def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _steps(element: Element) -> tuple[Tensor, Tensor]:
-    """The element's inner values in ascending order, and half of each step between neighbours."""
+    """(values of the element without its ends, ascending; half of each step between neighbours)."""
     assert element.table is not None
     values = torch.tensor(sorted({value for value in element.table if not math.isnan(value)}))
     return values[1:-1].contiguous(), (values[1:] - values[:-1]) / 2
 
 
 def _damage(beyond: Tensor, size: int) -> list[Finding]:
-    """A failure for every piece of a rounded module with values that rounding to nearest can't leave."""
+    """A failure for every piece of a rounded module that has values beyond rounding to nearest."""
     found = []
     for piece, n in (beyond > 0).nonzero().tolist():
         count = int(beyond[piece, n])
@@ -94,7 +96,7 @@ def _damage(beyond: Tensor, size: int) -> list[Finding]:
 
 
 def _outliers(squares: Tensor, size: int) -> list[Finding]:
-    """A warning for every piece whose error stands out from all but a thousandth of its module's."""
+    """A warning for every piece whose error is far above the 99.9 % quantile of its module's pieces."""
     errors = (squares / size).sqrt_()
     count = max(1, errors.numel() // 1000)
     usual = float(errors.flatten().topk(count + 1).values[-1]) if errors.numel() > 1 else math.inf

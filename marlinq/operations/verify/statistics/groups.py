@@ -1,10 +1,10 @@
-"""Scales and zero points that do not go with the codes and weights of their group.
+"""Finds scales and zero points that do not fit the codes and weights of their group.
 
-Three statistics tell how odd a group is. One is |ln b|, where b is the factor by which its scale would best
-fit codes to weights. The second is ln b in standard errors, fitted with each input channel weighted by its
-noise: noise of spread sigma moves ln b by 1 / sqrt(sum of (level / sigma) ** 2), and ln b less the group's
-median is divided by that. It sees factors of 1.4. The third is the size of the mean of r, which a wrong zero
-point moves by one.
+A group's oddness is measured by three statistics. The first is |ln b|, where b is the factor on its scale
+that fits codes to weights best. The second is ln b in standard errors: noise of spread sigma moves ln b by 1
+/ sqrt(sum of (level / sigma) ** 2), and ln b minus the median over the group's outputs is divided by that,
+with each input channel weighted by its noise; it detects factors of 1.4. The third is |mean of r|, which a
+zero point that is wrong by one moves by one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from marlinq.operations.verify.statistics.noise import Noise, distance, group_ro
 from marlinq.operations.verify.statistics.tails import at_least, log_expected, tail_of_others
 
 FAR = 3.0
-"""How many times as large as any unsuspected output's of its group |ln b| must be to fail."""
+"""Ratio of |ln b| to the largest one of the group's unsuspected outputs above which the check fails."""
 
 SUSPICION = 1e-5
-"""Expectation below which a group is suspected. It is far below a word's, since the tail of |ln b| and of the
-mean of r is only roughly exponential, and known from few outputs."""
+"""Expected number below which a group is suspected. It is far below WARNING, because the tails of |ln b| and
+of the mean of r are only roughly exponential, and fitted to few outputs."""
 
 _TAIL_SHARE = 0.05
 _LEAST_SPREAD = 0.02
 _LEAST_LEVELS = 1e-6
-"""Sum of squared levels, which is 0 in a group of zeros alone."""
+"""least sum of squared levels, which would be 0 in a group of zeros"""
 _LEAST_ERRORS = 0.37
 """Least spread of the tail in standard errors: that of a normal distribution's tail beyond two of them."""
 _FARTHEST = 3.0
@@ -43,10 +43,13 @@ _STEPS = ((1, "low"), (-1, "high"))
 
 @dataclass(frozen=True, eq=False)
 class _GroupOddness:
-    """How far the scales and zero points of groups lie from what codes and weights say, [G, N] each.
+    """Oddness of the scales and zero points of all groups, [G, N] each.
 
-    ``stretch`` is |ln b|, ``shift`` the mean of r's size; ``shift_chance`` is ln of the chance of that, and
-    ``stretch_chance`` of the less probable one of |ln b| and the same in standard errors.
+    Attributes:
+        stretch: |ln b|.
+        shift: |mean of r|.
+        stretch_chance: ln of the probability of |ln b|, or of ln b in standard errors if that is smaller.
+        shift_chance: ln of the probability of ``shift``.
     """
 
     stretch: Tensor
@@ -70,8 +73,8 @@ class _Group:
 
 
 def find_odd_groups(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> tuple[list[Finding], int]:
-    """One bit of a scale's sign or exponent flipped; one zero point off by one; and whole rows and outputs
-    of zero points. Also how many groups stand out."""
+    """Finds flipped bits of a scale's sign or exponent, zero points that are wrong by one, and whole rows and
+    outputs of such zero points; and counts the groups that stand out."""
     odd = _oddness(w, q, noise)
     stores_zeros = q.scheme.stores_zeros
     standing_out = 0
@@ -106,8 +109,8 @@ def find_odd_groups(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -
 def _odd_groups(
     group: _Group, suspects: Tensor, odd: _GroupOddness, stores_zeros: bool, run: RunSize
 ) -> Iterator[Finding]:
-    """Those of the suspects that another scale, or one step of the zero point, puts right: that makes them no
-    odder than the oddest output of the group that is not suspected."""
+    """The suspects that another scale, or one step of the zero point, explains: it makes them no odder than
+    the oddest unsuspected output of the group."""
     w, codes, base = group.w[:, suspects], group.codes[:, suspects], group.base[suspects]
     scales, zeros = group.scales[suspects], group.zeros[suspects]
     others = torch.ones_like(group.base, dtype=torch.bool)
@@ -151,9 +154,9 @@ class _Explanation(NamedTuple):
 
     Attributes:
         what: description for each group.
-        scales: float32 [groups].
-        step: zero points minus the stored ones.
-        penalty: ln of how many values were chosen from; what the fit must gain before it counts.
+        scales: float32 [groups], the other scale.
+        step: other zero point minus the stored one.
+        penalty: ln of the number of values tried, which the log-likelihood must gain before it counts.
     """
 
     what: list[str]
@@ -189,12 +192,12 @@ def _oddness(w: Tensor, q: QuantizedWeight, noise: Noise) -> _GroupOddness:
         # Weighted by the noise of each input channel.
         known, levels = w[rows] / noise.channel[rows], levels / noise.channel[rows]
         factors = _log_slope(known, levels, scales)
-        # Less the median: one input channel that outweighs the others stretches all outputs alike. Where all
-        # codes are the same, what a method moves weights by is no noise: it stretches the group as a whole.
+        # Minus the median, because one dominant input channel stretches all outputs alike; and where all
+        # codes are equal, the method's errors stretch the group as a whole.
         errors[group] = (factors - factors.median()).mul_(levels.square().sum(dim=0).sqrt_()).abs_()
         errors[group][(q.codes[rows] == q.codes[rows][:1]).all(dim=0)] = 0.0
         shift[group] = noise.r[rows].mean(dim=0).abs_()
-    # The chance of the less probable of two is at most twice its own.
+    # Bonferroni: the smaller of two probabilities counts twice.
     by_errors = tail_of_others(errors, share=_TAIL_SHARE, least_spread=_LEAST_ERRORS).add_(math.log(2))
     return _GroupOddness(stretch, shift, torch.minimum(_chance(stretch), by_errors), _chance(shift))
 
@@ -202,7 +205,7 @@ def _oddness(w: Tensor, q: QuantizedWeight, noise: Noise) -> _GroupOddness:
 def _slope(w: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
     """The factor b by which levels, [g, N], times scales, [N], best fit the weights."""
     slope = (w * levels).sum(dim=0).div_(scales).div_(levels.square().sum(dim=0).clamp_(min=_LEAST_LEVELS))
-    # A scale of the wrong sign is as far off as one can be.
+    # A scale of the wrong sign counts as the farthest.
     return slope.nan_to_num_(0).clamp_(math.exp(-_FARTHEST), math.exp(_FARTHEST))
 
 
@@ -212,6 +215,6 @@ def _log_slope(w: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
 
 
 def _chance(values: Tensor) -> Tensor:
-    """ln of the chance of each |ln b|, or each mean of r, [G, N], by those of the same group's other outputs:
-    they share the input channels, and so the channel that may outweigh all others."""
+    """ln of the probability of each value [G, N], from the same group's other outputs, which share its input
+    channels and hence a channel that may dominate."""
     return tail_of_others(values, share=_TAIL_SHARE, least_spread=_LEAST_SPREAD)

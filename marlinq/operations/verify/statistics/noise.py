@@ -1,5 +1,4 @@
-"""How far integer codes lie from their weights' places on the grid, and how far that is usual where they
-are."""
+"""The distance r of integer codes from their weights' places on the grid, and its usual spread sigma."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ from torch import Tensor
 from marlinq.core.weight import QuantizedWeight
 
 DEGREES = 8.0
-"""Of the Student t distribution that r / sigma is taken to follow."""
+"""degrees of freedom of the Student t distribution that r / sigma is assumed to follow"""
 
-# Rounding alone leaves errors of this spread, in code units; a smaller sigma would be over-confident.
 _SMALLEST_SIGMA = 12**-0.5
+"""least sigma in code units: the spread that rounding alone leaves"""
 _TO_SIGMA = 1.4826
 """A normal distribution's sigma over its median absolute value."""
 _CAP = 4.0
@@ -25,13 +24,13 @@ _LARGEST_BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """r in code units, and the spread that is usual for it.
+    """r in code units, and its usual spread.
 
     Attributes:
-        r: float32 [K, N], the weight's place on its clipped grid less its code.
-        channel: float32 [K, 1], the robust spread of r over the outputs of each input channel.
-        local: float32 [B, N], at least 1: how much wider than ``channel`` the errors of a block are.
-        block: int64 [K], the block that a channel belongs to; blocks lie within quantisation groups.
+        r: float32 [K, N], a weight's place on its clipped grid minus its code.
+        channel: float32 [K, 1], robust spread of r over the outputs of each input channel.
+        local: float32 [B, N], at least 1: ratio of the spread in a block of channels to ``channel``.
+        block: int64 [K], index of the block of each channel; blocks lie inside quantisation groups.
     """
 
     r: Tensor
@@ -40,28 +39,28 @@ class Noise:
     block: Tensor
 
     def sigma(self, rows: slice | Tensor) -> Tensor:
-        """float32 [rows, N], ``channel * local``: what a single code's error is measured by."""
+        """float32 [rows, N]: ``channel * local``, the usual spread of each code's r."""
         return self.channel[rows] * self.local[self.block[rows]]
 
 
 def log_density(r: Tensor, sigma: Tensor) -> Tensor:
-    """Of the Student t distribution, without the terms that r does not change."""
+    """Logarithm of the Student t density of r / sigma, without terms that don't depend on r."""
     return (r / sigma).square_().div_(DEGREES).log1p_().mul_(-(DEGREES + 1) / 2)
 
 
 def distance(w: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, largest: int) -> Tensor:
-    """r: how far each weight's place on the grid is from its code; beyond the grid's ends is no distance.
+    """r: each weight's place on the grid, clipped to 0..``largest``, minus its code.
 
     ``scales`` and ``zeros`` broadcast against ``w`` and ``codes``; ``largest`` is the largest code.
     """
     place = w.div(scales).add_(zeros)
-    # 0 / 0: a weight of zero lies at the zero point whatever the scale is.
+    # 0 / 0: a weight of zero is at the zero point with any scale.
     place = torch.where(place.isnan(), zeros.expand_as(place), place)
     return place.clamp_(0, largest).sub_(codes)
 
 
 def group_rows(q: QuantizedWeight) -> Iterator[tuple[int, Tensor | slice]]:
-    """Every group that has input channels, and which."""
+    """(index, input channels) of every group that has any."""
     if q.has_trivial_g_idx:
         for group in range(q.groups):
             yield group, slice(group * q.channels_per_group, (group + 1) * q.channels_per_group)
@@ -73,7 +72,7 @@ def group_rows(q: QuantizedWeight) -> Iterator[tuple[int, Tensor | slice]]:
 
 
 def measure_noise(w: Tensor, q: QuantizedWeight) -> Noise:
-    """The noise of one module; ``w`` is the original, float32 [K, N], on the device of ``q``."""
+    """The noise of one module; ``w`` is the original weight, float32 [K, N], on the device of ``q``."""
     r = torch.empty(q.codes.shape, device=w.device)
     for group, rows in group_rows(q):
         scales, zeros = q.scales[group].float(), q.zeros[group].float()
@@ -95,7 +94,7 @@ def measure_noise(w: Tensor, q: QuantizedWeight) -> Noise:
 
 
 def _spread(r: Tensor, dim: int) -> Tensor:
-    """The root mean square along ``dim``; faults must not widen the noise that they are measured by."""
+    """Root mean square along ``dim`` of values capped at 4, so that faults hardly widen it."""
     size = r.abs()
     rough = size.median(dim=dim, keepdim=True).values.mul_(_TO_SIGMA).clamp_(min=_SMALLEST_SIGMA)
     size = torch.minimum(size, _CAP * rough)

@@ -1,4 +1,4 @@
-"""The upper tail of a statistic, fitted to a sample and never lighter than the sample allows."""
+"""Fits the upper tail of a statistic to a sample, with upper confidence bounds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 LARGEST_OF_TAIL = 200
-"""Largest values of a sample that its tail is fitted to."""
+"""number of the largest values that a tail is fitted to"""
 _BOUND = 2.0
-"""Standard errors that are added to every estimate, so that a small sample makes a cautious tail."""
+"""standard errors added to every estimate, so that a small sample gives a heavy tail"""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Tail:
 
     @classmethod
     def fit(cls, values: Tensor, total: int, *, floor: float, least_spread: float) -> Tail:
-        """Fit the tail above ``floor``.
+        """Fits the tail above ``floor``.
 
         Args:
-            values: float [n], the observations above ``floor``, in any order; others may be left out.
-            total: all observations, those below ``floor`` included.
-            floor: see above; the tail starts here or, where there are many values, higher.
-            least_spread: a lower bound of the spread.
+            values: float [n], all observations above ``floor``, in any order.
+            total: number of all observations, with those below ``floor``.
+            floor: least start of the tail; it starts higher if there are many values.
+            least_spread: lower bound of the spread.
         """
         count = min(len(values), LARGEST_OF_TAIL)
         start, spread = floor, least_spread
@@ -44,7 +44,7 @@ class Tail:
                 start = float(largest[-1])
             excess = float((largest[:count] - start).mean())
             spread = max(least_spread, excess * (1 + _BOUND / math.sqrt(count)))
-        # An upper confidence bound of a Poisson mean: 3 where nothing was seen.
+        # Upper confidence bound of a Poisson mean; 3 for a count of 0.
         most = count + _BOUND * math.sqrt(count) + 3
         return cls(start, min(1.0, most / max(total, 1)), spread)
 
@@ -55,12 +55,12 @@ class Tail:
 
 
 def tail_of_others(values: Tensor, *, share: float, least_spread: float) -> Tensor:
-    """ln P of exceeding each value, by an exponential tail fitted to the other values of its row.
+    """ln of the probability of exceeding each value, from an exponential tail of the other values in its row.
 
     Args:
         values: float [R, N], not negative.
-        share: the largest of a row that make its tail, as a share of N.
-        least_spread: as in :class:`Tail`.
+        share: share of N whose largest values form the tail.
+        least_spread: lower bound of the spread.
 
     Returns:
         float [R, N].
@@ -69,21 +69,21 @@ def tail_of_others(values: Tensor, *, share: float, least_spread: float) -> Tens
     count = min(max(2, round(share * columns)), LARGEST_OF_TAIL)
     start = values.topk(min(count + 1, columns), dim=1).values[:, -1:]
     excess = (values - start).clamp_(min=0)
-    # Each value is judged by the others: it must not widen its own tail.
+    # The value itself is left out, since it would widen its own tail.
     spread = (excess.sum(dim=1, keepdim=True) - excess).div_(count - 1)
     spread = spread.mul_(1 + _BOUND / math.sqrt(count)).clamp_(min=least_spread)
     return excess.div_(spread).neg_().add_(math.log(min(1.0, (count + 1) / columns)))
 
 
 def log_expected(log_chance: Tensor, tests: float) -> Tensor:
-    """ln of how many of ``tests`` are expected to reach a chance given as its logarithm."""
+    """ln of the expected number of ``tests`` that reach a probability given as its logarithm."""
     return log_chance + math.log(max(tests, 1))
 
 
 def at_least(log_chance: Tensor, evidence: Tensor, alternatives: int) -> Tensor:
-    """The larger of a fitted chance and the one of the noise model.
+    """The larger of a fitted probability and the bound of the noise model, both as logarithms.
 
-    If the noise is as modelled, a log-likelihood ratio L has E[exp L] <= 1, so P(L > x) <= exp(-x) for each
-    of ``alternatives`` (Markov). A tail fitted to a calm sample must not promise more.
+    If the noise follows its model, a log-likelihood ratio L has E[exp L] <= 1, so P(L > x) <= exp(-x) for
+    each of ``alternatives`` (Markov). A fitted tail may not claim less than this bound.
     """
     return torch.maximum(log_chance, math.log(alternatives) - evidence)

@@ -1,9 +1,9 @@
-"""Codes that a layout stores in one word: which they are, and what an exchange of two would explain.
+"""Finds codes that were exchanged inside a word, by the slots of a layout's words.
 
-The chance that right codes look exchanged is not taken from a model. It is measured in the same module on
-*control pairs*: slot i of a word with slot j of the same word in the next tile. No fault of packing
-exchanges those, and in all else they are like the pairs of one word: the same channels' noise, the same
-group, the same output channel where the pair has one output channel.
+The probability that right codes look exchanged is not taken from a model. It is measured in the same module
+on *control pairs*: slot i of a word and slot j of the same word in the next tile. No packing fault exchanges
+those, and otherwise they are like the pairs of one word: they have the same channels' noise, the same group,
+and the same output channel if the pair has one output channel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from marlinq.operations.verify.statistics.noise import DEGREES, Noise, log_densi
 from marlinq.operations.verify.statistics.tails import Tail
 
 LEAST_SPREAD = 1.0
-"""Of the tail of a log-likelihood ratio, where the noise is as modelled: P(L > x) <= exp(-x)."""
+"""Least spread of the tail of a log-likelihood ratio, from the noise model's bound P(L > x) <= exp(-x)."""
 _FLOOR = 3.0
 _CONTROLS = (1, 2)
 _CHUNK_ELEMENTS = 1 << 22
@@ -40,10 +40,10 @@ class WordTile:
     """The smallest block of codes that fills whole words.
 
     Attributes:
-        rows, columns: its input and output channels.
-        slots: codes in a word.
-        order: int64 [rows * columns], the places of the block's codes, word by word.
-        bytes: the pairs of slots that share a byte.
+        rows, columns: number of input and output channels of the block.
+        slots: codes per word.
+        order: int64 [rows * columns], indices of the block's codes, word by word.
+        bytes: pairs of slots that share a byte.
     """
 
     rows: int
@@ -54,11 +54,11 @@ class WordTile:
 
     @property
     def words(self) -> int:
-        """Words in a tile."""
+        """Number of words in a tile."""
         return self.rows * self.columns // self.slots
 
     def split(self, values: Tensor) -> Tensor:
-        """[R, N] to [tile rows, tile columns, words, slots], by the word that holds each code."""
+        """Values [R, N] in the order of words: [tile rows, tile columns, words, slots]."""
         rows, columns = values.shape
         tiles = values.reshape(rows // self.rows, self.rows, columns // self.columns, self.columns)
         flat = tiles.transpose(1, 2).flatten(2)
@@ -93,9 +93,9 @@ def word_tile(layout: Layout, element: Element, k: int, n: int) -> WordTile | No
 
 
 def _tile_of(layout: Layout, spec: ModuleSpec) -> WordTile | None:
-    """Reads the order off the layout itself: where codes differ, their slots of the words do.
+    """Finds the order by packing: a changed code changes the bits of its slot.
 
-    None when the words of so small a block have room for more codes, or for one only.
+    None where the words of so small a block have unused slots, or a single slot.
     """
     k, n, element = spec.in_features, spec.out_features, spec.scheme.element
 
@@ -113,11 +113,11 @@ def _tile_of(layout: Layout, spec: ModuleSpec) -> WordTile | None:
     shifts = torch.arange(8 * before.element_size())
 
     def changed(codes: Tensor) -> Tensor:
-        """Which bits of all words change, one after the other."""
+        """Bits of all words, in order, that change when ``codes`` replace zeros."""
         words = (before ^ stored(codes)).long()
         return (words.unsqueeze(1) >> shifts & 1).flatten()
 
-    # Where the codes' lowest bits are; then, bit by bit, the numbers of the codes that they belong to.
+    # First the bits of the codes' lowest bits; then, bit by bit, the index of the code that each belongs to.
     numbers = torch.arange(k * n, dtype=torch.int32).reshape(k, n)
     places = changed(torch.ones_like(codes)).nonzero()[:, 0]
     order = torch.zeros_like(places)
@@ -130,7 +130,8 @@ def _tile_of(layout: Layout, spec: ModuleSpec) -> WordTile | None:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A word that reads better with some of its codes exchanged: ``k`` and ``n`` are its first code's."""
+    """A word that fits the weights better with two codes exchanged; ``k`` and ``n`` are the channels of its
+    first code."""
 
     k: int
     n: int
@@ -140,14 +141,14 @@ class Suspect:
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
-    """What exchanges within words explain.
+    """Evidence for exchanges of codes inside words.
 
     Attributes:
-        words: all words of the module.
-        alternatives: exchanges that were tried on each.
-        suspects: the words whose log-likelihood ratio is the largest, the largest first.
-        tail: of the log-likelihood ratio of right words, from the control pairs.
-        sums: (what, where, evidence) of exchanges that whole rows, columns or the whole module agree on.
+        words: number of words in the module.
+        alternatives: number of exchanges tried on each word.
+        suspects: words with the largest log-likelihood ratios, the largest first.
+        tail: tail of the log-likelihood ratio of right words, from the control pairs.
+        sums: (what, where, evidence) of exchanges that whole rows, columns or the whole module share.
     """
 
     words: int
@@ -179,7 +180,7 @@ class _Module:
         return f"slots {i} and {j}"
 
     def chunks(self) -> Iterator[_Chunk]:
-        # Four rows of tiles at least, which is as far as control pairs reach.
+        # At least four rows of tiles, because control pairs span up to four.
         height = 4 * max(1, _CHUNK_ELEMENTS // (4 * self.tile.rows * self.q.out_features))
         for start in range(0, self.tile_rows, height):
             yield self.chunk(start, min(start + height, self.tile_rows), slice(None))
@@ -216,22 +217,22 @@ class _Chunk:
         self._slots = _Slots(codes, places.add_(codes), widths.mul_(math.sqrt(DEGREES)).reciprocal_(), lacks)
 
     def own(self, words: Tensor | None = None) -> Tensor:
-        """The gain of every alternative, [A, words]; of all words if None."""
+        """Gain of every alternative, [A, words]; for all words if ``words`` is None."""
         slots = self._slots if words is None else self._slots.of(words)
         every, by_byte = self._gains(slots, slots, self._module.pairs)
         return torch.cat((every, by_byte.unsqueeze(0))) if self._module.tile.bytes else every
 
     def best(self, words: Tensor, others: Tensor, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """The largest gain of exchanging slots i and j of ``words`` and of ``others``, [words], and the sum
-        over the pairs that share a byte, [words].
+        """(largest gain of exchanging slot i of ``words`` with slot j of ``others``, sum of the gains over
+        pairs that share a byte), [words] each.
 
-        Gains of single pairs are exact above the floor; below it they may be minus infinity.
+        Gains of single pairs above the floor are exact; smaller ones may be minus infinity.
         """
         one = self._slots.of(words)
         other = one if words is others else self._slots.of(others)
         best = torch.full_like(one.lacks[0], -torch.inf)
         for i, j in _runs(pairs):
-            # An exchange can't gain more than what its two codes lack, and few lack so much.
+            # An exchange can't gain more than the negative log-densities of its two codes.
             few, which = (one.lacks[i] + other.lacks[j] > _FLOOR).nonzero().unbind(1)
             gain = _gain(one.at(i, which), other.at(few + j.start, which))
             best.scatter_reduce_(0, which, gain, "amax")
@@ -239,11 +240,11 @@ class _Chunk:
         return best, self._gains(one, other, in_bytes)[1]
 
     def _gains(self, one: _Slots, other: _Slots, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """L of exchanging slot i of ``one`` with slot j of ``other``, for each pair, [P, words], and the sum
-        over the pairs that share a byte, [words]."""
+        """(log-likelihood ratio L of exchanging slot i of ``one`` with slot j of ``other`` for each pair,
+        [P, words]; its sum over pairs that share a byte, [words])."""
         words = one.lacks.shape[1]
         every = torch.empty((len(pairs), words), device=one.lacks.device)
-        # Few words at once, so that what is computed of a run stays in a core's cache.
+        # Few words at a time, so that intermediate values stay in a core's cache.
         step = max(1, _GAIN_ELEMENTS // self._module.tile.slots)
         for start in range(0, words, step):
             part = slice(start, start + step)
@@ -259,8 +260,8 @@ class _Chunk:
         return every, by_byte
 
     def controls(self, step: int) -> tuple[Tensor, int]:
-        """The largest gain of the control pairs of each word, where it is above the floor, and how many
-        words had any."""
+        """(largest gains of words' control pairs that are above the floor, number of words with such
+        pairs)."""
         module = self._module
         rows, columns, inside = self.shape
         numbers = torch.arange(rows * columns * inside, device=self.total.device)
@@ -274,7 +275,7 @@ class _Chunk:
             pairs = [pair for pair in module.pairs if module.tile.along_k(*pair) == along_k]
             if not pairs:
                 continue
-            # The neighbour within a block of four tiles: it stays within a group of 32 channels where it can.
+            # The neighbour inside a block of four tiles, which mostly stays inside a group of 32 channels.
             if along_k:
                 there, shift = (tile_row ^ step) < rows, ((tile_row ^ step) - tile_row) * columns
             else:
@@ -293,13 +294,13 @@ class _Chunk:
 
 @dataclass(frozen=True, eq=False)
 class _Slots:
-    """Codes of words, float32 tensors of one shape: [slots, words] or a part of it.
+    """Codes of words, as float32 tensors of one shape: [slots, words] or a part of it.
 
     Attributes:
-        codes: as they are stored.
-        places: where their weights lie on the grid, in code units.
+        codes: stored codes.
+        places: places of their weights on the grid, in code units.
         narrowness: 1 / (sigma * sqrt(degrees)).
-        lacks: the negative logarithm of each code's density.
+        lacks: negative logarithm of each code's density.
     """
 
     codes: Tensor
@@ -308,11 +309,11 @@ class _Slots:
     lacks: Tensor
 
     def of(self, words: Tensor) -> _Slots:
-        """Of some words."""
+        """The same values for some of the words."""
         return _Slots(*(getattr(self, name).index_select(1, words) for name in _SLOT_FIELDS))
 
     def at(self, slots: int | slice | Tensor, words: slice | Tensor) -> _Slots:
-        """A part, indexed as tensors are."""
+        """The same values for some slots and words."""
         return _Slots(*(getattr(self, name)[slots, words] for name in _SLOT_FIELDS))
 
 
@@ -330,9 +331,9 @@ def _by_slot(split: Tensor) -> Tensor:
 
 
 def _gain(one: _Slots, other: _Slots) -> Tensor:
-    """L of an exchange of the codes of ``one`` and ``other``, whose shapes broadcast.
+    """Log-likelihood ratio L of exchanging the codes of ``one`` and ``other``, whose shapes broadcast.
 
-    Both logarithms of :func:`log_density` are taken at once: log (1 + a) (1 + b) = log1p(a + b + a b).
+    The two logarithms of :func:`log_density` become one: log (1 + a) (1 + b) = log1p(a + b + a b).
     """
     a = (one.places - other.codes).mul_(one.narrowness).square_()
     b = (other.places - one.codes).mul_(other.narrowness).square_()
@@ -341,7 +342,7 @@ def _gain(one: _Slots, other: _Slots) -> Tensor:
 
 
 def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, slice]]:
-    """The pairs in their order, those of one first slot and consecutive second ones together."""
+    """The pairs in order, with one slice for consecutive second slots of the same first slot."""
     start = 0
     for index, (i, j) in enumerate(pairs):
         if index + 1 == len(pairs) or pairs[index + 1] != (i, j + 1):
@@ -350,16 +351,16 @@ def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, slice]]:
 
 
 def find_exchanges(q: QuantizedWeight, layout: Layout, noise: Noise, *, most: int) -> Exchanges | None:
-    """Try every exchange of two codes of a word, and of the two codes of every byte.
+    """Tries every exchange of two codes of a word, and of the two codes of every byte.
 
     Args:
         q: stored weight.
-        layout: where it is stored; it says which codes share a word.
-        noise: see :func:`marlinq.operations.verify.statistics.noise.measure_noise`.
-        most: how many suspects to return.
+        layout: layout that it is stored in, which decides the codes that share a word.
+        noise: from :func:`marlinq.operations.verify.statistics.noise.measure_noise`.
+        most: largest number of suspects to return.
 
     Returns:
-        What was found, or None when no whole number of the layout's words makes the module.
+        The evidence, or None where the module is no whole number of the layout's tiles.
     """
     tile = word_tile(layout, q.element, q.in_features, q.out_features)
     if tile is None:
@@ -381,7 +382,7 @@ def find_exchanges(q: QuantizedWeight, layout: Layout, noise: Noise, *, most: in
 
 
 def _suspects(module: _Module, chunk: _Chunk, most: int) -> list[Suspect]:
-    # Undoing an exchange can't gain more than what the word lacks.
+    # An exchange can't gain more than the sum of the word's negative log-densities.
     some = (chunk.total > _FLOOR).nonzero()[:, 0]
     if not len(some):
         return []
@@ -402,9 +403,9 @@ def _suspects(module: _Module, chunk: _Chunk, most: int) -> list[Suspect]:
 
 
 def _sums(module: _Module) -> Iterator[tuple[str, str, float]]:
-    """Exchanges that many words agree on: along rows and columns of tiles, and in the whole module.
+    """Exchanges that many words share: along rows and columns of tiles, and in the whole module.
 
-    Each word has a limited say, and a sample of tiles speaks for its row or column.
+    Each word adds at most MOST_SAY, and a row or column is judged by a sample of its tiles.
     """
     tile, device = module.tile, module.noise.r.device
     sampled = _spaced(module.tile_columns, device)
@@ -453,7 +454,7 @@ def _spaced(count: int, device: torch.device) -> Tensor:
 
 
 def _agreed(module: _Module, sums: Tensor, where: Callable[[int], str]) -> Iterator[tuple[str, str, float]]:
-    """The best alternative of every place, [A, places], where it is better than none."""
+    """The best alternative of every place, where its sum [A, places] is positive."""
     best, which = sums.max(dim=0)
     for index in (best > 0).nonzero()[:, 0].tolist():
         yield f"{module.name(int(which[index]))} are exchanged", where(index), float(best[index])
