@@ -18,8 +18,8 @@ from marlinq.kernels import Problem, decide
 from marlinq.kernels.choose.decision import buckets
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.weight_formats import INT4
-from marlinq.kernels.variants import warpgroup
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants import warpgroup, warpgroup_costs
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from marlinq.operations.bench.shapes import MODELS
 
 Shape = tuple[int, int, int, int, int, bool]
@@ -36,7 +36,7 @@ def shape(config: WarpgroupConfig) -> Shape:
 def excesses(problem: Problem) -> dict[Shape, float]:
     """Logarithms of every variant's expected time over the best one's."""
     found = {
-        shape(config): warpgroup.estimate(problem, H200, config)[0]
+        shape(config): warpgroup_costs.estimate(problem, H200, config)[0]
         for config in warpgroup.candidates(problem, H200)
         if config.rows == 8 and config.min_blocks == 1
     }

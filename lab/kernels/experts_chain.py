@@ -21,13 +21,8 @@ from torch import Tensor
 from marlinq.core.progress import no_progress
 from marlinq.kernels import Device, dependent_launches, device_numbers
 from marlinq.kernels.driver.cache import compile_missing
-from marlinq.kernels.experts.choose import (
-    ExpertsDecision,
-    ExpertsShape,
-    decide_experts,
-    direct_variants,
-    sorted_variants,
-)
+from marlinq.kernels.experts.choose import decide_experts, direct_variants, sorted_variants
+from marlinq.kernels.experts.configurations import ExpertsDecision, ExpertsShape
 from marlinq.kernels.experts.launch import instantiations
 from marlinq.models.anatomy import Anatomy
 from marlinq.operations.bench.hardware import hardware_line

@@ -28,15 +28,8 @@ from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.cuda_driver import on_device
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.experts import ExpertWeights
-from marlinq.kernels.experts.choose import (
-    DirectDecision,
-    ExpertsDecision,
-    ExpertsShape,
-    _alone,
-    _shared,
-    decide_experts,
-    decisions,
-)
+from marlinq.kernels.experts.choose import _alone, _shared, decide_experts, decisions
+from marlinq.kernels.experts.configurations import DirectDecision, ExpertsDecision, ExpertsShape
 from marlinq.kernels.experts.launch import Workspace, instantiations, layer_steps, shape_of, start
 from marlinq.operations.bench.expert_shapes import EXPERT_LAYERS, ExpertsLayer
 from marlinq.operations.bench.experts import even_routings

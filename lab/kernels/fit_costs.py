@@ -35,15 +35,15 @@ from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.demands import Demands
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.weight_formats import INT4
-from marlinq.kernels.variants import bulk, stream, warpgroup
+from marlinq.kernels.variants import bulk, stream, warpgroup, warpgroup_config, warpgroup_costs
 
 KERNELS: dict[str, tuple[type[Any], Callable[..., tuple[float, str]], Any, Any]] = {
     "stream": (stream.StreamConfig, stream.estimate, stream.COSTS, stream.candidates),
     "bulk": (bulk.BulkConfig, bulk.estimate, bulk.COSTS, bulk.candidates),
     "warpgroup": (
-        warpgroup.WarpgroupConfig,
-        warpgroup.estimate,
-        warpgroup.COSTS,
+        warpgroup_config.WarpgroupConfig,
+        warpgroup_costs.estimate,
+        warpgroup_costs.COSTS,
         warpgroup.candidates,
     ),
 }

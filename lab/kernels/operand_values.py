@@ -18,7 +18,7 @@ from marlinq.kernels import Operand
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch.call import launch_gemm
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.timing import capture, time_in_turn
 

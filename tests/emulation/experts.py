@@ -11,7 +11,7 @@ from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import EmulatedKernel, Memory, apart
 from marlinq.kernels.experts import ExpertWeights
-from marlinq.kernels.experts.choose import ExpertsDecision
+from marlinq.kernels.experts.configurations import ExpertsDecision
 from marlinq.kernels.experts.launch import Workspace, layer_steps, shape_of
 from tests.emulation.gemm import SOURCES
 from tests.emulation.tensor_maps import emulated_tensor_maps

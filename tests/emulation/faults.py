@@ -8,7 +8,7 @@ from emulation.faults import Planted
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.emulation.gemm import Case
 from tests.kernels.problems import int4_problem
 

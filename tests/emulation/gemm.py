@@ -15,7 +15,7 @@ from marlinq.kernels.contract.arguments import WarpgroupArguments
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.instantiation import CUDA_SOURCES
 from marlinq.kernels.contract.operands import Operands
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.emulation.tensor_maps import emulated_tensor_maps
 from tests.kernels.problems import BOUND, random_operands, relative_error
 

@@ -11,7 +11,7 @@ import torch
 from emulation.build import Builder
 from emulation.faults import Planted, sites
 from emulation.launching import KernelFault
-from marlinq.kernels.experts.choose import DirectConfig, DirectDecision, ExpertsDecision
+from marlinq.kernels.experts.configurations import DirectConfig, DirectDecision, ExpertsDecision
 from marlinq.kernels.experts.launch import shape_of
 from marlinq.kernels.variants.stream import StreamConfig
 from tests.emulation.experts import run_layer

@@ -9,15 +9,8 @@ import torch
 
 from emulation.build import Builder
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT8
-from marlinq.kernels.experts.choose import (
-    Columns,
-    DirectConfig,
-    DirectDecision,
-    ExpertsShape,
-    SortedDecision,
-    decide_experts,
-    grouped,
-)
+from marlinq.kernels.experts.choose import Columns, decide_experts, grouped
+from marlinq.kernels.experts.configurations import DirectConfig, DirectDecision, ExpertsShape, SortedDecision
 from marlinq.kernels.experts.launch import shape_of
 from marlinq.kernels.experts.reference import local_experts
 from marlinq.kernels.variants.stream import StreamConfig

@@ -18,7 +18,7 @@ from marlinq.kernels import GROUP_SIZES
 from marlinq.kernels.choose.decision import estimates
 from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.emulation.gemm import AMPERE, H200, Case, bound, run
 from tests.kernels.problems import SPREADS, int4_problem
 

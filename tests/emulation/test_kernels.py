@@ -22,7 +22,7 @@ from marlinq.kernels.launch.gather import gather_channels
 from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.emulation.gemm import AMPERE, H200, SOURCES, Case, bound, run
 from tests.kernels.problems import SPREADS, int4_problem
 from tests.testing.pairs import every_value, in_turn, slow_but

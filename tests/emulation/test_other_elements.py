@@ -14,7 +14,7 @@ from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.emulation.gemm import Case, bound, run
 
 CONFIGS: dict[str, Configuration] = {

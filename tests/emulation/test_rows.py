@@ -21,7 +21,7 @@ from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.whole_rows import Added, Normed, RowWork
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.emulation.faults import WRONG
 from tests.emulation.gemm import ACTIVATIONS, H200, SOURCES, apart_operand, bound, memory_of
 from tests.emulation.tensor_maps import emulated_tensor_maps

@@ -16,8 +16,8 @@ from marlinq.core.scheme import INT8 as INT8_ELEMENT
 from marlinq.formats.layouts.marlin import permute_scales
 from marlinq.kernels import Device, Operand, Problem
 from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
-from marlinq.kernels.variants import warpgroup
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants import warpgroup, warpgroup_costs
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 
 # Relative error of the result against float64 (Frobenius norms). Outputs are rounded to 11 and 8 significant
 # bits, which alone gives 2^-11 / sqrt(3) = 2.8e-4 for float16 and 2^-8 / sqrt(3) = 2.3e-3 for bfloat16;
@@ -139,7 +139,7 @@ def int4_problem(
 def even_splits(problem: Problem, device: Device) -> list[WarpgroupConfig]:
     """The variants of the warpgroup kernel that deal tiles out in chunks, the fastest by the model first."""
     found = [config for config in warpgroup.candidates(problem, device) if config.stream_k]
-    return sorted(found, key=lambda config: warpgroup.estimate(problem, device, config)[0])
+    return sorted(found, key=lambda config: warpgroup_costs.estimate(problem, device, config)[0])
 
 
 def tile_after_tile(problem: Problem, device: Device, blocks: int) -> list[WarpgroupConfig]:

@@ -29,7 +29,7 @@ from marlinq.kernels.contract.operands import Operands as Tensors
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.kernels.problems import (
     BOUND,
     Operands,

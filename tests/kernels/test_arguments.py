@@ -15,7 +15,7 @@ from marlinq.kernels.contract.whole_rows import MappedRowArguments, PlainRowArgu
 from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.kernels.problems import int4_problem
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)

@@ -40,11 +40,11 @@ from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch import precompile
-from marlinq.kernels.variants import bulk, stream, warpgroup
+from marlinq.kernels.variants import bulk, stream, warpgroup, warpgroup_costs
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.costs import PHYSICS
 from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from marlinq.operations.bench.kernels import DEFAULT_BATCHES
 from marlinq.operations.bench.shapes import MODELS
 from tests.kernels.problems import int4_problem
@@ -185,7 +185,7 @@ def test_every_model_counts_the_same_launch(kernel: str, monkeypatch: pytest.Mon
     problem = int4_problem(16, 4096, 4096, 128, False, False)
     before = [seconds for seconds, _, _ in estimates(problem, H200, kernel)]
     longer = replace(PHYSICS, launch=PHYSICS.launch + 1.0)
-    for module in (bulk, stream, warpgroup):
+    for module in (bulk, stream, warpgroup_costs):
         monkeypatch.setattr(module, "PHYSICS", longer)
         own = {field.name for field in fields(module.Costs)}
         assert own.isdisjoint(field.name for field in fields(PHYSICS)), "what is shared is nobody's own"
@@ -388,7 +388,7 @@ def test_dealing_out_costs_what_l2_does_not_hold() -> None:
     def seconds(m: int, k: int, *, even: bool, device: Device = H200) -> float:
         problem = int4_problem(m, 4096, k, 128, False, False)
         config = WarpgroupConfig(min(m, 128), 2, 2, 1, 8, 1, 3, 1, 132, even)
-        return warpgroup.estimate(problem, device, config)[0]
+        return warpgroup_costs.estimate(problem, device, config)[0]
 
     endless = replace(H200, cache_bytes=1e12)
     # 17 MB of activations and 9 of weights stay; 59 and 31 don't, while whole tiles share all of them.

@@ -19,16 +19,18 @@ from marlinq.kernels.driver.compiler import compile_text
 from marlinq.kernels.experts.choose import (
     _ROWS_MOST,
     Columns,
-    DirectConfig,
-    DirectDecision,
-    ExpertsShape,
-    GroupedConfig,
-    SortedDecision,
     decide_experts,
     decisions,
     direct_variants,
     grouped,
     sorted_variants,
+)
+from marlinq.kernels.experts.configurations import (
+    DirectConfig,
+    DirectDecision,
+    ExpertsShape,
+    GroupedConfig,
+    SortedDecision,
 )
 from marlinq.kernels.experts.launch import Workspace, instantiations, most_tiles
 from marlinq.kernels.variants.stream import StreamConfig

@@ -19,7 +19,7 @@ from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.driver import cuda_driver, tensor_maps
 from marlinq.kernels.launch import call, gather
 from marlinq.kernels.variants import KERNELS
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.kernels.problems import even_splits, int4_problem, random_operands
 from tests.kernels.toy_variant import TOY, ToyConfig, toy_variant
 

@@ -21,7 +21,7 @@ from marlinq.kernels.contract.demands import Demands
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.kernels.problems import int4_problem
 
 CELL = int4_problem(64, 4096, 4096, 128, zeros=False, bfloat16=False)

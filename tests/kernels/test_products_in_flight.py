@@ -14,7 +14,8 @@ import pytest
 from lab.kernels.resources import variants
 from marlinq.kernels import Device, Problem
 from marlinq.kernels.driver.compiler import compile_to_ptx
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig, candidates
+from marlinq.kernels.variants.warpgroup import candidates
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.kernels.problems import int4_problem
 
 _REGISTER = re.compile(r"%f\d+")

@@ -346,7 +346,8 @@ def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
     if device.type != "cuda":
         return
     from marlinq.kernels import device_numbers
-    from marlinq.kernels.experts.choose import ExpertsShape, decide_experts
+    from marlinq.kernels.experts.choose import decide_experts
+    from marlinq.kernels.experts.configurations import ExpertsShape
     from marlinq.kernels.experts.launch import precompile_experts
 
     experts, inner, hidden = weights.down.shape

@@ -18,15 +18,14 @@ from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.driver.module import load_kernel
 from marlinq.kernels.driver.tensor_maps import sorted_rows_map, weight_maps
-from marlinq.kernels.experts.choose import (
+from marlinq.kernels.experts.choose import at_least, decide_experts
+from marlinq.kernels.experts.configurations import (
     DirectConfig,
     DirectDecision,
     ExpertsDecision,
     ExpertsShape,
     GroupedConfig,
     SortedDecision,
-    at_least,
-    decide_experts,
 )
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
 from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, address

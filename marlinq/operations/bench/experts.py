@@ -16,7 +16,8 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import GROUP_SIZES
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.experts import ExpertWeights, reference_experts
-from marlinq.kernels.experts.choose import ExpertsShape, decide_experts
+from marlinq.kernels.experts.choose import decide_experts
+from marlinq.kernels.experts.configurations import ExpertsShape
 from marlinq.kernels.experts.launch import precompile_experts, shape_of
 from marlinq.operations.bench.contest import Launch, attempted, check_and_time, first_and_last
 from marlinq.operations.bench.expert_shapes import ExpertsLayer, layers_named

@@ -22,7 +22,8 @@ from marlinq.kernels.choose.decision import decide
 from marlinq.kernels.contract.demands import dependent_launches
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.weight_formats import INT4
-from marlinq.kernels.experts.choose import ExpertsShape, direct, sorted_variants
+from marlinq.kernels.experts.choose import direct, sorted_variants
+from marlinq.kernels.experts.configurations import ExpertsShape
 from marlinq.operations.recommend.gpus import Gpu
 from marlinq.operations.recommend.schemes import Weights
 from marlinq.operations.recommend.shape import Layer, ModelShape, Product, Routed
