@@ -33,10 +33,10 @@ COMMANDS = {
     "bench": "marlinq.cli.bench",
     "doctor": "marlinq.cli.doctor",
 }
-"""The module of each command, which calls it ``command``; in the order of a checkpoint's life."""
+"""Name of each command -> module that defines it as ``command``; in the order of ``--help``."""
 
 _CONTINUES = {"quantize": ("--resume",), "convert": (), "rotate": ()}
-"""Commands that take up an unfinished folder, and the options that ask for it."""
+"""Command that continues an unfinished folder -> options that this needs."""
 
 _INTERRUPTED = 130
 
@@ -57,7 +57,7 @@ class _LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        # A shell that completes a wrong command offers nothing.
+        # No suggestion during shell completion, where an unknown command has no completions.
         known = ctx.resilient_parsing or not args or args[0].startswith("-") or args[0] in COMMANDS
         if not known:
             names = ", ".join(COMMANDS)
@@ -76,15 +76,15 @@ def cli() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with the code of what happened.
+    """Runs the command line and exits with the command's exit code.
 
     0 means success; the errors of ``marlinq.core.errors`` have their own codes (a usage error is 2, as in
-    click); 130 means interrupted. Anything else is a bug and keeps its traceback.
+    click); 130 means interrupted. Any other exception is a bug and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
-    # Threads that sleep cost a product some 20 us more than threads that spin. But where another process
-    # holds a core, spinning ones keep their own partner off it: 20 ms a product instead of 40 us.
+    # Passive: waiting OpenMP threads sleep, which costs a product about 20 us. If another process uses a
+    # core, spinning threads keep the remaining work off the cores: 20 ms per product instead of 40 us.
     os.environ.setdefault(_WAIT_POLICY, "passive")
     show_warnings_briefly()
     log_safely()

@@ -47,14 +47,14 @@ def _scheme_option(words: str) -> Callable[[_Command], _Command]:
 
 
 _SCHEME_WORDS = (
-    "Kind of the weights; by default fp8 has one scale per channel, mxfp4 groups of 32, nvfp4 of 16."
+    "Type of the weights; by default fp8 has one scale per channel, mxfp4 groups of 32, nvfp4 groups of 16."
 )
 
 
 def _weight_options(command: _Command) -> _Command:
-    """What kind of weights and activations a bench of kernels makes up, and ``--explain``."""
+    """Options for the types of weights and activations, and ``--explain``."""
     for option in (
-        click.option("--explain", is_flag=True, help="Give the reason of every kernel decision."),
+        click.option("--explain", is_flag=True, help="Give the reason for every choice of a kernel."),
         click.option("--asymmetric", is_flag=True, help="Measure weights with zero points."),
         click.option(
             "--dtype",
@@ -69,7 +69,7 @@ def _weight_options(command: _Command) -> _Command:
 
 @click.group("bench", short_help="Measure speed: kernels, decoding or vLLM.")
 def command() -> None:
-    """Measure speed: of matrix multiplications, of decoding, of vLLM with and without the plugin."""
+    """Measure the speed of matrix multiplications, of decoding, and of vLLM with and without the plugin."""
 
 
 @command.command(
@@ -85,26 +85,27 @@ def command() -> None:
     metavar="PEER,PEER,...",
     callback=names,
     default="cublas,humming",
-    help="Peers to measure alongside: cublas, humming, tinygemm; one that is not installed is noted. "
-    "batch-invariant and act-order are the same kernel under those demands.",
+    help="Peers to measure in the same process: cublas, humming, tinygemm; one that is not installed is left "
+    "out with a note. batch-invariant and act-order measure marlinq's own kernel in these modes.",
 )
 @click.option(
     "--group-size",
     type=click.Choice(("auto", "32", "64", "128", "-1")),
     default="auto",
-    help="Channels that share a scale; -1 is all of them, auto the largest that divides every layer.",
+    help="Input channels that share a scale; -1 is all of them, auto the largest number that divides every "
+    "layer.",
 )
 @_scheme_option(_SCHEME_WORDS)
 @click.option(
     "--sparsity",
     type=click.Choice(("2:4",)),
-    help="Prune the weights at random, and measure the sparse kernel beside the dense one.",
+    help="Prune the weights at random, and also measure the sparse kernel.",
 )
 @_weight_options
 @click.option(
     "--sustained",
     is_flag=True,
-    help="Measure without rests, large products at the GPU's power limit instead of at its full clock.",
+    help="Measure without pauses, so that large products run at the GPU's power limit and not at full clock.",
 )
 @device_option
 @output_options
@@ -123,9 +124,9 @@ def kernels(
     device: str,
     as_json: bool,
 ) -> None:
-    """Time products with packed weights, cuBLAS FP16 and every installed peer on a model's layers.
+    """Time products with packed weights, and those of every installed peer, on a model's layers.
 
-    All in one process.
+    All run in one process.
 
     Models: gemma-2-9b, llama-3-70b, llama-3-8b, mistral-7b, mixtral-8x7b, qwen3-32b, qwen3-8b, smollm2-135m;
     without --model and --shape, llama-3-8b.
@@ -159,13 +160,14 @@ def kernels(
     metavar="PEER,PEER,...",
     callback=names,
     default="humming",
-    help="Peers to measure alongside: cublas, grouped_mm, humming; one that can not run is noted.",
+    help="Peers to measure in the same process: cublas, grouped_mm, humming; one that can't run is left out "
+    "with a note.",
 )
 @click.option(
     "--group-size",
     type=click.Choice(("auto", "32", "64", "128", "-1")),
     default="auto",
-    help="Channels that share a scale; -1 is all of them, auto what the scheme has, else 128.",
+    help="Input channels that share a scale; -1 is all of them, auto the scheme's own groups, else 128.",
 )
 @_scheme_option(_SCHEME_WORDS)
 @_weight_options
@@ -183,7 +185,7 @@ def experts(
     device: str,
     as_json: bool,
 ) -> None:
-    """Time the routed part of a mixture's layer: sorting, both products, activation, weighting and sum.
+    """Time a layer's experts: sorting tokens, both products, activation, weighting and sum.
 
     Models: deepseek-v3-tp8 (an eighth of every expert), mixtral-8x7b, qwen3-30b-a3b, qwen3.6-35b-a3b; without
     --model, qwen3-30b-a3b.
@@ -214,19 +216,19 @@ def experts(
     "--group-size",
     type=_group_size_choice,
     default="128",
-    help="Of the synthetic model's weights, at most.",
+    help="Input channels that share a scale in the synthetic model, or fewer where that does not divide.",
 )
 @click.option(
     "--scheme",
     type=click.Choice(("16", "int4", "int8", "fp8", "mxfp4", "nvfp4")),
     default="int4",
-    help="Kind of the synthetic model's weights; 16 leaves them in 16 bits.",
+    help="Type of the synthetic model's weights; 16 is unquantised.",
 )
 @click.option(
     "--head",
     type=click.Choice(("16", "int4")),
     default="16",
-    help="The synthetic model's output head: 16 bits, or quantised.",
+    help="Type of the synthetic model's output head.",
 )
 @click.option(
     "--batch",
@@ -244,19 +246,22 @@ def experts(
     default="512",
     help="Tokens of each prompt.",
 )
-@click.option("--new-tokens", type=click.IntRange(1, 1 << 31), default=128, help="Steps of a timed run.")
+@click.option(
+    "--new-tokens", type=click.IntRange(1, 1 << 31), default=128, help="Decode steps of a timed run."
+)
 @click.option(
     "--against",
     metavar="PEER",
     type=click.Choice(("transformers",)),
-    help="Measure transformers with the unquantised model of the same shapes too: compiled, static cache.",
+    help="Also measure transformers with an unquantised model of the same shapes, compiled, with a static "
+    "cache.",
 )
 @click.option(
     "--profile",
     type=click.Path(dir_okay=False),
-    help="Write a trace of the last cell's steps, and list its kernels.",
+    help="Write a trace of steps at the last batch and context to this file, and list their kernels.",
 )
-@click.option("--sustained", is_flag=True, help="Measure without rests, as on a busy server.")
+@click.option("--sustained", is_flag=True, help="Measure without pauses, as on a busy server.")
 @device_option
 @dtype_option
 @output_options
@@ -317,25 +322,28 @@ def decode(
 @click.argument("checkpoint", type=click.Path(file_okay=False), metavar="CKPT")
 @_rows_option("1,4,16,64", "Sequences decoded together.")
 @click.option(
-    "--context", type=click.IntRange(1), default=128, help="Mean tokens of context of a timed step."
+    "--context",
+    type=click.IntRange(1),
+    default=128,
+    help="Mean number of tokens in the cache at a timed step.",
 )
 @click.option(
     "--prompts",
     metavar="P,P,...",
     callback=_numbers,
     default="1,8",
-    help="Prompts whose first tokens are timed together.",
+    help="Numbers of prompts whose first tokens are timed together.",
 )
 @click.option(
-    "--prompt-tokens", type=click.IntRange(1), default=2048, help="Tokens of each of those prompts."
+    "--prompt-tokens", type=click.IntRange(1), default=2048, help="Tokens of each prompt of --prompts."
 )
 @click.option(
     "--requests",
     type=click.IntRange(0),
     default=256,
-    help="Requests of a mixed load for throughput; 0 leaves it out.",
+    help="Number of requests in a mixed load that measures throughput; 0 leaves it out.",
 )
-@click.option("--repeats", type=click.IntRange(1), default=3, help="Runs of which the median counts.")
+@click.option("--repeats", type=click.IntRange(1), default=3, help="Runs of which the median is reported.")
 @click.option(
     "--gpus", type=click.IntRange(1), default=1, help="GPUs that share the model by tensor parallelism."
 )
@@ -345,7 +353,7 @@ def decode(
     default="bfloat16",
     help="Type of activations.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw the steps, as SVG.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw the decode steps into an SVG file.")
 @output_options
 def serve(
     checkpoint: str,
@@ -362,8 +370,9 @@ def serve(
 ) -> None:
     """Time vLLM's offline engine on the folder CKPT, with its own kernels and with marlinq's.
 
-    Both run one after the other in processes of their own: decode steps, time to first tokens, and new
-    tokens a second of a mixed load. Prompts are random, so a folder without a tokenizer will do.
+    Each runs in a process of its own, one after the other. Measured are decode steps, the time to first
+    tokens, and new tokens a second under a mixed load. Prompts are random tokens, so the folder needs no
+    tokenizer.
     """
     from marlinq.operations.bench import Workload, bench_serve
     from marlinq.operations.bench.serve_plot import save_plot

@@ -20,27 +20,29 @@ _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARG
 
 @click.command("convert", short_help="Convert a checkpoint to another layout, without loss.")
 @click.argument("places", nargs=-1, metavar="[SOURCE-to-TARGET] SRC DST")
-@click.option("--to", "to", type=TARGET, help="The format to make; dense is none, with dequantised weights.")
-@click.option("--from", "from_", type=FORMAT, help="The layout of SRC; without it, what SRC says of itself.")
+@click.option("--to", "to", type=TARGET, help="Format of DST; dense has dequantised weights.")
+@click.option("--from", "from_", type=FORMAT, help="Format that SRC must have; by default it is detected.")
 @click.option(
     "--scheme",
     type=SettingType(Choice(SCHEMES)),
-    help="Give every module this scheme: exactly where that can be, such as mxfp4 to nvfp4.",
+    help="Give every module this scheme, if the weights stay exactly the same, as from mxfp4 to nvfp4.",
 )
 @click.option(
     "--allow-loss",
     is_flag=True,
-    help="Round what can't be held exactly, such as FP8 blocks as channels, and say how much is lost.",
+    help="Round weights that DST can't hold exactly, such as FP8 blocks as channels, and report the error.",
 )
 @click.option(
     "--strict-marlin",
     is_flag=True,
-    help="Allow in marlin only the shapes of the original kernel: K%128, N%256, group 128 or -1.",
+    help="Refuse modules that the original Marlin kernel does not take: it needs K divisible by 128, "
+    "N by 256, and group size 128 or -1.",
 )
 @click.option(
     "--skip-unsupported",
     is_flag=True,
-    help="Keep modules of shapes that the target excludes unquantised instead of refusing; they are named.",
+    help="Store modules dequantised where the target can't hold their shape, instead of refusing; they are "
+    "listed.",
 )
 @revision_option
 @shard_size_option
@@ -60,11 +62,11 @@ def command(
     max_shard_size: int,
     as_json: bool,
 ) -> None:
-    """Convert the quantised checkpoint SRC to another layout in the new folder DST, without loss.
+    """Convert the quantised checkpoint SRC to another format in the new folder DST, without loss.
 
-    The target is named by --to, as in: marlinq convert SRC DST --to awq. The two layouts may also come first,
-    as in: marlinq convert gptq-to-awq SRC DST; then SRC must be of the first. A conversion that would lose a
-    bit is refused, with the module and the reason, unless --allow-loss is given.
+    Name the target with --to, as in: marlinq convert SRC DST --to awq. Or name both formats first, as in:
+    marlinq convert gptq-to-awq SRC DST; SRC must then have the first format. A conversion that would change a
+    weight is refused, with the module and the reason, unless --allow-loss is given.
     """
     source_format, target_format, source, target = _request(context, places, from_, to)
     if source_format == target_format and scheme is None:
@@ -96,10 +98,10 @@ def command(
 def _request(
     context: click.Context, places: tuple[str, ...], from_: str | None, to: str | None
 ) -> tuple[str | None, str, str, str]:
-    """The two layouts, the source's None where it is to be detected, and the two folders.
+    """(source format or None, target format, source folder, target folder).
 
     Raises:
-        UsageError: something is missing, or given twice.
+        UsageError: a format or folder is missing, or given twice.
     """
     if len(places) == 3:
         pair, source, target = places

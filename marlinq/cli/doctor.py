@@ -12,9 +12,9 @@ from marlinq.core.errors import EnvironmentProblem
 @click.command("doctor", short_help="Say what works on this machine, and how to fix the rest.")
 @output_options
 def command(as_json: bool) -> int:
-    """Say what is installed, what will and won't work on this machine, and how to fix it.
+    """Say what is installed, which parts of marlinq work on this machine, and how to fix the rest.
 
-    The exit code is 0 when everything works that needs no GPU.
+    The exit code is 0 if everything that needs no GPU works.
     """
     from marlinq.operations.doctor import examine
 

@@ -33,12 +33,12 @@ from marlinq.core.errors import UsageError
     "--text",
     type=TEXT,
     metavar="FILE|DATASET",
-    help="Text to evaluate on; without it, text that the original generates from a fixed seed.",
+    help="Text to evaluate on; by default the original (or MODEL) generates it from a fixed seed.",
 )
 @click.option(
-    "--windows", type=click.IntRange(1, 1 << 31), default=32, help="Windows of text to evaluate, at most."
+    "--windows", type=click.IntRange(1, 1 << 31), default=32, help="Largest number of windows of text."
 )
-@click.option("--length", type=click.IntRange(2, 1 << 31), default=1024, help="Tokens a window.")
+@click.option("--length", type=click.IntRange(2, 1 << 31), default=1024, help="Tokens per window.")
 @click.option(
     "--tasks",
     metavar="TASK,TASK,...",
@@ -47,22 +47,23 @@ from marlinq.core.errors import UsageError
     help="Also score tasks of lm-evaluation-harness (the extra marlinq[eval]), by name or YAML file.",
 )
 @click.option(
-    "--task-limit", type=click.IntRange(1, 1 << 31), metavar="N", help="Documents of each task, at most."
+    "--task-limit",
+    type=click.IntRange(1, 1 << 31),
+    metavar="N",
+    help="Largest number of documents per task; by default all.",
 )
 @click.option(
     "--shots",
     type=click.IntRange(0, 1000),
-    help="Examples before each document; as the task says unless given.",
+    help="Examples in front of each document; by default the task's own number.",
 )
-@click.option(
-    "--task-batch", type=click.IntRange(1, 1 << 20), default=8, help="Requests of tasks that run together."
-)
+@click.option("--task-batch", type=click.IntRange(1, 1 << 20), default=8, help="Requests of tasks per batch.")
 @click.option(
     "--trust-task-code",
     is_flag=True,
-    help="Run Python that a task file names, and programs that a model writes for a task.",
+    help="Run Python code that a task file names, and programs that the model writes as answers.",
 )
-@click.option("--keep", is_flag=True, help="Write the figures into MODEL's folder and its model card.")
+@click.option("--keep", is_flag=True, help="Write the figures into MODEL's folder and model card.")
 @revision_option
 @device_option
 @dtype_option
@@ -88,12 +89,12 @@ def command(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Measure the perplexity of MODEL, quantised or not, and how far it is from an original.
+    """Measure the perplexity of MODEL, quantised or not, and its distance from an original.
 
-    --revision is MODEL's; an original on the Hub is read from its main branch.
+    --revision belongs to MODEL; an original on the Hub is read from its main branch.
 
-    Tasks come behind the text: with --against, recovery is MODEL's score in per cent of the original's, with
-    its standard error over the same documents. Names and options of tasks are the harness's.
+    Tasks run after the text. With --against, recovery is MODEL's score in per cent of the original's, with
+    the standard error over the same documents. Names of tasks are those of lm-evaluation-harness.
     """
     from marlinq.operations.evaluate import TaskOptions, evaluate
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     "--max-new-tokens",
     type=click.IntRange(1, 1 << 31),
     default=128,
-    help="Tokens to generate for each, at most.",
+    help="Largest number of new tokens per prompt.",
 )
 @click.option("--greedy", is_flag=True, help="Take the most likely token every time.")
 @click.option(
@@ -52,17 +52,17 @@ if TYPE_CHECKING:
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Draw from the fewest most likely tokens whose probabilities add up to this.",
+    help="Draw only from the most likely tokens whose probabilities add up to this.",
 )
 @click.option(
     "--min-p",
     type=click.FloatRange(0, 1),
-    help="Draw from tokens only that are at least this times as likely as the most likely one.",
+    help="Draw only from tokens with at least this share of the most likely token's probability.",
 )
 @click.option(
     "--repetition-penalty",
     type=click.FloatRange(1e-3, 1e3),
-    help="Divide the logits of tokens that were there already by this (multiply negative ones).",
+    help="Divide the logits of tokens that occurred before by this (multiply negative logits).",
 )
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, help="Seed of the sampling.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
@@ -70,7 +70,8 @@ if TYPE_CHECKING:
     "--speculate",
     type=click.Choice(["auto", "off"]),
     default="auto",
-    help="Check several tokens at once where the text repeats itself; it stays the same text.",
+    help="Where text repeats itself, guess the next tokens and check several at once; the text stays the "
+    "same.",
 )
 @revision_option
 @device_option
@@ -98,22 +99,22 @@ def command(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Load the checkpoint CKPT and continue a prompt; prints the text as it comes, then tokens a second.
+    """Load the checkpoint CKPT, continue a prompt, print the text as it is made, then tokens per second.
 
-    Without --greedy tokens are drawn from the model's own probabilities; what generation_config.json says of
-    sampling is not used. Several prompts are printed when all of them have ended.
+    Without --greedy, tokens are drawn from the model's probabilities. Settings for sampling in
+    generation_config.json are not used. The texts of several prompts are printed when all have ended.
     """
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     for name, value in drawing.items():
         if greedy and value is not None:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"--greedy and {option} contradict each other; keep one")
-    # The driver opens the GPU, and page-locks memory, while the libraries are imported.
+    # A thread opens the GPU and pins memory while libraries are imported.
     open_gpu_early(device)
     from marlinq.checkpoint import lock_ring_early
 
     lock_ring_early(device)
-    # Code that a checkpoint brings may need any package.
+    # A checkpoint's own code may need any package, so nothing is hidden from it.
     with nullcontext() if trust_remote_code else lean_imports():
         import transformers.generation.utils  # noqa: F401
 
@@ -149,7 +150,7 @@ def command(
             progress = shown.enter_context(showing_progress())
 
             def print_text(piece: str) -> None:
-                # Nothing about progress comes between pieces of text.
+                # Closes the progress bar before the first piece of text.
                 shown.close()
                 print_piece(piece)
 

@@ -14,7 +14,7 @@ from marlinq.core.errors import VerificationFailed
 
 @click.command("inspect", short_help="Say what a checkpoint holds and which servers load it.")
 @click.argument("checkpoint", type=SOURCE, metavar="CKPT")
-@click.option("--modules", is_flag=True, help="List every module.")
+@click.option("--modules", is_flag=True, help="List every linear.")
 @click.option(
     "--tp",
     "tensor_parallel",
@@ -27,7 +27,7 @@ from marlinq.core.errors import VerificationFailed
     "--for",
     "server",
     type=click.Choice(("vllm", "sglang", "transformers", "gptqmodel", "marlinq")),
-    help="Judge CKPT for one server alone; the exit code is 0 only if that server loads it.",
+    help="Judge CKPT for this server only; the exit code is 0 only if the server loads it.",
 )
 @revision_option
 @output_options
@@ -39,9 +39,9 @@ def command(
     revision: str | None,
     as_json: bool,
 ) -> int:
-    """Say what the quantised checkpoint CKPT holds, its size, which servers load it and with which kernel.
+    """Describe the checkpoint CKPT: its contents and size, the servers that load it, and their kernels.
 
-    Reads headers, configuration and the small tensors, not the weights.
+    Only headers, configuration and small tensors are read.
     """
     from marlinq.operations.inspect import inspect
 
@@ -56,6 +56,6 @@ def command(
     if server is not None:
         found = replace(found, servers=tuple(each for each in found.servers if each.server.lower() == server))
     print_report(found, as_json=as_json)
-    # A model that is not quantised is not judged.
+    # An unquantised model has no verdicts and counts as loaded.
     loads = server is None or found.format is None or any(each.loads for each in found.servers)
     return 0 if loads else VerificationFailed.exit_code

@@ -1,8 +1,8 @@
-"""Importing transformers without what a command that runs a language model never uses.
+"""Imports transformers without packages that a language model never uses.
 
-Measured by ``lab/runtime/import_time.py``: on a machine whose environment holds scikit-learn and
-torchvision the imports of ``generate`` take 9 seconds in place of 12. Only a command does this, whose
-process ends with it: a library remembers which packages seemed to be missing.
+Where scikit-learn and torchvision are installed, the imports of ``generate`` take 9 seconds instead of 12
+(``lab/runtime/import_time.py``). Only the command line does this, never the library, because libraries
+remember for the whole process which packages were missing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ UNUSED = ("sklearn", "scipy", "torchvision", "torchaudio")
 
 @contextmanager
 def lean_imports(hide: tuple[str, ...] = UNUSED) -> Iterator[None]:
-    """Make large imports inside quicker.
+    """Inside, large imports are faster.
 
-    The packages of ``hide`` that are not imported yet seem not to be installed. The distribution that a
-    package belongs to is looked up by the package's name, not in the file lists of all distributions.
+    Packages of ``hide`` that are not imported yet seem not to be installed. A package's distribution is
+    looked up by the package's name, not in the file lists of all distributions.
     """
     hidden = [name for name in hide if name not in sys.modules]
-    # None is how Python notes that an import is to fail.
+    # None in sys.modules makes an import fail.
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     importlib.metadata.packages_distributions = _DistributionsByName
     try:
@@ -39,7 +39,8 @@ _packages_distributions = importlib.metadata.packages_distributions
 
 
 class _DistributionsByName(Mapping[str, list[str]]):
-    """The distributions of each package; all are read when one does not bear its package's name."""
+    """Package -> its distributions. All file lists are read only if no distribution has the package's
+    name."""
 
     def __init__(self) -> None:
         self._all: Mapping[str, list[str]] | None = None

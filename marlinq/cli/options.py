@@ -21,13 +21,14 @@ def _device(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 
 def output_options(command: _Command) -> _Command:
-    """``--json``: the report, or the error, as one JSON object on stdout; and :func:`verbosity_options`."""
+    """Adds ``--json`` (the report, or the error, as one JSON object on stdout) and
+    :func:`verbosity_options`."""
     json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
     return json(verbosity_options(command))
 
 
 def verbosity_options(command: _Command) -> _Command:
-    """``--verbose`` and ``--quiet``, before the name of a command or behind it."""
+    """Adds ``--verbose`` and ``--quiet``, which may be given before or after the name of a command."""
     for names, level, text in (
         (("-q", "--quiet"), -1, "Print the result, warnings and errors alone: no progress."),
         (("-v", "--verbose"), 1, "Also print how long each stage took."),
@@ -44,9 +45,9 @@ def _set_verbosity(level: int, ctx: click.Context, param: click.Parameter, value
 
 
 explain_option = click.option(
-    "--explain", is_flag=True, help="Also say which kernels multiply the weights, and why those."
+    "--explain", is_flag=True, help="Also say which kernels multiply the weights, and why."
 )
-"""``--explain``: the reasons of every decision about kernels, behind the report."""
+"""``--explain``: prints the reason for every choice of a kernel after the report."""
 
 device_option = click.option(
     "--device",
@@ -54,9 +55,9 @@ device_option = click.option(
     callback=_device,
     default="auto",
     show_default=True,
-    help="auto, cpu, cuda or cuda:N; auto takes the first GPU, if any.",
+    help="Device that computes: auto, cpu, cuda or cuda:N; auto is the first GPU, else the CPU.",
 )
-"""``--device``: where the computation runs."""
+"""``--device``: device that computes."""
 
 shard_size_option = click.option(
     "--max-shard-size",
@@ -64,25 +65,24 @@ shard_size_option = click.option(
     type=Size(),
     default="5GB",
     show_default=True,
-    help="Largest file of weights to write, such as 5GB or 512MiB.",
+    help="Size of the largest file of weights, such as 5GB or 512MiB.",
 )
-"""``--max-shard-size``: the largest file of weights to write."""
+"""``--max-shard-size``: size of the largest file of weights."""
 
 trust_remote_code_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run Python code that comes with the model. Off by default."
 )
-"""``--trust-remote-code``: off unless asked."""
-
+"""``--trust-remote-code``: run a model's own code."""
 revision_option = click.option(
-    "--revision", metavar="REV", help="Branch, tag or commit of a Hub id; its main branch unless given."
+    "--revision", metavar="REV", help="Branch, tag or commit of a Hub id; by default its main branch."
 )
-"""``--revision``: of a model on the Hub."""
+"""``--revision``: revision of a model on the Hub."""
 
 dtype_option = click.option(
     "--dtype",
     type=OneOf(("auto", "float16", "bfloat16", "float32"), {"fp16": "float16", "bf16": "bfloat16"}),
     default="auto",
     show_default=True,
-    help="Type of activations and unquantised weights; auto takes what the checkpoint names.",
+    help="Type of activations and unquantised weights; auto is the checkpoint's own.",
 )
-"""``--dtype``: of activations and unquantised weights."""
+"""``--dtype``: type of activations and unquantised weights."""

@@ -1,4 +1,4 @@
-"""What every command prints alike: reports, errors, warnings and progress."""
+"""Prints reports, errors, warnings and progress for every command."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ VERBOSITY = "marlinq.verbosity"
 
 
 class Report(Protocol):
-    """What an operation returns: one value that machines and people can both read."""
+    """The result of an operation, for machines (JSON) and for people (text)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         ...
 
     def display(self) -> Sequence[Block]:
-        """What people are shown."""
+        """Blocks of text and tables for people."""
         ...
 
 
 class Explained(Report, Protocol):
-    """A report with reasons that people see when they ask for them; JSON always has them."""
+    """A report with reasons, which text shows only with ``--explain`` and JSON always has."""
 
     def explain(self) -> Sequence[Block]:
-        """The reasons."""
+        """Blocks with the reasons."""
         ...
 
 
 def print_explained(report: Explained, *, as_json: bool, explain: bool) -> None:
-    """Print a report as :func:`print_report` does, with its reasons behind it if ``explain``."""
+    """Prints a report as :func:`print_report` does, followed by its reasons if ``explain``."""
     print_report(report, as_json=as_json, more=report.explain() if explain and not as_json else ())
 
 
@@ -53,7 +53,7 @@ def print_report(report: Report, *, as_json: bool, more: Sequence[Block] = ()) -
     Args:
         report: the report.
         as_json: print the JSON object.
-        more: blocks to print behind the report's own, for people.
+        more: blocks to print after the report's own; not in JSON.
     """
     if as_json:
         print_json(_plain(report.to_dict()), indent=2)
@@ -108,7 +108,7 @@ def verbosity() -> int:
 
 
 def showing_progress() -> AbstractContextManager[progress.ReportProgress]:
-    """A function of (what is being done, steps done, steps in all), which shows that on stderr."""
+    """A context that gives a progress callback (activity, steps done, steps in all) for stderr."""
     return progress.showing(verbosity() >= 0, stages=verbosity() > 0)
 
 
@@ -118,7 +118,7 @@ def show_warnings_briefly() -> None:
 
 
 def log_safely() -> None:
-    """Make every record of Python's logging one printable line: libraries log what configs say."""
+    """Makes every record of Python's logging one printable line, because libraries log untrusted configs."""
     logging.setLogRecordFactory(_Record)
 
 
@@ -139,7 +139,7 @@ def _show_warning(
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity and no NaN; both become null."""
+    """``value`` with None for infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -11,28 +11,30 @@ from marlinq.cli.types import names
 
 @click.command(
     "recommend",
-    short_help="Say which weights suit a model, a GPU and a load.",
+    short_help="Recommend a type of weights for a model, a GPU and a load.",
     context_settings={"show_default": True},
 )
 @click.argument("model")
-@click.option("--synthetic", is_flag=True, help="MODEL is a shape of bench decode --synthetic.")
-@click.option("--gpu", default="h200", help="h200, h100, h100-pcie, a100, l40s, l4, 4090, 5090 or b200.")
+@click.option("--synthetic", is_flag=True, help="MODEL is the name of a shape of bench decode --synthetic.")
+@click.option("--gpu", default="h200", help="GPU: h200, h100, h100-pcie, a100, l40s, l4, 4090, 5090 or b200.")
 @click.option("--batch", type=click.IntRange(1, 1 << 20), default=1, help="Sequences decoded together.")
-@click.option("--context", type=click.IntRange(1, 1 << 31), default=2048, help="Tokens of each, on average.")
-@click.option("--prompt", type=click.IntRange(1, 1 << 31), default=512, help="Tokens of each prompt.")
+@click.option(
+    "--context", type=click.IntRange(1, 1 << 31), default=2048, help="Mean number of tokens per sequence."
+)
+@click.option("--prompt", type=click.IntRange(1, 1 << 31), default=512, help="Tokens per prompt.")
 @click.option(
     "--servers",
     metavar="NAME,NAME,...",
     callback=names,
     default="",
-    help="Loaders whose verdicts to show, such as vllm,sglang,transformers; all unless given.",
+    help="Servers that must load the weights, such as vllm,sglang,transformers; by default any.",
 )
 @click.option(
     "--measure",
     is_flag=True,
-    help="Load the model, round its weights in each kind, and measure the divergence.",
+    help="Load the model, round its weights to each type, and measure the KL divergence.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw the roofline, as SVG.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw the roofline into an SVG file.")
 @revision_option
 @device_option
 @output_options
@@ -50,9 +52,9 @@ def command(
     device: str,
     as_json: bool,
 ) -> None:
-    """Compare kinds of weights for MODEL: memory, expected decode step and prefill, quality, loaders.
+    """Compare types of weights for MODEL: memory, expected decode step and prefill, quality, servers.
 
-    Only config.json is read, and no GPU is needed: --device is for --measure.
+    Only config.json is read and no GPU is needed, except with --measure, which runs on --device.
     """
     from marlinq.operations.recommend import recommend, save_plot
 

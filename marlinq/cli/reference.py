@@ -1,4 +1,4 @@
-"""Write the command-line reference: ``python -m marlinq.cli.reference docs/cli.md``."""
+"""Writes the command-line reference: ``python -m marlinq.cli.reference docs/cli.md``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Every command and option, generated from `--help` by `make docs`; don't edit by 
 has examples.
 """
 _OPTION = re.compile(r"^  -.*\n?(?:^   .*\n?)*", re.M)
-"""One option of a ``--help`` with the lines that its description goes on in."""
+"""One option of a ``--help`` with all lines of its description."""
 
 
 def reference() -> str:
-    """The ``--help`` of every command as one Markdown page; options that every command has stand once."""
+    """The ``--help`` of every command as one Markdown page; options that all commands share appear once."""
     helps = list(_helps(cli, None, "marlinq"))
     options = [_OPTION.findall(text) for _, text in helps if not _is_group(text)]
     everywhere = set.intersection(*({_words(option) for option in each} for each in options))
@@ -39,7 +39,7 @@ def _is_group(text: str) -> bool:
 
 
 def _words(option: str) -> str:
-    """An option without the spaces that put its description into a column."""
+    """An option without the spaces that align its description."""
     return " ".join(option.split())
 
 

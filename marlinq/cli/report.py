@@ -19,16 +19,16 @@ from marlinq.cli.types import FOLDER, SOURCE
     type=FOLDER,
     default=Path(),
     metavar="FOLDER",
-    help="Where report.html, report.csv and report.json go; the current folder unless given.",
+    help="Folder for report.html, report.csv and report.json; by default the current folder.",
 )
 @revision_option
 @output_options
 def command(checkpoint: str, other: str | None, out: Path, revision: str | None, as_json: bool) -> None:
     """Write report.html about the quantised checkpoint CKPT, or about two side by side.
 
-    The page shows the error of each module, the worst ones, how codes and scales are distributed, tokens
-    seen, time, size and recipe. It is one file that needs no network. report.csv and report.json beside it
-    hold the same figures. marlinq quantize writes the three into its output.
+    The page shows the error of each module, the worst modules, the distributions of codes and scales, tokens
+    seen, time, size and recipe. It is one file that needs no network. report.csv and report.json hold the
+    same figures. marlinq quantize writes all three into its output folder.
     """
     from marlinq.operations.report import report
 

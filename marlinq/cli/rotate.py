@@ -21,10 +21,10 @@ from marlinq.core.sources import local_folder
 
 @click.command("rotate", short_help="Rotate a model's residual stream, so that 4 bits cost less.")
 @click.argument("source", type=SOURCE, metavar="SRC")
-# Eager: a missing OUT is told before the source is looked at.
+# Eager: a missing DST is reported before the source is checked.
 @click.argument("out", type=FOLDER, metavar="DST", is_eager=True)
 @click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the rotation."
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the rotation."
 )
 @device_option
 @trust_remote_code_option
@@ -43,10 +43,10 @@ def command(
 ) -> None:
     """Write the unquantised model SRC to the new folder DST with its residual stream rotated.
 
-    DST computes the same and is an ordinary checkpoint, to be quantised with gptq in place of SRC: weights
-    that share a scale are more alike in it. It is worth most where a whole channel shares one. The methods
-    imatrix and rtn lose by it. For models whose blocks are made like Llama's; others are refused. An output
-    head that is tied to the embedding gets a weight of its own.
+    DST computes the same function and is an ordinary checkpoint, to be quantised with gptq instead of SRC.
+    The rotation makes weights that share a scale more similar, which helps most where a whole channel shares
+    one. It makes the methods imatrix and rtn worse. Only models with Llama's block structure can be rotated.
+    An output head that is tied to the embedding gets a weight of its own.
     """
     check_place(out, resume=True, source=local_folder(source))
     from marlinq.operations.rotate import rotate

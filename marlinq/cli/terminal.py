@@ -1,4 +1,4 @@
-"""Drawing the blocks of a report on a terminal with rich."""
+"""Draws the blocks of a report on a terminal with rich."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _STYLES = {
     **dict.fromkeys(("failed", "problem", "no"), "bold red"),
 }
 _LEAST_TEXT = 12
-"""A column of text gets at least this many characters before a table is given up for a list."""
+"""least width of a text column, in characters; a table that can't have it becomes a list"""
 
 
 def draw(blocks: Iterable[Block], console: Console) -> None:
-    """Print the blocks, an empty line between two of them.
+    """Prints the blocks with empty lines between them.
 
-    Text wraps inside its column. A table whose numbers don't fit side by side becomes a list of its rows, so
-    that nothing is cut off however narrow the terminal is.
+    Text wraps inside its column. A table that does not fit the terminal's width becomes a list of its rows,
+    so that nothing is cut off.
     """
     for index, block in enumerate(blocks):
         if index:

@@ -1,4 +1,4 @@
-"""What options and arguments may be: every value is checked here, before any operation is imported."""
+"""Types of options and arguments, which check every value before an operation is imported."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _PAIR = re.compile(r"(?P<source>.+?)-to-(?P<target>.+)")
 
 
 def suggestion(word: str, choices: Iterable[str]) -> str:
-    """`` (did you mean X?)`` where one of ``choices`` is near ``word``, else nothing."""
+    """`` (did you mean X?)`` if one of ``choices`` is similar to ``word``, else an empty text."""
     near = get_close_matches(word, list(choices), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 def names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
-    """A callback: the names in a list with commas."""
+    """click callback: the names of a comma-separated list."""
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
 class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
-    """One of a few words, in any case and with ``_`` for ``-``; a near miss gets a suggestion.
+    """One of a few words, in upper or lower case and with ``_`` or ``-``; a typing error gets a suggestion.
 
     Args:
-        choices: the words.
-        spellings: other spellings of them.
-        others: words beside ``choices``.
+        choices: the words, or a registry of them.
+        spellings: other spelling -> word.
+        others: further words that are not in ``choices``.
     """
 
     name = "choice"
@@ -61,11 +61,11 @@ class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Every word; a registry may grow later, so it is looked at anew each time."""
+        """Every word, read anew each time because a registry may grow."""
         return (*self._registered, *self._others)
 
     def find(self, value: str) -> str | None:
-        """The word that ``value`` spells, or None."""
+        """The word for the spelling ``value``, or None."""
         word = value.strip().lower().replace("_", "-")
         word = self.spellings.get(word, word)
         return word if word in self.choices else None
@@ -91,13 +91,13 @@ def _completions(words: Iterable[object], incomplete: str) -> list[CompletionIte
 
 
 FORMAT = OneOf(FORMATS, _FORMAT_SPELLINGS)
-"""The name of a format, also of one that was registered later."""
+"""Name of a registered format."""
 TARGET = OneOf(FORMATS, _FORMAT_SPELLINGS, "dense")
-"""What a checkpoint can be converted to."""
+"""Target of a conversion: a format, or ``dense``."""
 
 
 class SettingType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
-    """A setting of a recipe or a method, as its kind reads it."""
+    """A setting of a recipe or a method, parsed by its kind."""
 
     name = "setting"
 
@@ -145,7 +145,7 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]  # generic from cl
 
 
 class Source(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
-    """A checkpoint: a folder that is there and has a config.json, or a Hub id; as the text that was given."""
+    """A checkpoint: an existing folder with a config.json, or a Hub id; returned as the given text."""
 
     name = "checkpoint"
 
@@ -165,7 +165,7 @@ class Source(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
 
 
 class TextSource(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
-    """Where text comes from, as :class:`marlinq.calibration.sources.Source` reads it; or ``self``."""
+    """A source of text in the syntax of :class:`marlinq.calibration.sources.Source`, or ``self``."""
 
     name = "text"
 
@@ -184,7 +184,7 @@ class TextSource(click.ParamType):  # type: ignore[type-arg]  # generic from cli
 
 
 class CalibrationSource(TextSource):
-    """As :class:`TextSource`, with ``=WEIGHT`` behind it or not."""
+    """A :class:`TextSource`, optionally followed by ``=WEIGHT``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         from marlinq.calibration.mixture import read_part
@@ -194,7 +194,7 @@ class CalibrationSource(TextSource):
 
 
 class Pair(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
-    """``SOURCE-to-TARGET`` as two names of layouts."""
+    """``SOURCE-to-TARGET``: the names of two formats."""
 
     name = "pair"
 
@@ -227,4 +227,4 @@ TEXT = TextSource()
 CALIBRATION = CalibrationSource()
 PAIR = Pair()
 FOLDER = click.Path(path_type=Path)
-"""A path that is looked at later."""
+"""A path, not checked while the command line is parsed."""

@@ -16,10 +16,10 @@ from marlinq.core.errors import VerificationFailed
     "--against",
     type=SOURCE,
     metavar="ORIGINAL",
-    help="The model that was quantised, or another conversion of it: compares every weight.",
+    help="Compare every weight with this model: the one that was quantised, or another conversion of CKPT.",
 )
 @click.option(
-    "--logits", is_flag=True, help="Also compare each layer's output and the logits with ORIGINAL's."
+    "--logits", is_flag=True, help="Also run both models and compare the output of each layer and the logits."
 )
 @revision_option
 @device_option
@@ -34,9 +34,9 @@ def command(
     trust_remote_code: bool,
     as_json: bool,
 ) -> int:
-    """Check the quantised checkpoint CKPT: structure, round trips, numbers, and kernels where there is a GPU.
+    """Check the quantised checkpoint CKPT: structure, hashes, round trips, values, and kernels on a GPU.
 
-    The exit code is 0 only if every check holds.
+    The exit code is 0 only if no check fails.
     """
     from marlinq.operations.verify import verify
 
