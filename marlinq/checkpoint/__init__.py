@@ -1,4 +1,5 @@
-"""Hugging Face checkpoint folders: untrusted input, planned output, quantization_config."""
+"""Hugging Face checkpoint folders: reading untrusted ones, writing planned ones, their
+quantization_config."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ buffers, from which copies run on a stream of their own, beside the reading of w
 
     shard --preadv--> ring --copy engine--> tensor on the GPU
 
-Bytes arrive as they are stored; whoever takes a tensor casts or repacks it.
+Tensors have the stored dtype and order; callers cast or repack them.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ else:
     from marlinq.core.lazy import torch
 
 PIECE_BYTES = 8 << 20
-"""What a thread reads at once, and the size of a page-locked buffer."""
+"""Bytes that a thread reads at once, and bytes of a page-locked buffer."""
 RING_BYTES = 128 << 20
-"""Page-locked memory for the way to a GPU. torch keeps it for the next load of the process."""
+"""Bytes of page-locked memory for copies to a GPU. torch keeps it for the next load of the process."""
 
-# More only get into each other's way: 8 threads fill a GPU's link from the page cache.
+# Threads at most: 8 saturate a GPU's link when reading from the page cache.
 _MOST_THREADS = 8
-# A thread that comes back from a read needs the interpreter. Another thread that computes in Python gives
-# it up after 5 ms by default, in which a core reads tens of megabytes.
+# Python's switch interval while reading. After a read a thread needs the global lock, which a computing
+# thread releases only after 5 ms by default; a core reads tens of megabytes in that time.
 _SWITCH_SECONDS = 2e-4
 
 
 def lock_ring_early(device: str) -> threading.Thread | None:
-    """Let a thread open torch's side of the GPU that ``device`` names and page-lock a ring's memory, which
-    torch keeps for the first :class:`ReadAhead` of the process. Imports torch before that.
+    """Initialise torch on the GPU that ``device`` names, and page-lock the ring, in a thread; imports torch
+    first.
 
-    Where there is no such GPU, or not so much memory, nothing happens, and whoever needs it says so.
+    torch keeps the memory for the first :class:`ReadAhead` of the process. Without such a GPU, or with too
+    little memory, nothing happens; the code that needs the GPU reports it.
 
     Returns:
-        The thread, or None where no GPU is meant.
+        The thread, or None where ``device`` names no GPU.
     """
     if check_device_name(device) == "cpu" or not torch.cuda.is_available():
         return None
@@ -72,7 +73,7 @@ def _lock_ring(index: int) -> None:
 
 def _locked(device: torch.device) -> Tensor:
     """A ring's page-locked memory, uint8 [:data:`RING_BYTES`]."""
-    # It comes through the current device, which would be opened for it.
+    # torch page-locks memory through the current device, and would initialise another device for it.
     with torch.cuda.device(device):
         return torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True)
 
@@ -87,30 +88,32 @@ class _Slot:
 
 @dataclass(frozen=True, eq=False)
 class _Flight:
-    """A tensor on its way: its memory, and its pieces."""
+    """A tensor that is being read: its memory, and a future for each piece."""
 
     octets: Tensor
     pieces: tuple[Future[None], ...]
 
 
 class ReadAhead:
-    """Tensors of ``checkpoint`` by name, on ``device``, in the dtype that is stored.
+    """Reads tensors of ``checkpoint`` ahead, to ``device``, in the stored dtype.
 
-    Tensors are started in the order of :meth:`expect`, as far ahead as ``budget`` allows, and are best taken
-    in that order; any other tensor is read when it is asked for. Use it in a ``with`` statement, which ends
-    its threads.
+    Reading starts in the order of :meth:`expect`, as far ahead as ``budget`` allows; take tensors in that
+    order. Any other tensor is read when it is asked for. Use it in a ``with`` statement, which ends its
+    threads.
 
     Args:
-        checkpoint: an open checkpoint; its own rules hold: each file is read through its one handle and must
-            not change (:mod:`marlinq.checkpoint.source`).
+        checkpoint: an open checkpoint. Each file is read through its one handle and must not change
+            (:mod:`marlinq.checkpoint.source`).
         device: the CPU or a GPU.
-        budget: bytes of tensors that are started but not taken. A larger tensor is started when it is asked
-            for, so that what a hostile header claims takes no memory before others have checked it.
-        threads: number of reading threads; by default as many as there are cores, at most 8.
+        budget: bytes of tensors whose reading has started and that were not taken yet. A tensor larger than
+            this is read only when it is asked for: its size in the header is untrusted until a caller has
+            checked it.
+        threads: number of reading threads; by default the number of cores, at most 8.
 
     Attributes:
-        path, tensors: the checkpoint's.
-        bytes_read: bytes of all tensors that were started.
+        path: folder of the checkpoint.
+        tensors: the checkpoint's tensors by name.
+        bytes_read: bytes of all tensors whose reading has started.
     """
 
     def __init__(
@@ -141,8 +144,8 @@ class ReadAhead:
 
     @property
     def seconds(self) -> float:
-        """From the start of the first tensor until the last piece was in its place, or on its way to the
-        GPU."""
+        """Seconds from the start of the first tensor until the last piece was read (its copy to a GPU may
+        still run)."""
         return 0.0 if self._started is None else max(0.0, self._landed - self._started)
 
     def __enter__(self) -> ReadAhead:
@@ -154,18 +157,18 @@ class ReadAhead:
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._stream is not None:
-            # Copies out of the ring must not outlive it, whatever happened.
+            # Copies out of the ring must end before its memory is freed, also after an error.
             self._stream.synchronize()
         self._flying.clear()
         sys.setswitchinterval(self._switch_interval)
 
     def expect(self, names: Iterable[str]) -> None:
-        """Say which tensors will be taken next, in order, after those that were said before."""
+        """Append ``names`` to the tensors that will be taken, in order."""
         self._waiting |= dict.fromkeys(name for name in names if name not in self._flying)
         self._start_more()
 
     def forget(self, names: Iterable[str]) -> None:
-        """Say which of the expected tensors nobody will take."""
+        """Remove ``names`` from the tensors that will be taken."""
         for name in names:
             self._waiting.pop(name, None)
             flight = self._flying.pop(name, None)
@@ -175,7 +178,7 @@ class ReadAhead:
         self._start_more()
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor ``name`` in memory of its own, on the device; work on the current stream may use it.
+        """The tensor ``name`` in memory of its own, on the device, ready for the current stream.
 
         Raises:
             CheckpointError: there is no such tensor, or its file was changed since it was opened.
@@ -189,7 +192,7 @@ class ReadAhead:
             return self._checkpoint.tensor(name).to(self._device)
         if name not in self._flying:
             self._start(info)
-        # The next ones are started first, so that no thread idles while this one lands.
+        # Start the next tensors before waiting for this one, so that no thread idles.
         self._flying_bytes -= info.nbytes
         self._start_more()
         flight = self._flying.pop(name)
@@ -198,7 +201,8 @@ class ReadAhead:
         if self._stream is not None:
             here = torch.cuda.current_stream(self._device)
             here.wait_stream(self._stream)
-            # Freed, the memory goes back to the copies' stream, which must then wait for this one.
+            # The memory belongs to the stream of the copies: it may be reused only after the current stream's
+            # work.
             flight.octets.record_stream(here)
         return flight.octets.view(torch_dtype(info.dtype)).reshape(info.shape)
 
@@ -207,7 +211,7 @@ class ReadAhead:
             name = next(iter(self._waiting))
             info = self.tensors.get(name)
             if info is None or self._checkpoint.computes(name):
-                # Whoever takes it is told, or computes it.
+                # Computed tensors and unknown names are handled by tensor().
                 del self._waiting[name]
                 continue
             if self._flying_bytes + info.nbytes > self._budget:
@@ -215,7 +219,7 @@ class ReadAhead:
             self._start(info)
 
     def _start(self, info: TensorInfo) -> None:
-        """Get memory for a tensor and hand its pieces to the threads."""
+        """Allocate memory for a tensor and submit its pieces to the threads."""
         self._waiting.pop(info.name, None)
         if self._started is None:
             self._started = time.perf_counter()
@@ -247,7 +251,7 @@ class ReadAhead:
             with torch.cuda.stream(self._stream):
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
-            # A host's allocator has no class of its own.
+            # torch raises a plain RuntimeError when the host has too little memory.
             if not isinstance(error, torch.OutOfMemoryError) and self._stream is not None:
                 raise
             raise EnvironmentProblem(
@@ -255,8 +259,7 @@ class ReadAhead:
             ) from None
 
     def _read(self, info: TensorInfo, start: int, octets: Tensor) -> None:
-        """Fill ``octets`` with what stands ``start`` bytes behind the beginning of a tensor. Runs in a
-        thread."""
+        """Fill ``octets`` with the bytes of a tensor from byte ``start`` on. Runs in a thread."""
         file = self._checkpoint.files[info.shard]
         slot = None if self._ring is None else self._ring.get()
         try:

@@ -1,12 +1,12 @@
-"""Writing behind the work: tensors that it makes, and those that stay as they are, in threads of their own.
+"""Write tensors to a checkpoint in background threads, while the caller computes the next ones.
 
-                                              side by side, a tensor each
-    work  --tensors, notes-->  queue of two  --copy engine--> page-locked memory --pwrite, SHA-256--> shard
-                                                                                        commit --> journal
+                                              one thread per tensor
+    caller --tensors, notes--> queue of two --copy engine--> page-locked memory --pwrite, SHA-256--> shard
+                                                                                       commit --> journal
 
-What is in the queue reaches the disk in order, each lot with its notes in one commit. The tensors of a lot go
-side by side, for a core hashes more slowly than a disk writes. Tensors of a GPU are copied on a stream of
-their own, beside what the GPU computes.
+A lot is the tensors of one :meth:`WriteBehind.write`. Lots are committed in order, each with its notes. The
+tensors of a lot are written in parallel, since a core computes SHA-256 more slowly than a disk writes.
+Tensors on a GPU are copied on a stream of their own.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ else:
 
 _LOTS = 2
 _WRITERS = 4
-"""Threads of a lot, each with a tensor in page-locked memory."""
+"""Threads that write tensors of a lot, each with a tensor in page-locked memory."""
 COPYING = "copying unquantised tensors"
-"""What progress is reported of."""
-# SHA-256 of a core is slower than a disk.
+"""Name of the stage in progress reports."""
+# Threads that copy stored tensors: one core computes SHA-256 more slowly than a disk writes.
 _COPIERS = 2
 _COMMIT_BYTES = 1 << 28
 
 
 class WriteBehind:
-    """Hands tensors to a writer; use it in a ``with`` statement, which waits for what is under way.
+    """Writes tensors in the background; use it in a ``with`` statement, which waits until all are written.
 
     Args:
         writer: writer with the tensors in its plan.
-        device: where the tensors are.
+        device: device of the tensors.
     """
 
     def __init__(self, writer: CheckpointWriter, device: torch.device) -> None:
@@ -61,16 +61,16 @@ class WriteBehind:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # After a failure too: what is complete is there for a resumed run.
+        # Also after an error: complete lots are committed for a resumed run.
         self._pool.shutdown(wait=True)
         self._writers.shutdown(wait=True)
         if kind is None:
             self.wait()
 
     def write(self, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
-        """Write and commit a lot, some time from now; the tensors must not change any more.
+        """Queue a lot to be written and committed; its tensors must not change any more.
 
-        Waits while two earlier lots are under way.
+        Blocks while two earlier lots are in the queue.
 
         Raises:
             OutputError: an earlier lot could not be written.
@@ -96,10 +96,10 @@ class WriteBehind:
         self, tensors: dict[str, Tensor], notes: dict[str, Any], ready: torch.cuda.Event | None
     ) -> None:
         def write(name: str) -> None:
-            # Taken out of the lot, so that memory of a GPU is free again when its tensor is written.
+            # Removed from the lot, so that a tensor's GPU memory is freed as soon as it is written.
             self._writer.write(name, self._on_host(tensors.pop(name), ready))
 
-        # The largest first: a thread that begins with it last would be waited for.
+        # Largest first, so that no thread begins the largest tensor last.
         names = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
         under_way = [self._writers.submit(write, name) for name in names]
         wait(under_way)
@@ -110,7 +110,7 @@ class WriteBehind:
     def _on_host(self, tensor: Tensor, ready: torch.cuda.Event | None) -> Tensor:
         if self._stream is None or ready is None:
             return tensor.cpu()
-        # Page-locked memory comes through the current device, which may be another in a new thread.
+        # torch page-locks memory through the current device, which in a new thread may be another.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._stream.wait_event(ready)
@@ -120,13 +120,13 @@ class WriteBehind:
 
 
 class CopyBehind:
-    """Copies stored tensors to a writer while other work goes on; use it in a ``with`` statement.
+    """Copies stored tensors to a writer in the background; use it in a ``with`` statement.
 
     Args:
-        checkpoint: where they are.
-        writer: writer with them in its plan, under the same names, dtypes and shapes.
-        names: tensors to copy; those that the writer has already are left out.
-        progress: told by :meth:`finish`.
+        checkpoint: checkpoint with the tensors.
+        writer: writer with the tensors in its plan, under the same names, dtypes and shapes.
+        names: tensors to copy; those already written are left out.
+        progress: called by :meth:`finish`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Unquantised weights that compressed-tensors stored without their zeros (``sparse-24-bitmask``).
+"""Unquantised 2:4 sparse weights that compressed-tensors stores without their zeros (``sparse-24-bitmask``).
 
     <linear>.compressed   the model's dtype [N, K/2]   kept weights of each row, by ascending channel
     <linear>.bitmask      uint8 [N, K/8]               bit j of byte b is set where channel 8b + j is kept
@@ -32,8 +32,8 @@ _KEPT, _MASK, _SHAPE = "compressed", "bitmask", "shape"
 
 
 def with_dense_weights(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` with the weights that its bitmasks stand for, each made when it is read; itself where it
-    has none.
+    """``checkpoint`` with dense weights in place of bitmasks, each expanded when it is read; unchanged
+    without bitmasks.
 
     Raises:
         CheckpointError: tensors are missing or do not fit together. Masks are checked when a weight is read.
@@ -59,7 +59,7 @@ def with_dense_weights(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _is_of_bitmasks(config: Mapping[str, Any]) -> bool:
-    """Whether all that the config says of compression is that weights have bitmasks."""
+    """Whether the config says that weights have bitmasks, and are not quantised."""
     raw = config.get("quantization_config", config.get("compression_config"))
     if not isinstance(raw, dict) or raw.get("config_groups"):
         return False

@@ -1,4 +1,4 @@
-"""A quantised checkpoint read as one with dense weights."""
+"""Read a quantised checkpoint as one with dense weights."""
 
 from __future__ import annotations
 

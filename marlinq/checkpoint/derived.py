@@ -1,4 +1,4 @@
-"""Checkpoints some of whose tensors are computed from what is stored, each when it is asked for."""
+"""Checkpoints with tensors that are computed from stored ones when they are read."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DerivedCheckpoint(Checkpoint):
-    """A checkpoint that has other tensors than its folder.
+    """A checkpoint with other tensors than its folder stores.
 
     Attributes:
         base: checkpoint on disk.
-        computed: tensors that are no stored ones, by name.
+        computed: functions that compute tensors, by name; all other tensors are read from ``base``.
     """
 
     base: Checkpoint
     computed: Mapping[str, Callable[[], Tensor]]
-    # The computed tensor whose parts were asked for last: they come one after the other.
+    # The computed tensor whose parts were read last, since its next part is likely to be read next.
     _in_parts: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -37,7 +37,7 @@ class DerivedCheckpoint(Checkpoint):
         computed: Mapping[str, Callable[[], Tensor]],
         config: dict[str, Any],
     ) -> DerivedCheckpoint:
-        """``base`` with other ``tensors``, of which some are ``computed``, and another ``config``."""
+        """``base`` with ``tensors`` instead of its own, some of them ``computed``, and with ``config``."""
         return cls(
             path=base.path,
             config=config,
@@ -83,7 +83,8 @@ def stored_dtype(checkpoint: Checkpoint) -> str | None:
 
 
 def dtype_contradiction(checkpoint: Checkpoint) -> str | None:
-    """What is said of a folder whose config names one 16-bit type and whose weights are stored in another."""
+    """Message for a folder whose config names one 16-bit type and whose weights are stored in another; or
+    None."""
     named, stored = model_dtype(checkpoint.config), stored_dtype(checkpoint)
     if named == stored or not {named, stored} <= {"float16", "bfloat16"}:
         return None

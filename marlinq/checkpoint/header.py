@@ -1,4 +1,4 @@
-"""Reading and writing safetensors headers, trusting nothing in them.
+"""Read and write safetensors headers; nothing in a header is trusted.
 
 File: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors' bytes
 (https://github.com/huggingface/safetensors, "Layout").
@@ -26,10 +26,10 @@ else:
     from marlinq.core.lazy import torch
 
 MAX_HEADER_BYTES = 100_000_000
-"""The cap that the safetensors library sets too."""
+"""Bytes of a header at most, as in the safetensors library."""
 
 MAX_NAME = 1_000
-"""Characters of a tensor's name; those of real models stay below a hundred."""
+"""Characters of a tensor's name at most; real names stay below a hundred."""
 
 DTYPES: dict[str, str] = {
     "F64": "float64",
@@ -49,14 +49,22 @@ DTYPES: dict[str, str] = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""Names of dtypes (:mod:`marlinq.core.dtypes`) by what a safetensors header calls them."""
+"""Names of dtypes (:mod:`marlinq.core.dtypes`) by their names in safetensors headers."""
 _IN_HEADERS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one stored tensor lies: ``offset`` is in bytes from the start of the file ``shard``; ``dtype`` is
-    a name."""
+    """A stored tensor's dtype, shape and place.
+
+    Attributes:
+        name: name of the tensor.
+        dtype: name of the dtype.
+        shape: extents.
+        shard: name of its file.
+        offset: bytes from the start of that file.
+        nbytes: bytes of the tensor.
+    """
 
     name: str
     dtype: str
@@ -73,7 +81,7 @@ def header_text(info: TensorInfo) -> str:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A tensor that will be written; ``dtype`` is a name."""
+    """A tensor to be written; ``dtype`` is the name of its dtype."""
 
     name: str
     dtype: str
@@ -86,10 +94,16 @@ class TensorPlan:
 
 
 def parse_json(text: bytes, what: str, *, strict: bool = False) -> Any:
-    """JSON in UTF-8 within the bounds of :mod:`marlinq.core.plain_values`, duplicate keys refused; ``what``
-    names the file in the message.
+    """The value of JSON in UTF-8, within the bounds of :mod:`marlinq.core.plain_values`, without duplicate
+    keys.
 
-    ``strict`` reads as the safetensors library does: no NaN, no infinities, -0 is no natural number.
+    Args:
+        text: the JSON.
+        what: name of the file in error messages.
+        strict: read as the safetensors library does: no NaN, no infinities, -0 is no natural number.
+
+    Raises:
+        CheckpointError: the text is no such JSON.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -106,7 +120,7 @@ def parse_json(text: bytes, what: str, *, strict: bool = False) -> Any:
         raise ValueError(f"{constant} is no JSON number")
 
     def natural(digits: str) -> int:
-        # Python reads -0 as the integer 0; elsewhere it is a fraction.
+        # Python reads -0 as the integer 0; the safetensors library reads it as a float.
         return -1 if digits == "-0" else read_int(digits)
 
     try:
@@ -177,7 +191,7 @@ def _short(value: object) -> str:
 
 
 def _entry(path: Path, shard: str, start: int, name: str, entry: object) -> TensorInfo:
-    # Names go into reports, messages and files: a line break or a terminal's escape code would fake them.
+    # Names are printed in reports and messages, where a line break or an escape code would fake other output.
     if not name.isprintable() or len(name) > MAX_NAME:
         raise CheckpointError(
             f"{path}: tensor {_short(name)}: expected a name of at most {MAX_NAME} printable characters; "
@@ -190,7 +204,7 @@ def _entry(path: Path, shard: str, start: int, name: str, entry: object) -> Tens
     if dtype is None:
         raise CheckpointError(f"{where}: unknown dtype {_short(entry['dtype'])}")
     shape, offsets = entry["shape"], entry["data_offsets"]
-    # The elements of an empty tensor too must be countable in 64 bits for the safetensors library.
+    # The safetensors library multiplies extents in 64 bits, also those of an empty tensor.
     if not _naturals(shape) or len(shape) > 8 or math.prod(size for size in shape if size) >= 1 << 62:
         raise CheckpointError(f"{where}: malformed shape {_short(shape)}")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -211,9 +225,9 @@ def _naturals(value: object) -> bool:
 
 
 def encode_header(shard: str, plans: Sequence[TensorPlan]) -> tuple[bytes, list[TensorInfo]]:
-    """The header bytes of a shard holding ``plans`` and where each tensor will lie.
+    """The header bytes of a shard with the tensors ``plans``, and the place of each tensor.
 
-    Wide dtypes come first, as the safetensors library orders them, so that every tensor is aligned.
+    As in the safetensors library, wide dtypes come first, so that every tensor is aligned.
     """
     ordered = sorted(plans, key=lambda plan: (-ITEM_BYTES[plan.dtype], plan.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,8 +1,8 @@
-"""Downloading a model from the Hugging Face Hub into its cache, or finding it there.
+"""Download a model from the Hugging Face Hub into its cache, or find it there.
 
-``huggingface_hub`` does the work: it takes up a connection that breaks in the middle of a file, and keeps the
-files that came whole for the next command. Here its errors become one line that says what to do, and its
-progress becomes ours. What it is told is checked first (:mod:`marlinq.core.hub_answers`).
+``huggingface_hub`` downloads: it resumes a file whose connection broke, and keeps complete files for the next
+command. Here its errors become one line that says what to do, its progress is reported like marlinq's own,
+and servers' responses are checked first (:mod:`marlinq.core.hub_answers`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from marlinq.core.progress import ReportProgress
 _WANTED = (
     "*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "LICENSE*", "*.tiktoken"
 )  # fmt: skip
-# The weights again, as their makers' own programs want them.
+# Second copies of the weights, for their makers' own programs.
 _UNWANTED = ("consolidated*.safetensors", "original/*")
 _MB = 1_000_000
-# Modules of the libraries that carry the download; their errors are no OSError.
+# Libraries that transfer the files; their exceptions are not OSErrors.
 _CARRIERS = ("httpx", "httpcore", "requests", "urllib3", "hf_xet")
 
 
@@ -45,7 +45,7 @@ def download(
     Args:
         name: ``organisation/name``.
         revision: a branch, tag or commit; None is the main branch.
-        progress: told how many megabytes have come; None leaves it to the library to draw bars.
+        progress: called with megabytes received; None lets the library draw bars.
         wanted: patterns of the files to fetch.
 
     Raises:
@@ -117,20 +117,20 @@ def download(
 
 
 def _check_hashes(folder: Path, *, since: float) -> None:
-    """Compare the files that came ``since`` with the hashes that they are named by in the cache.
+    """Compare the files downloaded ``since`` a time with their hashes, which are their names in the cache.
 
-    The cache names a file by its ETag, which is a SHA-256 of large files and git's SHA-1 of others. The
-    library compares lengths alone, and a proxy that cuts an answer short may say a length to match.
+    The cache names a file by its ETag: the SHA-256 of a large file, git's SHA-1 of a small one. The library
+    compares only lengths, and a proxy that truncates an answer may change its stated length, too.
 
     Raises:
-        EnvironmentProblem: a file is not what its hash says; all such are removed from the cache.
+        EnvironmentProblem: the hash of a file differs; all such files are removed from the cache.
     """
     wrong = []
     for path in sorted(folder.rglob("*")):
         if not path.is_symlink() or not path.is_file():
             continue
         blob = path.resolve()
-        # Half a second for file systems that round times.
+        # Half a second of tolerance, for file systems that round times.
         if blob.stat().st_mtime < since - 0.5 or _digest(blob) in (None, blob.name):
             continue
         wrong.append((path, blob.name))
@@ -145,7 +145,7 @@ def _check_hashes(folder: Path, *, since: float) -> None:
 
 
 def _digest(blob: Path) -> str | None:
-    """The hash of a file's content of the kind that its name is, or None where it is no such name."""
+    """Hash of a file's content, SHA-256 or git's SHA-1 by the form of its name; None for other names."""
     if re.fullmatch("[0-9a-f]{64}", blob.name):
         digest = hashlib.sha256()
     elif re.fullmatch("[0-9a-f]{40}", blob.name):
@@ -159,21 +159,21 @@ def _digest(blob: Path) -> str | None:
 
 
 def _bars(name: str, progress: ReportProgress) -> type[tqdm[Any]]:
-    """A class of progress bars that draw nothing and report the bytes that have come."""
+    """A class of progress bars that draw nothing and report the bytes received."""
     bars: list[_Bar] = []
 
     class _Bar(tqdm):  # type: ignore[type-arg]  # generic only for the type checker
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.come = int(kwargs.get("initial") or 0)
             if kwargs.get("unit") == "B":
-                # Others count files.
+                # Only bars of bytes; the library's other bars count files.
                 bars.append(self)
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:
             self.come += int(n or 0)
             if self in bars:
-                # Several bars count the same bytes, as they come and as they are written.
+                # Several bars count the same bytes, when received and when written: take the largest.
                 most = max(bars, key=lambda bar: bar.come)
                 total = max(int(most.total or 0), most.come)
                 progress(f"downloading {name}, MB", most.come // _MB, max(1, -(-total // _MB)))

@@ -1,8 +1,8 @@
-"""The journal of an unfinished folder: which tensors are safely on disk, and what was noted with them.
+"""The journal of an unfinished folder: hashes of the tensors that are durably on disk, and notes.
 
-Each line is a JSON object behind the first 16 digits of its SHA-256. The first names the run; every other one
-holds hashes of tensors that were made durable before it was appended. A run that is killed leaves whole lines
-and at most one torn one.
+Each line is the first 16 hexadecimal digits of a SHA-256 and the JSON object that they are of. The first line
+has the fingerprint of the run. Every other line has hashes of tensors that were durable before the line was
+appended. A killed run leaves whole lines and at most one incomplete last line.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from marlinq.core.plain_values import load_json
 JOURNAL = "journal.jsonl"
 _SHA256 = re.compile("[0-9a-f]{64}")
 _MOST_BYTES = 1 << 28
-"""A journal has less than 1 KB for each tensor; a larger file is none."""
+"""Bytes of a journal at most; it has less than 1 KB for each tensor."""
 
 
 def damaged(path: Path) -> OutputError:
-    """A file of an unfinished folder is not what a run left there."""
+    """The error for a file of an unfinished folder that is not as a run left it."""
     return OutputError(f"{path}: is damaged; remove {path.parent} and start over")
 
 
 class Journal:
-    """What one run, with those that it continues, has written.
+    """Hashes and notes of a run and of the interrupted runs that it continues.
 
     Args:
         folder: the unfinished folder.
         fingerprint: fingerprint of the run.
 
     Attributes:
-        hashes: SHA-256 by tensor. Never changed but replaced, since other threads may be looking at it.
-        notes: JSON values that belong to what was written; replaced alike.
+        hashes: SHA-256 of durable tensors by name. Replaced, never mutated, since other threads may read it.
+        notes: JSON values that were committed with tensors, by name; replaced, never mutated.
     """
 
     def __init__(self, folder: PartialFolder, fingerprint: str) -> None:
@@ -49,27 +49,27 @@ class Journal:
         self.notes: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """Write the first line, for a run that starts."""
+        """Write the first line of a new journal."""
         self._append_line({"fingerprint": self._fingerprint})
 
     def append(self, written: Mapping[str, str], notes: Mapping[str, Any]) -> None:
-        """Note tensors that are durable, by their hashes, and what belongs to them.
+        """Append a line with hashes of durable tensors, and notes.
 
         Raises:
-            OSError: the line can't be written; then nothing of it counts.
+            OSError: the line can't be written; the journal is then unchanged.
         """
         self._append_line({"written": written, "notes": notes})
         self.hashes = self.hashes | dict(written)
         self.notes = self.notes | dict(notes)
 
     def take_up(self, names: Container[str]) -> bool:
-        """Continue what an unfinished run has noted; False when that run did not start one.
+        """Read the journal of an interrupted run; False where it has none.
 
         Args:
             names: the tensors that the run may have written.
 
         Raises:
-            OutputError: it belongs to another run, or is damaged.
+            OutputError: the journal belongs to another run, or is damaged.
         """
         data = self._folder.read(JOURNAL, _MOST_BYTES)
         if data is None:
@@ -86,12 +86,13 @@ class Journal:
         except (ValueError, LookupError, TypeError, RecursionError):
             raise damaged(self._folder.path / JOURNAL) from None
         if len(whole) < len(data):
-            # A line torn by a kill: cut it off so that the next one starts clean.
+            # Remove an incomplete last line, which a killed run left.
             self._folder.truncate(JOURNAL, len(whole))
         return True
 
     def _take_up_manifest(self, names: Container[str]) -> bool:
-        """Take up a run that was stopped between removing its journal and renaming its folder."""
+        """Read the manifest instead, where a run was stopped between removing its journal and renaming its
+        folder."""
         data = self._folder.read(MANIFEST, _MOST_BYTES)
         if data is None or self._folder.read(CONFIG) is None:
             return False

@@ -1,4 +1,4 @@
-"""What ``marlinq.json`` records of the run that made a folder, and what tells one run from another."""
+"""The manifest ``marlinq.json``, which records the run that made a folder; and fingerprints of runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def manifest_of(operation: str, **facts: Any) -> dict[str, Any]:
 
 
 def source_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """How a manifest names what a run read."""
+    """The entry of a manifest that identifies the checkpoint that a run read."""
     return {"name": checkpoint.path.name, "identity": checkpoint.identity()}
 
 
 def fingerprint_of(checkpoint: Checkpoint, *decisions: object) -> str:
-    """Identifies a run by what it reads and by ``decisions``, all plain values that its output depends on."""
+    """Digest of the source and of ``decisions``: all other plain values that the output of a run depends
+    on."""
     parts = json.dumps([checkpoint.state(), *decisions], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()

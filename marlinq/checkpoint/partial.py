@@ -1,7 +1,7 @@
-"""The unfinished folder: nothing in it is followed, and nothing is written that this program did not make.
+"""The unfinished output folder, safe where other users can write.
 
-The folder may lie where others can write. Every file is opened relative to the folder's own descriptor and
-without following links; one that is a link, a named pipe, or shared with another name is refused.
+Every file is opened relative to the folder's descriptor and without following links. Files that are links,
+named pipes, or have a second hard link are refused, since this program did not make them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say in one line what the system refused."""
+    """Turn an OSError inside into a one-line :class:`OutputError`."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free some room" if full else "mend that"
-        # Names inside the folder are relative to it.
+        # The error has a file name relative to the folder.
         where = path / error.filename if isinstance(error.filename, str) else path
         raise OutputError(f"{where}: {error.strerror or error}; {advice}, then resume") from None
 
@@ -40,13 +40,13 @@ class PartialFolder:
     """An unfinished output folder, locked against other processes.
 
     Args:
-        path: made where it is not there.
+        path: the folder; created where it does not exist.
 
     Attributes:
-        existed: it was there already.
+        existed: whether it existed before.
 
     Raises:
-        OutputError: it can't be made, is no folder, or another process writes it.
+        OutputError: it can't be created, is no folder, or another process is writing it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,13 +71,13 @@ class PartialFolder:
             raise OutputError(f"{path}: another process is writing it; wait for it or stop it") from None
 
     def close(self) -> None:
-        """Give up the lock; what is in the folder stays."""
+        """Release the lock; the files stay."""
         if self._folder >= 0:
             os.close(self._folder)
             self._folder = -1
 
     def names(self, folder: str = "") -> list[str]:
-        """All files in it, relative, those of inner folders too."""
+        """Relative paths of all files, also in subfolders."""
         found = []
         with self._inner(folder) as inner, os.scandir(inner) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
@@ -86,7 +86,7 @@ class PartialFolder:
         return found
 
     def create(self, name: str) -> int:
-        """A descriptor of a new file, in place of any that is there."""
+        """A descriptor of a new file, which replaces any of that name."""
         self.remove(name)
         return open_regular(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, dir_fd=self._folder)
 
@@ -94,7 +94,7 @@ class PartialFolder:
         """A descriptor of a file that an earlier run made.
 
         Raises:
-            OSError: it is a link, no regular file, or has another name elsewhere.
+            OSError: it is a link, no regular file, or has a second hard link.
         """
         descriptor = open_regular(name, flags | os.O_NOFOLLOW, dir_fd=self._folder)
         if os.fstat(descriptor).st_nlink != 1:
@@ -122,7 +122,7 @@ class PartialFolder:
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a file there durably, whole or not at all."""
+        """Write a file durably and atomically."""
         temporary = name + TEMPORARY
         descriptor = self.create(temporary)
         try:
@@ -133,7 +133,7 @@ class PartialFolder:
         os.rename(temporary, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
     def append(self, name: str, data: bytes) -> None:
-        """Add to a file durably; a failure leaves it as it was, as far as the system lets it."""
+        """Append to a file durably; after a failure it is cut back to its old size, if that is possible."""
         try:
             descriptor = self.open(name)
         except FileNotFoundError:
@@ -151,7 +151,7 @@ class PartialFolder:
             os.close(descriptor)
 
     def truncate(self, name: str, size: int) -> None:
-        """Cut a file off."""
+        """Cut a file off after ``size`` bytes."""
         descriptor = self.open(name)
         try:
             os.ftruncate(descriptor, size)
@@ -159,12 +159,12 @@ class PartialFolder:
             os.close(descriptor)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or the link in its place, if it is there."""
+        """Remove a file or link, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._folder)
 
     def copy(self, source: int, name: str) -> None:
-        """Copy the file with the descriptor ``source`` to ``name``, whose folders are made."""
+        """Copy the file with the descriptor ``source`` to ``name``; missing subfolders are created."""
         folder, _, last = name.rpartition("/")
         with self._inner(folder, make=True) as inner:
             with contextlib.suppress(FileNotFoundError):
@@ -183,7 +183,7 @@ class PartialFolder:
         """Rename the folder to ``out``, after everything in it is durable.
 
         Raises:
-            OutputError: another folder has taken its place.
+            OutputError: the path of the unfinished folder now leads to another folder.
         """
         os.fsync(self._folder)
         mine, there = os.fstat(self._folder), self.path.lstat()
@@ -193,12 +193,12 @@ class PartialFolder:
         fsync_folder(out.parent)
 
     def sync(self) -> None:
-        """Make new names in it durable."""
+        """Make new names in the folder durable."""
         os.fsync(self._folder)
 
     @contextmanager
     def _inner(self, folder: str, *, make: bool = False) -> Iterator[int]:
-        """A descriptor of an inner folder, reached without following links."""
+        """A descriptor of a subfolder, reached without following links."""
         descriptor = os.dup(self._folder)
         try:
             for part in folder.split("/") if folder else ():

@@ -1,5 +1,4 @@
-"""Where ``quantization_config`` stands in a checkpoint folder. What it says is a dialect's business
-(:mod:`marlinq.formats.dialects`)."""
+"""Find ``quantization_config`` in a checkpoint folder; :mod:`marlinq.formats.dialects` parses it."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ def read_quantization_config(folder: Path, config: Mapping[str, Any]) -> Quantiz
     SGLang do.
 
     Raises:
-        UnsupportedError: a quant_method, version, width or scheme that marlinq does not handle, by name.
+        UnsupportedError: a quant_method, version, width or scheme that marlinq does not handle.
         CheckpointError: a key is missing or of the wrong type.
     """
-    # An empty object describes nothing.
+    # An empty object counts as absent.
     raw = config.get("quantization_config", config.get("compression_config")) or None
     text_config = config.get("text_config")
     if raw is None and isinstance(text_config, dict):
@@ -44,7 +43,7 @@ def read_quantization_config(folder: Path, config: Mapping[str, Any]) -> Quantiz
 
 
 def read_separate_config(folder: Path, name: str) -> dict[str, Any]:
-    """The config object of a file beside config.json; ModelOpt's stands below a key of its own.
+    """The config object of a file beside config.json; in ModelOpt's file it is below a key.
 
     Raises:
         CheckpointError: as :func:`marlinq.checkpoint.reader.read_json`.
@@ -55,7 +54,7 @@ def read_separate_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def without_quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` without any word of quantisation, wherever it stood."""
+    """``config.json`` without its quantization_config, at every level that may hold one."""
     result = {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
     text_config = result.get("text_config")
     if isinstance(text_config, dict):
@@ -64,5 +63,5 @@ def without_quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replace_quantization_config(config: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` with ``new`` as its only quantization_config, wherever an old one stood."""
+    """``config.json`` with ``new`` as its only quantization_config; old ones at all levels are removed."""
     return {**without_quantization_config(config), "quantization_config": dict(new)}

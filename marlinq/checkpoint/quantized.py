@@ -1,4 +1,4 @@
-"""A quantised checkpoint seen as named quantised weights and the tensors around them."""
+"""A quantised checkpoint as quantised weights by module name, and its other tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CODE_DTYPES = ("int32", "float8_e4m3fn", "float8_e5m2")
-"""Dtypes in which nothing but codes is stored as a matrix."""
+"""Dtypes of matrices that can only be codes."""
 
 _LINEAR = re.compile(r"(?:^|\.)(?:[^.]*proj[^.]*|dense\w*|fc\d|c_attn|c_fc|wo|wqkv|w\d|query_key_value)$")
 _BLOCK = re.compile(r"\.(\d{1,9})\.")
@@ -38,12 +38,12 @@ class QuantizedCheckpoint:
     """An open quantised checkpoint.
 
     Attributes:
-        checkpoint: the folder; experts that it holds in one tensor are tensors of their own here.
-        config: its quantization_config.
-        format: its format.
-        modules: every quantised module and what is stored for it, in file order.
+        checkpoint: the checkpoint; experts that a file holds in one tensor appear as separate tensors.
+        config: parsed quantization_config.
+        format: format of the checkpoint.
+        modules: shape and scheme of every quantised module, in file order.
         layouts: layout of every quantised module.
-        passthrough: the tensors that are no quantised weight (norms, embeddings, biases), in file order.
+        passthrough: names of tensors of no quantised module (norms, embeddings, biases), in file order.
     """
 
     checkpoint: Checkpoint
@@ -55,7 +55,7 @@ class QuantizedCheckpoint:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
-        """The quantised view of ``checkpoint``, or None when it is not quantised, whatever its config says.
+        """The quantised view of ``checkpoint``; None if no tensor is quantised, even if its config claims it.
 
         Raises:
             CheckpointError: config and tensors contradict each other.
@@ -66,7 +66,7 @@ class QuantizedCheckpoint:
         except UnsupportedError as error:
             if any(info.dtype not in FLOATS for info in checkpoint.tensors.values()):
                 raise
-            # A model that was tuned with bitsandbytes and merged keeps that config.
+            # A model fine-tuned with bitsandbytes and then merged keeps the config of bitsandbytes.
             warnings.warn(
                 f"{error}; every tensor is in floating point, so the model is read as an unquantised one",
                 stacklevel=2,
@@ -138,7 +138,7 @@ class QuantizedCheckpoint:
         return self.checkpoint.tensor(self.codes_name(module))
 
     def codes_name(self, module: str) -> str:
-        """The stored tensor that holds the codes of ``module``."""
+        """Name of the stored tensor with the codes of ``module``."""
         return f"{module}.{self.layouts[module].key}"
 
     def load(self, module: str) -> QuantizedWeight:
@@ -155,8 +155,9 @@ class QuantizedCheckpoint:
         """The tensors of ``module``, read but not decoded.
 
         Args:
-            module: its name in the checkpoint.
-            read: gives a stored tensor by name, on any device; by default the checkpoint itself, on the CPU.
+            module: name of the module in the checkpoint.
+            read: function that returns a stored tensor by name, on any device; by default read from the
+                checkpoint to the CPU.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, or of the wrong shape or dtype.
@@ -173,13 +174,15 @@ class QuantizedCheckpoint:
         )
 
     def tensor_names(self, module: str) -> dict[str, str]:
-        """The stored tensors of ``module`` by suffix."""
+        """Names of the stored tensors of ``module`` by suffix."""
         names = {suffix: f"{module}.{suffix}" for suffix in self.layouts[module].suffixes}
         return {suffix: name for suffix, name in names.items() if name in self.checkpoint.tensors}
 
     def doubtful_linears(self) -> list[str]:
-        """Quantised modules without a usual name of a linear, or of a block beyond the config's last: whether
-        the model has a linear there can't be told without building it, which takes seconds."""
+        """Quantised modules that may not be linears of the model, which only building the model can tell.
+
+        Their names are unusual for a linear, or their block's number is beyond the config's last.
+        """
         inner = self.checkpoint.config.get("text_config")
         levels = (self.checkpoint.config, inner if isinstance(inner, dict) else {})
         found = (level.get(key) for level in levels for key in _BLOCK_COUNTS)
@@ -193,8 +196,8 @@ class QuantizedCheckpoint:
         return [module for module in self.modules if doubtful(module)]
 
     def unquantized_linears(self) -> list[str]:
-        """:func:`floating_linears` outside the quantised modules, and lm_head unless it is quantised: a tied
-        lm_head has no tensor but is a linear all the same."""
+        """Linears that are not quantised (:func:`floating_linears`), with lm_head, which has no tensor if it
+        is tied."""
         found = floating_linears(self.checkpoint, self.passthrough)
         if not any(is_head(name) for name in (*found, *self.modules)):
             found.append("lm_head")
@@ -202,15 +205,15 @@ class QuantizedCheckpoint:
 
 
 def misplaced(name: str, form: Format, layouts: Mapping[str, Layout]) -> str | None:
-    """Why the tensor ``name`` can't be carried beside quantised modules, or None.
+    """Why the tensor ``name`` can't be copied into a folder of ``form``, or None.
 
-    A folder of that format must read ``name`` as no part of any quantised module, and no other layout may
-    read it as a part of one of them: a conversion would give it that meaning.
+    It must not have a name that ``form``, or the layout of a quantised module after a conversion, uses for a
+    part of a quantised module.
 
     Args:
         name: a tensor that is no part of a quantised module.
         form: format of the folder.
-        layouts: layout of every quantised module by name.
+        layouts: layout of every quantised module, by module name.
     """
     module, _, suffix = name.rpartition(".")
     layout = layouts.get(module)
@@ -234,8 +237,8 @@ def misplaced(name: str, form: Format, layouts: Mapping[str, Layout]) -> str | N
 
 
 def floating_linears(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
-    """The modules that hold a two-dimensional weight among ``names``, embeddings and norms aside, and those
-    that hold one for each of several experts."""
+    """Modules with a two-dimensional weight among ``names``, without embeddings and norms; and modules with
+    one such weight for each of several experts."""
     found = []
     for name in names:
         module, _, suffix = name.rpartition(".")

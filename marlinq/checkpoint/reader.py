@@ -1,9 +1,8 @@
-"""A Hugging Face checkpoint folder, read lazily and treated as hostile.
+"""Read a Hugging Face checkpoint folder lazily, without trusting anything in it.
 
-Nothing is unpickled and no code of the checkpoint is run. Index files can't point outside the folder,
-symbolic links can't lead out of it (the Hub cache's own links to its blobs excepted), headers are checked
-before anything is allocated. Config, index and shards stay open, so that a change of them while they are read
-is noticed.
+Nothing is unpickled, and no code of the checkpoint is run. Index files can't point outside the folder, nor
+can symbolic links, except those of the Hub's cache to its blobs. Headers are checked before memory is
+allocated. Config, index and shards stay open, so that changes while they are read are noticed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ MANIFEST = "marlinq.json"
 QUANTIZE_CONFIGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 EVALUATION = "evaluation.json"
 REPORTS = ("report.html", "report.csv", "report.json", EVALUATION)
-"""What describes one folder and no copy of it; `marlinq report` and `marlinq eval --keep` make them anew."""
+"""Files that describe one folder and are not copied to another; `marlinq report` and `marlinq eval --keep`
+write them."""
 
 _MAX_JSON_BYTES = 64 * 1024 * 1024
 _WEIGHT_SUFFIXES = (
@@ -50,7 +50,7 @@ class Checkpoint:
         config: ``config.json`` as parsed.
         tensors: every stored tensor by name, shard by shard in file order.
         side_files: relative paths of all other files a copy needs (tokenizer, templates, code), sorted.
-        files: config, index and shards by name, open.
+        files: open config, index and shards by name.
     """
 
     path: Path
@@ -72,10 +72,10 @@ class Checkpoint:
         Args:
             source: a folder or Hub id.
             revision: branch, tag or commit of a Hub id; None is the main branch.
-            progress: told about a download; None leaves that to the Hub's own library.
+            progress: called during a download; None lets the Hub's library draw bars.
 
         Raises:
-            UsageError: a revision of a folder was asked for.
+            UsageError: ``revision`` is given for a local folder.
             CheckpointError: the folder is absent, incomplete, inconsistent or hostile.
             EnvironmentProblem: a Hub id could not be downloaded.
         """
@@ -124,9 +124,9 @@ class Checkpoint:
         return read_tensor(self.files[info.shard], place)
 
     def check_unchanged(self) -> None:
-        """Make sure that config, index and shards are still those that were opened, with the same headers.
+        """Check that config, index and shards are still the files that were opened, with the same headers.
 
-        An operation calls it when it has read all it needs and before it says that it is done.
+        An operation calls it after its last read, before it reports success.
 
         Raises:
             CheckpointError: one was rewritten, replaced or removed.
@@ -163,9 +163,10 @@ class Checkpoint:
         return digest.hexdigest()
 
     def state(self) -> str:
-        """The identity, and when the files last changed in any way: what a resumed run must find again.
+        """The identity with the times of the files' last status change; a resumed run must find the same.
 
-        A shard can be rewritten with its time kept; the time of the last status change can't be set.
+        A program that rewrites a shard can restore its modification time, but not the time of its status
+        change.
         """
         changes = [(name, file.times[1]) for name, file in sorted(self.files.items())]
         return hashlib.sha256(repr((self.identity(), changes)).encode()).hexdigest()
@@ -206,7 +207,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _read_kept(folder: Path, name: str, files: dict[str, SourceFile]) -> dict[str, Any]:
-    """As :func:`read_json`, of a file that stays open in ``files``."""
+    """:func:`read_json` for a file that is kept open in ``files``."""
     file = files[name] = SourceFile(_inside(folder, name))
     if file.size > _MAX_JSON_BYTES:
         raise CheckpointError(f"{file.path}: larger than {_MAX_JSON_BYTES} bytes; refusing to read it")
@@ -239,7 +240,7 @@ def _resolved(path: Path) -> Path:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """``folder / name`` as an existing regular file that really lies inside the folder."""
+    """Resolved path of ``folder / name``, an existing regular file inside the folder."""
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         raise CheckpointError(f"{folder}: refers to the file {name!r}, which is not a plain file name")
     path = folder / name
@@ -322,7 +323,7 @@ def _side_files(folder: Path) -> list[str]:
 def _walk(folder: Path) -> Iterator[str]:
     roots = _roots(folder)
     for parent, folders, files in os.walk(folder, followlinks=False):
-        # Hidden folders hold version control and download bookkeeping.
+        # Hidden folders belong to version control and download tools.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in files:
             if name.startswith("."):
@@ -337,7 +338,7 @@ def _walk(folder: Path) -> Iterator[str]:
             if kind == "a regular file":
                 yield str(path.relative_to(folder))
             elif kind not in (None, "a folder"):
-                # Libraries would open it, and wait for ever.
+                # Libraries would open a named pipe and wait for ever.
                 raise CheckpointError(f"{path}: {kind}, expected a regular file; remove it")
 
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, held open while it is read, so that what they are can't change unnoticed."""
+"""Files of a checkpoint, kept open while it is read, so that changes are noticed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from marlinq.core.errors import CheckpointError
 from marlinq.core.files import open_regular
 
-# File systems stamp changes with a clock of a few milliseconds: a file that changed just now could change
-# again within the same tick. Reading starts when that tick is over.
+# Seconds to wait after a file's last change before it is read. File systems stamp changes with a clock of a
+# few milliseconds, so another change within the same tick would not be noticed.
 _TICK_SECONDS = 0.01
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Say in one line that the system would not let ``path`` be read."""
+    """Turn an OSError inside, where ``path`` is read, into a one-line :class:`CheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -54,13 +54,13 @@ class OpenFile:
 
 
 class SourceFile(OpenFile):
-    """One regular file that is read and must not change meanwhile.
+    """A regular file that must not change while it is read.
 
-    A file that is rewritten or replaced shows it in its size or times: both change the time of the last
-    status change, and nothing can set that one back.
+    Rewriting or replacing a file changes its size or the time of its last status change, which no program can
+    set back.
 
     Args:
-        path: the file; it is closed when nothing refers to the object any more.
+        path: the file; closed when the object is garbage-collected.
 
     Raises:
         CheckpointError: it can't be opened, or is no regular file.
@@ -96,7 +96,7 @@ class SourceFile(OpenFile):
         return whole
 
     def check_content(self) -> None:
-        """Make sure that the open file is as it was when it was opened.
+        """Check that the content has not changed since the file was opened.
 
         Raises:
             CheckpointError: it was rewritten, truncated or extended.
@@ -107,7 +107,7 @@ class SourceFile(OpenFile):
             raise CheckpointError(_changed(self.path, "was changed"))
 
     def check_place(self) -> None:
-        """Make sure that the path still leads to the open file, and the file is as it was.
+        """Check that the path still leads to the open file, and that its content has not changed.
 
         Raises:
             CheckpointError: it was changed, replaced or removed.

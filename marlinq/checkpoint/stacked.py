@@ -1,4 +1,5 @@
-"""Experts that files hold in one tensor a layer, read and written as parts (marlinq.formats.stacks)."""
+"""Read and write stacks, tensors with all experts of a layer, as separate parts
+(:mod:`marlinq.formats.stacks`)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _MOST_EXPERTS = 1 << 14
 
 
 def with_parts(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` with a tensor for every part of a stack, each read when it is asked for.
+    """``checkpoint`` with a tensor for every part instead of stacks, each read on demand.
 
     Raises:
         CheckpointError: a stack has another dtype or shape than its name promises.
@@ -55,9 +56,9 @@ def with_parts(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class StackingWriter(CheckpointWriter):
-    """Writes a folder whose plan names parts: a stack is kept in memory until its last part is there.
+    """Writes a folder whose plan names parts; a stack is kept in memory until its last part is written.
 
-    Arguments are those of :class:`CheckpointWriter`; :func:`check_stacks` of ``plan`` has passed.
+    Arguments are those of :class:`CheckpointWriter`. Call :func:`check_stacks` with ``plan`` before.
     """
 
     def __init__(
@@ -112,10 +113,10 @@ class StackingWriter(CheckpointWriter):
 
 
 def check_stacks(plan: Sequence[TensorPlan]) -> None:
-    """Make sure that all parts of a stack are planned, of a model of the family that has stacks.
+    """Check that all parts of every stack are planned, and that the model is of GPT-OSS's family.
 
     Raises:
-        ConversionRefused: they are not; the message names the tensor.
+        ConversionRefused: a part is missing, or the model is of another family; the message names the tensor.
     """
     names = {tensor.name for tensor in plan}
     for stack, count in _experts(plan).items():
@@ -130,7 +131,7 @@ def check_stacks(plan: Sequence[TensorPlan]) -> None:
 
 
 def _experts(plan: Sequence[TensorPlan]) -> dict[str, int]:
-    """E of every stack."""
+    """Number of experts of every stack."""
     found: dict[str, int] = {}
     for tensor in plan:
         part = part_named(tensor.name)
@@ -140,7 +141,7 @@ def _experts(plan: Sequence[TensorPlan]) -> dict[str, int]:
 
 
 def _stacked(plan: Sequence[TensorPlan]) -> tuple[list[TensorPlan], dict[str, Part]]:
-    """``plan`` with stacks in the places of their first parts, and the parts by name."""
+    """``plan`` where each stack replaces its parts, at the position of the first; and the parts by name."""
     experts = _experts(plan)
     parts: dict[str, Part] = {}
     whole: dict[str, TensorPlan] = {}

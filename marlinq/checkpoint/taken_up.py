@@ -1,4 +1,5 @@
-"""Hashing what an interrupted run left while the run that continues it works."""
+"""Check the tensors of an interrupted run against their hashes, in the background of the run that resumes
+it."""
 
 from __future__ import annotations
 
@@ -12,17 +13,18 @@ from marlinq.checkpoint.source import OpenFile
 from marlinq.core.errors import CheckpointError
 
 _THREADS = 2
-"""Threads that hash. A core hashes 0.5 to 2 GB/s, so two keep up with a disk and leave the work its cores."""
+"""Threads that compute hashes. A core hashes 0.5 to 2 GB/s, so two keep up with a disk and leave cores
+free."""
 _PIECE_BYTES = 1 << 24
 
 
 class TakenUp:
-    """The tensors that a resumed run need not compute again, hashed by threads of their own.
+    """Checks tensors that a resumed run will not compute again, in background threads.
 
     Args:
-        files: the open shard of every tensor, by the shard's name.
-        tensors: where each tensor stands.
-        hashes: SHA-256 by tensor, from the journal.
+        files: open shards by name.
+        tensors: place of each tensor.
+        hashes: SHA-256 of each tensor to check, from the journal.
     """
 
     def __init__(
@@ -38,9 +40,9 @@ class TakenUp:
         }
 
     def settle(self, name: str) -> None:
-        """Ask no more about a tensor: it is about to be written anew, or was compared by somebody else.
+        """Stop checking a tensor, because it will be written again or was checked elsewhere.
 
-        A writer calls it before it writes, so that a tensor half replaced while it was hashed is no error.
+        A writer calls it before it writes, so that hashing a half-written tensor is no error.
         """
         self._settled.add(name)
 
@@ -72,7 +74,7 @@ class TakenUp:
 
 
 def changed_since_written(file: OpenFile, name: str) -> str:
-    """What is said of a tensor of an unfinished folder whose bytes are not those of the journal."""
+    """Message for a tensor of an unfinished folder whose hash differs from the journal's."""
     return (
         f"{file.path}: tensor {name} was changed since it was written; "
         f"remove {file.path.parent} and start over"

@@ -1,4 +1,4 @@
-"""Whether ``config.json`` ties the output head to the embedding, and whether what is stored agrees.
+"""Whether ``config.json`` ties the output head to the embedding, and whether the stored tensors agree.
 
 A head that is quantised, or stored with other values than the embedding, has a weight of its own. Loaders
 that are told of a tie build the head from the embedding and leave the head's tensors unread
@@ -29,18 +29,18 @@ _VALUES_AT_ONCE = 1 << 22
 
 
 def says_tied(config: Mapping[str, Any]) -> bool:
-    """Whether ``config.json`` says so; a model's own default is not known here."""
+    """Whether ``config.json`` ties the head; the default of the model's class is not considered."""
     inner = config.get(_INNER)
     return config.get(_KEY) is True or (isinstance(inner, dict) and inner.get(_KEY) is True)
 
 
 def says_untied(config: Mapping[str, Any]) -> bool:
-    """Whether ``config.json`` says that they are not tied, at every level that speaks of it."""
+    """Whether ``config.json`` unties the head, at every level that has the key."""
     return config.get(_KEY) is False and not says_tied(config)
 
 
 def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` that says the head is tied to nothing, wherever a loader looks."""
+    """``config.json`` with an untied head, at every level that a loader reads."""
     changed = {**config, _KEY: False}
     inner = config.get(_INNER)
     if isinstance(inner, dict) and _KEY in inner:
@@ -49,7 +49,7 @@ def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_head(checkpoint: Checkpoint, quantized: Iterable[str] = ()) -> str | None:
-    """What the output head has of its own, so that it can't be tied to the embedding.
+    """Why the output head can't be tied to the embedding.
 
     Args:
         checkpoint: an open checkpoint.

@@ -1,9 +1,9 @@
-"""Writing a checkpoint folder whose tensors are all planned before the first is computed.
+"""Write a checkpoint folder whose tensors are all planned before the first is computed.
 
-The folder grows as ``OUT.partial``. Shards get their headers and full length at once, so a tensor is written
-to its final place in any order and memory never holds a shard. A journal says which tensors are safely on
-disk, with a hash of each, by which a resumed run checks them. Config, index and manifest come last; then the
-folder is renamed to ``OUT``.
+Everything is written into ``OUT.partial``. Shards get their headers and full length at once, so a tensor is
+written to its final place in any order, and memory never holds a whole shard. A journal lists the tensors
+that are durably on disk, with their hashes, which a resumed run checks. Config, index and manifest are
+written last; then the folder is renamed to ``OUT``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 _COPY_BYTES = 1 << 24
-# What copy_file_range says of files or systems that it does not know.
+# Errors of copy_file_range on files or systems that it does not support.
 _CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -65,26 +65,26 @@ def plan_shards(plan: Sequence[TensorPlan], max_shard_bytes: int) -> list[tuple[
 
 
 def check_place(out: Path, *, resume: bool, source: Path | None = None) -> None:
-    """Find out what is wrong with the place of an output folder, before any work is done for it.
+    """Check that an output folder can be created, before any work is done for it.
 
     Args:
-        out: the folder to make.
-        resume: a run that continues an unfinished one, so ``out.partial`` may be there.
-        source: the checkpoint folder that is read.
+        out: folder to create.
+        resume: whether the run continues an unfinished one, so that ``out.partial`` may exist.
+        source: checkpoint folder that is read.
 
     Raises:
         OutputError: ``out`` exists, lies inside ``source`` or can't be made there, or an unfinished run is in
             the way.
     """
     try:
-        # The longer name of the two.
+        # Checks the longer of the two names.
         os.lstat(_partial(Path(out).absolute()))
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OutputError(f"{str(out)[:200]!r}: can't be created ({reason}); choose another folder") from None
-    # A link that leads nowhere is in the way too.
+    # lexists: a dangling link counts as existing.
     if os.path.lexists(out):
         raise OutputError(f"{out}: already exists; choose another output folder or remove it")
     if source is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
@@ -110,7 +110,7 @@ def _partial(out: Path) -> Path:
 
 
 def _nearest(out: Path) -> Path:
-    """What exists of the folders above ``out``."""
+    """The nearest existing folder above ``out``."""
     return next(folder for folder in out.absolute().parents if folder.exists())
 
 
@@ -125,8 +125,8 @@ class CheckpointWriter:
         resume: continue an ``out.partial`` left behind instead of refusing it.
 
     Attributes:
-        resumed: an unfinished run was found and taken up.
-        notes: notes given to :meth:`commit`, in this run and those that it continues.
+        resumed: whether an unfinished run was found and is continued.
+        notes: notes given to :meth:`commit`, in this run and in the runs that it continues.
 
     Raises:
         OutputError: ``out`` exists, an unfinished run is in the way, another process writes it, or the disk
@@ -170,13 +170,14 @@ class CheckpointWriter:
 
     @property
     def written(self) -> set[str]:
-        """Names of the tensors that the journal holds: a resumed run need not compute them again."""
+        """Names of the tensors in the journal, which a resumed run does not compute again."""
         return set(self._journal.hashes)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put ``tensor`` into its planned place; it counts as written after the next :meth:`commit`.
+        """Write ``tensor`` to its planned place; it counts as written after the next :meth:`commit`.
 
-        Several threads may write and commit at once: a commit is about what was wholly written before it.
+        Several threads may write and commit at once: a commit covers the tensors completely written before
+        it.
         """
         info = self.tensors.get(name)
         if info is None or tuple(tensor.shape) != info.shape or dtype_name(tensor.dtype) != info.dtype:
@@ -191,9 +192,9 @@ class CheckpointWriter:
         self._note(name, hashlib.sha256(data).hexdigest())
 
     def copy(self, name: str, source: SourceFile, offset: int) -> None:
-        """As :meth:`write`, of the stored bytes that stand in ``source`` from ``offset`` on.
+        """Write the tensor ``name`` with the bytes of ``source`` from ``offset`` on, as :meth:`write`.
 
-        The system copies them from file to file where it can; they are read for their hash alone.
+        The operating system copies them from file to file if it can; they are read only for their hash.
 
         Raises:
             CheckpointError: the source ends early, or was changed since it was opened.
@@ -209,7 +210,7 @@ class CheckpointWriter:
             digest.update(piece)
             with writing(self.partial / info.shard):
                 _transfer(source.descriptor, offset + start, descriptor, info.offset + start, piece)
-        # What was copied is what was read, unless the file changed in between.
+        # The copied bytes equal the hashed ones unless the file has changed in between.
         source.check_content()
         self._note(name, digest.hexdigest())
 
@@ -217,7 +218,7 @@ class CheckpointWriter:
         """A written tensor, checked against its hash.
 
         Raises:
-            CheckpointError: its bytes are not the ones that were written.
+            CheckpointError: its bytes don't have the hash in the journal.
         """
         info = self.tensors[name]
         file = self._files[info.shard]
@@ -231,11 +232,11 @@ class CheckpointWriter:
         """Make everything written so far durable and note it in the journal.
 
         Args:
-            notes: JSON values that belong to what was written; a resumed run finds them in ``notes``, and
-                the manifest holds all of them under ``run``.
+            notes: JSON values by name that belong to these tensors; a resumed run has them in ``notes``, and
+                the manifest has all of them under ``run``.
         """
         with self._committing:
-            # In one step: what another thread finishes now is in this commit or in the next.
+            # Atomic: a tensor that another thread finishes now is in this commit or in the next.
             with self._noting:
                 pending, self._pending = self._pending, {}
             if not pending and not notes:
@@ -268,7 +269,7 @@ class CheckpointWriter:
         extra_json: Mapping[str, Mapping[str, Any]] | None = None,
         extra_text: Mapping[str, str] | None = None,
     ) -> Path:
-        """Write side files, manifest, index and config, and move the folder into place.
+        """Write side files, manifest, index and config, and rename the folder to ``out``.
 
         Args:
             config: ``config.json``.
@@ -302,7 +303,7 @@ class CheckpointWriter:
             for name, text in texts.items():
                 self._write_text(name, text)
             hashes = dict(sorted(self._journal.hashes.items()))
-            # In an order that no interruption changes.
+            # Sorted, so that the manifest is the same whether or not the run was interrupted.
             run = {"run": dict(sorted(self.notes.items()))} if self.notes else {}
             headers = {name: header_text(self.tensors[name]) for name in hashes}
             record = {
@@ -319,7 +320,8 @@ class CheckpointWriter:
                 self._write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
             own = {*(shard for shard, _ in self._shards), *side_files, *(extra_json or ()), *texts}
             own |= {MANIFEST, *index}
-            # Stopped as it wrote the config, an earlier run left a temporary file, which is written over now.
+            # A run that was stopped while it wrote the config has left a temporary file, which is
+            # overwritten.
             self._refuse_foreign({*own, CONFIG, CONFIG + TEMPORARY, JOURNAL})
             self._write_json(CONFIG, config)
             self._folder.remove(JOURNAL)
@@ -334,7 +336,7 @@ class CheckpointWriter:
         return self.out
 
     def _write_json(self, name: str, value: Any) -> None:
-        # Half of a surrogate pair has no encoding; its escape is what JSON calls it.
+        # Half of a surrogate pair can't be encoded in UTF-8, so it is written as JSON's escape.
         self._write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def _write_text(self, name: str, text: str) -> None:
@@ -342,28 +344,27 @@ class CheckpointWriter:
             self._folder.write(name, text.encode("utf-8", "backslashreplace"))
 
     def keep_bytes(self, name: str, data: bytes) -> None:
-        """Keep ``data`` for a run that resumes this one, durably, whole or not at all.
+        """Store ``data`` durably and atomically in the unfinished folder, for a run that resumes this one.
 
-        The file begins with a line that holds the SHA-256 of the rest. :meth:`remove` it before
-        :meth:`finish`.
+        The first line of the file is the SHA-256 of the rest. Call :meth:`remove` before :meth:`finish`.
         """
         with writing(self.partial):
             self._folder.write(name, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
 
     def kept_bytes(self, name: str) -> bytes | None:
-        """What :meth:`keep_bytes` kept; None where it kept nothing.
+        """The bytes that :meth:`keep_bytes` stored; None where it stored none.
 
         Raises:
-            OutputError: the bytes are not the ones that were kept.
+            OutputError: the file is damaged.
         """
         return _kept_bytes(self._folder, name)
 
     def keep_json(self, name: str, value: Any) -> None:
-        """As :meth:`keep_bytes`, of a JSON value."""
+        """Store a JSON value like :meth:`keep_bytes`."""
         self.keep_bytes(name, json.dumps(value).encode())
 
     def kept_json(self, name: str) -> Any:
-        """What :meth:`keep_json` kept; None where it kept nothing.
+        """The value that :meth:`keep_json` stored; None where it stored none.
 
         Raises:
             OutputError: as :meth:`kept_bytes`.
@@ -371,18 +372,17 @@ class CheckpointWriter:
         return _kept_json(self._folder, name)
 
     def remove(self, name: str) -> None:
-        """Remove what :meth:`keep_json` or :meth:`keep_bytes` put into the unfinished folder, whole or not,
-        if it is there."""
+        """Remove a file of :meth:`keep_json` or :meth:`keep_bytes`, complete or not, if it exists."""
         with writing(self.partial):
             self._folder.remove(name)
             self._folder.remove(name + TEMPORARY)
 
     def close(self) -> None:
-        """Close the files; what :meth:`commit` has seen stays for a resumed run."""
+        """Close the files; committed tensors stay for a resumed run."""
         if self._taken_up is not None:
             self._taken_up.close()
         for file in self._files.values():
-            # Whatever counts as written was made durable before; a late refusal changes nothing.
+            # Committed tensors are durable already, so errors of close don't matter.
             with contextlib.suppress(OSError):
                 os.close(file.descriptor)
         self._files = {}
@@ -429,7 +429,7 @@ class CheckpointWriter:
 
     def _refuse_foreign(self, own: Collection[str]) -> None:
         for name in self._folder.names():
-            # A network file system keeps a file that is removed while open under such a name.
+            # NFS renames a file that is removed while open to such a name.
             if name not in own and not name.startswith(".nfs"):
                 raise OutputError(
                     f"{self.partial}: holds {name}, which no unfinished run of this kind left; move it away"
@@ -445,7 +445,7 @@ class CheckpointWriter:
             )
 
     def _start(self) -> None:
-        # A journal without a whole line, or shards without a journal: a run that was stopped right here.
+        # A run stopped at this point leaves a journal without a whole line, or shards without a journal.
         self._refuse_foreign({JOURNAL, *(shard for shard, _ in self._shards)})
         self._folder.remove(JOURNAL)
         for shard, members in self._shards:
@@ -455,13 +455,13 @@ class CheckpointWriter:
                 os.ftruncate(descriptor, len(self._headers[shard]) + sum(member.nbytes for member in members))
             finally:
                 os.close(descriptor)
-        # The journal's first line is written when all shards stand: without it there is nothing to resume.
+        # The journal begins after all shards exist; a folder without a journal is started over.
         self._journal.begin()
         self._folder.sync()
 
 
 def _transfer(source: int, source_offset: int, target: int, target_offset: int, data: memoryview) -> None:
-    """Copy the bytes ``data``, which stand in ``source``, to ``target``."""
+    """Copy ``data``, which has been read from ``source``, to ``target``, by copy_file_range if possible."""
     done = 0
     try:
         while done < len(data) and hasattr(os, "copy_file_range"):
@@ -474,14 +474,15 @@ def _transfer(source: int, source_offset: int, target: int, target_offset: int, 
     except OSError as error:
         if error.errno not in _CANNOT_COPY:
             raise
-    # The rest is at hand.
+    # Write the rest from memory.
     while done < len(data):
         done += os.pwrite(target, data[done:], target_offset + done)
 
 
 def kept_json(out: Path, name: str) -> Any:
-    """What an unfinished run of the folder ``out`` kept by :meth:`CheckpointWriter.keep_json`, before the run
-    is taken up; None where there is none, or it kept nothing.
+    """The JSON value that an unfinished run of ``out`` stored by :meth:`CheckpointWriter.keep_json`; or None.
+
+    For use before a :class:`CheckpointWriter` resumes the run.
 
     Raises:
         OutputError: it is damaged, or another process writes the folder.
