@@ -3,8 +3,6 @@ quantization_config."""
 
 from __future__ import annotations
 
-from marlinq.checkpoint.ahead import ReadAhead, lock_ring_early
-from marlinq.checkpoint.behind import CopyBehind, WriteBehind
 from marlinq.checkpoint.bitmasks import BITMASK_FORMAT, with_dense_weights
 from marlinq.checkpoint.dequantized import TRANSPOSED_WEIGHTS, dequantized
 from marlinq.checkpoint.derived import DerivedCheckpoint, dtype_contradiction, model_dtype
@@ -15,9 +13,11 @@ from marlinq.checkpoint.quantization_config import (
     without_quantization_config,
 )
 from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears, misplaced
+from marlinq.checkpoint.read_ahead import ReadAhead, lock_ring_early
 from marlinq.checkpoint.reader import EVALUATION, MANIFEST, Checkpoint
 from marlinq.checkpoint.stacked import StackingWriter, check_stacks
 from marlinq.checkpoint.tying import own_head, same_values, says_tied, says_untied, untied_config
+from marlinq.checkpoint.write_behind import CopyBehind, WriteBehind
 from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter, check_place, kept_json
 
 __all__ = [

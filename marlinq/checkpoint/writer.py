@@ -32,8 +32,8 @@ from marlinq.checkpoint.header import (
 from marlinq.checkpoint.journal import JOURNAL, Journal, damaged
 from marlinq.checkpoint.partial import TEMPORARY, PartialFolder, writing
 from marlinq.checkpoint.reader import CONFIG, INDEX, MANIFEST, SINGLE, Checkpoint
+from marlinq.checkpoint.resumed_hashes import ResumedHashes, changed_since_written
 from marlinq.checkpoint.source import OpenFile, SourceFile, reading
-from marlinq.checkpoint.taken_up import TakenUp, changed_since_written
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, OutputError
 from marlinq.core.files import open_regular
@@ -155,7 +155,7 @@ class CheckpointWriter:
         self._pending: dict[str, str] = {}
         self._committing, self._noting = threading.Lock(), threading.Lock()
         self._files: dict[str, OpenFile] = {}
-        self._taken_up: TakenUp | None = None
+        self._resumed_hashes: ResumedHashes | None = None
         self.resumed = False
         self.notes: dict[str, Any] = {}
         self._open()
@@ -253,8 +253,8 @@ class CheckpointWriter:
                 raise
 
     def _settle(self, name: str) -> None:
-        if self._taken_up is not None:
-            self._taken_up.settle(name)
+        if self._resumed_hashes is not None:
+            self._resumed_hashes.settle(name)
 
     def _note(self, name: str, digest: str) -> None:
         with self._noting:
@@ -286,8 +286,8 @@ class CheckpointWriter:
             OutputError: the folder can't be finished or moved.
         """
         self.commit()
-        if self._taken_up is not None:
-            self._taken_up.wait()
+        if self._resumed_hashes is not None:
+            self._resumed_hashes.wait()
         missing = sorted(set(self.tensors) - self.written)
         if missing:
             raise ValueError(f"{missing[0]} and {len(missing) - 1} more planned tensors were never written")
@@ -379,8 +379,8 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Close the files; committed tensors stay for a resumed run."""
-        if self._taken_up is not None:
-            self._taken_up.close()
+        if self._resumed_hashes is not None:
+            self._resumed_hashes.close()
         for file in self._files.values():
             # Committed tensors are durable already, so errors of close don't matter.
             with contextlib.suppress(OSError):
@@ -403,7 +403,7 @@ class CheckpointWriter:
                     self._files[shard] = OpenFile(self.partial / shard, self._folder.open(shard))
                     self._check_shard(shard, members)
                 if self._journal.hashes:
-                    self._taken_up = TakenUp(self._files, self.tensors, self._journal.hashes)
+                    self._resumed_hashes = ResumedHashes(self._files, self.tensors, self._journal.hashes)
         except BaseException:
             self.close()
             raise

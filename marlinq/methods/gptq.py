@@ -145,7 +145,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         if together == 1 or drifts or scheme.sparsity is not None or not has_panel_kernel(device):
             return super().solve_many(inputs, scheme, options)
         from marlinq.kernels.solve import PANEL_ROWS
-        from marlinq.methods.many import Layer, solve_many
+        from marlinq.methods.batched_layers import Layer, solve_many
 
         if g > PANEL_ROWS:
             return super().solve_many(inputs, scheme, options)

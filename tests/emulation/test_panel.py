@@ -10,10 +10,10 @@ from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import KernelFault
 from marlinq.core.scheme import Scheme
+from marlinq.methods.batched_layers import Layer, solve_many
 from marlinq.methods.factor import channel_order, factorise
 from marlinq.methods.gptq import GPTQOptions, solve_gptq_shared
 from marlinq.methods.imatrix import round_groups, round_groups_on_gpu
-from marlinq.methods.many import Layer, solve_many
 from marlinq.methods.panels import solve_panels
 from marlinq.methods.slices import solve_slices
 from marlinq.methods.solution import Solution

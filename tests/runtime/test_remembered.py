@@ -48,7 +48,7 @@ def test_an_anatomy_is_read_as_it_was_found(name: str, found_anew: list[PreTrain
     assert isinstance(first, Anatomy)
     again = once(model)
     assert again == first
-    # The note of a passed probe is named for it (runtime/step/passed.py).
+    # The note of a passed probe is named for it (runtime/step/probe_results.py).
     assert repr(again) == repr(first)
     assert len(found_anew) == 1
 

@@ -21,7 +21,7 @@ from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.operators.int4pack import Int4PackLinear
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.join import JoinedLinear, JoinedSlice
-from marlinq.runtime.step.passed import note_passed, was_passed
+from marlinq.runtime.step.probe_results import note_passed, was_passed
 
 PROBE_LENGTHS = (11, 4)
 """Tokens of the prompts of a probe: of different length, none of one token."""
@@ -100,7 +100,7 @@ def own_forward_refusal(
         executor: its name, for the record of comparisons.
         capacity: tokens that a sequence will hold at most.
         kept: agreement is noted in the cache of kernels, and holds for later processes
-            (:mod:`marlinq.runtime.step.passed`).
+            (:mod:`marlinq.runtime.step.probe_results`).
     """
     if isinstance(found, Unrecognised):
         return f"{found.part}: {found.reason}"

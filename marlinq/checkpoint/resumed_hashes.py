@@ -18,7 +18,7 @@ free."""
 _PIECE_BYTES = 1 << 24
 
 
-class TakenUp:
+class ResumedHashes:
     """Checks tensors that a resumed run will not compute again, in background threads.
 
     Args:
@@ -50,7 +50,7 @@ class TakenUp:
         """Wait until every tensor is hashed.
 
         Raises:
-            CheckpointError: the bytes of a tensor are not the ones that were written.
+            CheckpointError: the hash of a tensor differs from that in the journal.
         """
         for info, changed in self._changed.items():
             if changed.result() and info.name not in self._settled:
