@@ -1,7 +1,7 @@
-"""How weights become quantised: every method behind one protocol, and the registry that they are found in.
+"""Quantisation methods behind one protocol, and their registry.
 
-The solvers take tensors and return tensors; files, devices and progress belong to the quantise operation.
-Nothing here imports torch before it computes, so that reading a recipe does not.
+Solvers take tensors and return tensors; the quantise operation handles files, devices and progress. torch is
+imported only when something is computed, so that reading a recipe doesn't import it.
 """
 
 from __future__ import annotations

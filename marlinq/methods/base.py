@@ -1,4 +1,4 @@
-"""What every quantisation method offers, and the values it works with."""
+"""The protocol of quantisation methods: options, statistics of inputs, solve, report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class MethodOptions:
 
 
 class Statistics(Protocol):
-    """What is gathered of an input that projections share, over the tokens of the calibration."""
+    """Statistics of an input over the tokens of the calibration; projections that read the input share
+    them."""
 
     @property
     def tokens(self) -> int:
@@ -43,42 +44,45 @@ class Statistics(Protocol):
         ...
 
     def add(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Count the inputs of one call.
+        """Add the inputs of one call.
 
         Args:
             x: float [..., K].
-            mask: bool [B, T], true at tokens that are no padding; None when none is.
+            mask: bool [B, T], false at padding; None without padding.
         """
         ...
 
     def merge(self, other: Any) -> None:
-        """Count what ``other``, of the same class and K, has seen: another shard of the calibration."""
+        """Add the statistics ``other``, of the same class and K, of another shard of the calibration."""
         ...
 
     def blend(self, other: Any, share: float) -> None:
-        """Let ``other``, of the same class and K, have a ``share`` (0 to 1) in what is known of the input,
-        however many tokens it has seen; an input that saw none has no part in the result."""
+        """Replace the statistics by ``(1 - share)`` of their own and ``share`` (0 to 1) of ``other``'s.
+
+        ``other`` is of the same class and K. Numbers of tokens don't matter, but statistics of no token are
+        left out.
+        """
         ...
 
     def as_share(self, tokens: int) -> Sequence[Tensor]:
-        """Become the share of one shard in ``tokens`` in all.
+        """Weight the statistics as those of one of several shards with ``tokens`` tokens together.
 
         Returns:
-            The tensors whose sums over all shards are the whole's; they are added up in place.
+            Tensors to be summed in place over all shards; the sums are the statistics of all tokens.
         """
         ...
 
 
 @dataclass(frozen=True)
 class SolveReport:
-    """What happened to one weight.
+    """Error and circumstances of the quantisation of one weight.
 
     Attributes:
         relative_error: tr(D H D^T) / tr(W H W^T) with D = W - Q.
-        quantity: an :class:`~marlinq.methods.quantity.ErrorQuantity`; says which H that is.
-        fallback: measure taken instead of the method, and why; None when nothing was.
+        quantity: meaning of H, an :class:`~marlinq.methods.quantity.ErrorQuantity`.
+        fallback: what was done instead of the method, and why; None where the method succeeded.
         figures: further figures of the method, by name.
-        norm: tr(W H W^T), which the error is relative to; 1 where the method does not say.
+        norm: tr(W H W^T), the denominator of ``relative_error``; 1 where the method does not give it.
     """
 
     relative_error: float
@@ -106,7 +110,7 @@ class Inputs(Generic[StatisticsT]):
 
     Attributes:
         weights: float [N_i, K] each, on one device.
-        statistics: statistics of the input; None for a method that is not calibrated.
+        statistics: statistics of the input; None for a method without calibration.
         names: names of the weights in error messages.
     """
 
@@ -119,26 +123,27 @@ OptionsT = TypeVar("OptionsT", bound=MethodOptions)
 
 
 class Method(ABC, Generic[OptionsT, StatisticsT]):
-    """One way to quantise weights: tensors in, quantised weights out.
+    """A quantisation method: tensors in, quantised weights out.
 
-    Files, devices, progress and the order of blocks are the quantise operation's; it knows no method by name.
+    The quantise operation handles files, devices, progress and the order of blocks; it knows no method by
+    name.
     """
 
     name: str
-    """The name in recipes and on the command line."""
+    """Name in recipes and on the command line."""
     options: type[OptionsT]
-    """Its options."""
+    """Class of its options."""
     calibrated: bool = True
-    """Whether it needs statistics of the inputs. Without them no text is read and no block is run."""
+    """Whether it needs statistics of the inputs. If not, no text is read and no block is run."""
     sequential: bool = True
-    """Whether statistics are of what the quantised blocks before make of the text. Otherwise they are of what
-    the original makes of it, and a block runs once."""
+    """Whether a block's inputs are computed by the quantised blocks before it. Otherwise they are computed by
+    the original blocks, and every block runs once."""
     enough_tokens: int | None = None
-    """Tokens of text that tell it as much as more would; None where more are of use."""
+    """Tokens of text beyond which more bring nothing; None where more always help."""
     per_output: bool = True
-    """Whether it makes only schemes whose output channels share nothing (:attr:`Scheme.per_output`)."""
+    """Whether it supports only schemes whose output channels share no scale (:attr:`Scheme.per_output`)."""
     prunes: bool = False
-    """Whether it makes sparse schemes (:attr:`Scheme.sparsity`)."""
+    """Whether it supports sparse schemes (:attr:`Scheme.sparsity`)."""
 
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         """Why the method can't make weights of this scheme, or None."""
@@ -153,32 +158,38 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
     def statistics(
         self, in_features: int, options: OptionsT, *, device: torch.device, name: str
     ) -> StatisticsT:
-        """Empty statistics of an input of K = ``in_features`` channels; called when :attr:`calibrated`.
+        """Empty statistics of an input of K = ``in_features`` channels; called only if :attr:`calibrated`.
 
         Args:
             in_features: K.
             options: options of the first projection that reads the input.
-            device: where they are kept.
+            device: device of the statistics.
             name: name of the input in error messages.
         """
         raise NotImplementedError(f"{self.name} gathers no statistics")
 
     def paired(self, options: OptionsT) -> bool:
-        """Whether the method compares inputs with the original's: statistics then have ``add_pair``, which is
-        called with both where both are known, and ``write_to_stream`` and ``add_stream`` for projections
-        that write to the residual stream (:class:`~marlinq.methods.drift.PairedHessian`)."""
+        """Whether the method compares a layer's inputs in the quantised and in the original model.
+
+        Statistics then have the methods of :class:`~marlinq.methods.drift.PairedHessian`: ``add_pair``,
+        called where both inputs are known, and ``write_to_stream`` and ``add_stream`` for projections that
+        write to the residual stream.
+        """
         return False
 
     def uses_output_gradients(self, options: OptionsT) -> bool:
-        """Whether the method takes the loss's gradients at a projection's outputs: statistics then have a
-        dictionary ``outputs``, in which it finds them (:mod:`marlinq.methods.outputs`)."""
+        """Whether the method uses the loss's gradients at a projection's outputs.
+
+        Statistics then have a dictionary ``outputs``, which is filled with them
+        (:mod:`marlinq.methods.outputs`).
+        """
         return False
 
     def transform(self, block: nn.Module, options: OptionsT) -> None:
         """Change weights of a materialised decoder block, in place, before statistics are gathered.
 
-        What the block computes has to stay the same up to rounding. Parameters that are not quantised have to
-        stay as they are: the output holds a copy of the source's.
+        The block's function must stay the same up to rounding. Parameters that are not quantised must not
+        change, since they are copied from the source.
         """
         return
 
@@ -196,9 +207,9 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
 
         Args:
             weights: float [N_i, K] each, on one device.
-            statistics: statistics of the input that they share; None for a method that is not calibrated.
+            statistics: statistics of the input that they share; None for a method without calibration.
             scheme: scheme of the result: element, group size, zero points, dtype of the scales.
-            options: how.
+            options: options of the method.
             names: names of the weights in error messages.
 
         Returns:
@@ -212,12 +223,12 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
     def solve_many(
         self, inputs: Sequence[Inputs[StatisticsT]], scheme: Scheme, options: OptionsT
     ) -> list[list[tuple[QuantizedWeight, SolveReport]]]:
-        """Quantise what reads several inputs: for each what :meth:`solve` returns, up to rounding.
+        """Quantise the weights of several inputs; results equal those of :meth:`solve` up to rounding.
 
-        A method that can do it faster in one go than one after the other has its own.
+        Methods that can solve many inputs faster together override it.
 
         Args:
-            inputs: whose weights have the same shapes in the same order.
+            inputs: inputs whose weights have the same shapes in the same order.
             scheme, options, exceptions: as for :meth:`solve`.
         """
         results = []
@@ -250,13 +261,13 @@ def real_rows(x: Tensor, mask: Tensor | None, name: str) -> Tensor:
 
 
 def whole_groups(scheme: Scheme, in_features: int, name: str) -> int:
-    """Input channels that share a scale in a weight of ``scheme`` and K = ``in_features``.
+    """Input channels of a group in a weight of ``scheme`` and K = ``in_features``.
 
     Raises:
         UnsupportedError: K is not a multiple of it, so the last group would be short.
     """
     granularity = scheme.granularity
-    # A group that is larger than K is refused too, by the size that was asked for.
+    # A group larger than K is refused, too; the message has the requested size.
     size = granularity.channels or in_features
     if in_features % size:
         raise UnsupportedError(
@@ -267,7 +278,7 @@ def whole_groups(scheme: Scheme, in_features: int, name: str) -> int:
 
 
 def check_weight(weight: Tensor, scheme: Scheme, name: str) -> None:
-    """Refuse a weight that no grid can hold.
+    """Refuse a weight that can't be quantised.
 
     Raises:
         UnsupportedError: it is not a matrix, or K is not a multiple of a sparse scheme's span.

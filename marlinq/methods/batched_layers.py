@@ -1,16 +1,16 @@
 """GPTQ for many layers of one shape at once, such as a mixture's experts.
 
-One small layer keeps a GPU busy for microseconds at a time, and the host that launches its hundreds of steps
-is slower than they are. So each step is one operation for all layers, and the host waits for the GPU a
-few times a batch:
+A step of one small layer takes a GPU microseconds, less than the host needs to launch it, and there are
+hundreds of steps. So each step is one operation for all layers, and the host waits for the GPU a few times a
+batch:
 
     finite? which channels are dead? means of the diagonals     one wait
     order, damped Hessians, roots                               one wait
     panels, each for all layers
     losses                                                      one wait
 
-A layer whose Hessian can't be factorised at the first attempt, or that no token reached, is solved on its own
-(:func:`marlinq.methods.gptq.solve_gptq_shared`), and so is named what is done instead.
+A layer whose Hessian can't be factorised at the first attempt, or that no token reached, is solved by itself
+(:func:`marlinq.methods.gptq.solve_gptq_shared`), whose report names the fallback.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ def solve_many(
     """GPTQ of layers of one shape, on their GPU.
 
     Args:
-        layers: with equal shapes of their weights, in the same order; at most ``size``.
-        size: layers of a batch. Fewer are filled up with repetitions: products of another number may round
-            otherwise, and a layer's result shall not depend on how many come with it.
+        layers: layers whose weights have equal shapes in the same order; at most ``size``.
+        size: layers of a batch. Fewer layers are repeated until there are so many, since products of batches
+            of another size may round differently, and results must not depend on the number of layers.
         g: channels of a group, at most 128, a divisor of K.
         scheme: scheme of the results.
         damp: share of the mean of a Hessian's diagonal that is added to it.
         act_order: groups by falling mean of the diagonal, and channels by falling diagonal within.
         clip_search: search the scales and fit them to the codes, instead of spanning each group's range.
-        launch: rounds a panel of each layer; tests put the emulated kernel here.
+        launch: function that rounds a panel of each layer; tests pass the emulated kernel.
 
     Returns:
-        For each layer what :func:`marlinq.methods.gptq.solve_gptq_shared` returns, up to the rounding of
-        matrix products; None for one that needs a solve of its own: values that are not finite, a Hessian
-        that is zero or can't be factorised with this damping.
+        For each layer the result of :func:`marlinq.methods.gptq.solve_gptq_shared`, up to the rounding of
+        matrix products. None for a layer that has to be solved by itself: its values are not finite, or its
+        Hessian is zero or can't be factorised with this damping.
     """
     if not 1 <= g <= PANEL_ROWS:
         raise ValueError(f"expected groups of 1 to {PANEL_ROWS} channels, found {g}")
@@ -134,14 +134,15 @@ class _Solution:
     loss: Tensor
 
     def layer(self, place: int) -> Solution:
-        """That of one layer."""
+        """The solution of one layer."""
         return Solution(self.codes[place], self.scales[place], self.zeros[place], self.loss[place])
 
 
 def _soundness(
     layers: Sequence[Layer], diagonal: Tensor, damp: float, scheme: Scheme
 ) -> tuple[list[bool], list[float]]:
-    """Whether a layer has only finite values and a live channel; what is added to its diagonal."""
+    """For each layer whether all values are finite and any channel is not zero; and the number added to its
+    diagonal."""
     limit = torch.finfo(torch_dtype(scheme.scale_dtype)).max
     alive = diagonal > 0
     mean = diagonal.where(alive, 0).sum(dim=1) / alive.sum(dim=1)
@@ -149,7 +150,7 @@ def _soundness(
         [
             torch.stack(
                 [torch.isfinite(layer.hessian.sum())]
-                # NaN is not at most the limit either.
+                # Also false for NaN.
                 + [weight.abs().amax() <= limit for weight in layer.weights]
             ).all()
             for layer in layers
@@ -160,7 +161,7 @@ def _soundness(
 
 
 def _orders(diagonal: Tensor, g: int, act_order: bool) -> Tensor:
-    """int64 [B, K]: as :func:`marlinq.methods.factor.channel_order`."""
+    """:func:`marlinq.methods.factor.channel_order` of each layer, int64 [B, K]."""
     count, k = diagonal.shape
     if not act_order:
         return torch.arange(k, device=diagonal.device).expand(count, k)
@@ -172,8 +173,8 @@ def _orders(diagonal: Tensor, g: int, act_order: bool) -> Tensor:
 
 
 def _prepared(layers: Sequence[Layer], order: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights float32 [B, K, N] in processing order, their norms w^T H w, float64 [B, N], upper roots
-    [B, K, K], and whether a root is one, bool [B]."""
+    """Weights float32 [B, K, N] in processing order; their norms w^T H w, float64 [B, N]; upper roots [B, K,
+    K]; and whether the factorisation succeeded, bool [B]."""
     count, k = order.shape
     n = sum(weight.shape[0] for weight in layers[0].weights)
     w = torch.empty(count, k, n, device=order.device)
@@ -185,7 +186,7 @@ def _prepared(layers: Sequence[Layer], order: Tensor, shift: Tensor) -> tuple[Te
         for weight in layer.weights:
             w[place, :, start : start + weight.shape[0]] = weight.t()[mine]
             start += weight.shape[0]
-        # The upper root of a matrix is the lower root of the matrix turned around, turned around once more.
+        # Upper root = flip(cholesky(flip(H))), where flip reverses rows and columns.
         turned = mine.flip(0)
         damped[place] = layer.hessian.index_select(0, turned).index_select(1, turned)
         with tensor_cores():

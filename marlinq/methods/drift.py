@@ -1,19 +1,20 @@
-"""Asymmetric calibration: weights that make up for what quantised blocks before them did to their inputs.
+"""Drift correction: change weights to compensate for errors of the quantised blocks before them.
 
-GPTQ keeps W x for the inputs x that the quantised model gives a layer. What should be kept is W o for the
-inputs o that the original gives it. With the Hessian H, the mean of 2 x x^T, and the drift C, the mean of
-2 (o - x) x^T, the least-squares solution of W' x = W o over the calibration is
+In the quantised model a layer has inputs x, in the original o. GPTQ preserves W x, but W o is wanted. With
+the Hessian H, the mean of 2 x x^T, and the drift C, the mean of 2 (o - x) x^T, the least-squares solution of
+W' x = W o over the calibration is
 
     W' = W + W C (H + shift * I)^-1
 
-and any solver that goes on from W' instead of W quantises for the original's outputs (Li et al. 2025, GPTAQ,
-solve the same problem column by column). A projection that writes to the residual stream can do more. What
-is read from there is the stream h + W x, which should be the original's s = g + W o: all that the blocks
-before have done to the stream is in h - g. With the drift D of the stream, the mean of 2 (s - h - W x) x^T,
+A solver that quantises W' instead of W so aims at the original's outputs (Li et al. 2025, GPTAQ, solve the
+same problem column by column). A projection that writes to the residual stream can compensate for more. The
+layers after it read the stream h + W x, which should be the original's s = g + W o, and all errors of earlier
+blocks are in h - g. With the drift D of the stream, the mean of 2 (s - h - W x) x^T,
 
     W' = W + D (H + shift * I)^-1
 
-All of it overfits: W' makes up for noise of the calibration too. So only a share of the way is gone.
+Both overfit, since W' also compensates for noise of the calibration. So only a share of the correction is
+applied.
 """
 
 from __future__ import annotations
@@ -37,25 +38,28 @@ _CHUNK_ROWS = 8192
 
 
 class PairedHessian(HessianAccumulator):
-    """The Hessian of a layer's inputs, and their drift from the original's, or that of the residual stream
-    that the layer writes to (:meth:`write_to_stream`).
+    """The Hessian of a layer's inputs, and a drift.
 
-    Args: as for :class:`HessianAccumulator`.
+    It is the drift of the inputs, or, after :meth:`write_to_stream`, that of the residual stream that the
+    layer writes to. Arguments are those of :class:`HessianAccumulator`.
     """
 
     def __init__(self, in_features: int, *, device: torch.device, name: str) -> None:
         super().__init__(in_features, device=device, name=name)
-        # Of inputs that come without the original's, such as an expert's, there is none.
+        # None until inputs of both models are added; an expert's inputs never are.
         self._drift: Tensor | None = None
         self._pairs = 0
-        # While shards are added up, the drift is a sum, and this is the tokens it is of.
+        # While shards are summed, the drift is a sum over tokens, and this is their number.
         self._shared: Tensor | None = None
         self._layer = name
         self._stream: int | None = None
 
     def write_to_stream(self, channels: int) -> None:
-        """Says that the layer's output is added to a residual stream of N = ``channels``. Inputs then come
-        through :meth:`add_stream`, not :meth:`add_pair`. Called before the first; with shards, on each."""
+        """Declare that the layer's output is added to a residual stream of N = ``channels``.
+
+        Call it before any input, on the statistics of every shard; then :meth:`add_stream` instead of
+        :meth:`add_pair`.
+        """
         self._stream = channels
 
     @property
@@ -64,11 +68,11 @@ class PairedHessian(HessianAccumulator):
         return self._stream is not None
 
     def add_pair(self, x: Tensor, original: Tensor, mask: Tensor | None = None) -> None:
-        """Counts the inputs of one call. Tokens that only :meth:`add` sees have no part in the drift.
+        """Add the inputs of one call to Hessian and drift; :meth:`add` adds to the Hessian alone.
 
         Args:
-            x: float [..., K], of the quantised model.
-            original: float, of the same shape, of the original for the same tokens.
+            x: float [..., K], inputs in the quantised model.
+            original: float [..., K], inputs in the original for the same tokens.
             mask: as for :meth:`add`.
         """
         difference = original.to(torch.float32) - x.to(torch.float32)
@@ -77,28 +81,28 @@ class PairedHessian(HessianAccumulator):
     def add_stream(
         self, x: Tensor, stream: Tensor, original: Tensor | None, mask: Tensor | None = None
     ) -> None:
-        """Counts the inputs of one call of a layer that writes to a residual stream.
+        """Add the inputs of one call of a layer that writes to a residual stream.
 
-        A token counts by the inverse of its stream's root mean square. Whatever reads the stream norms it
-        first, so that an error matters by its size relative to the stream, and a few tokens have streams a
-        hundred times as large as all others (Sun et al. 2024, Massive Activations). The inverse of the mean
-        square would follow from that alone, but loses on texts unlike the calibration
+        Each token is weighted by the inverse of its stream's root mean square. Layers normalise the stream
+        when they read it, so an error matters relative to the stream, and a few tokens have streams a hundred
+        times as large as others (Sun et al. 2024, Massive Activations). Weighting by the inverse of the mean
+        square would follow from that, but did worse on texts unlike the calibration
         (docs/lab-notes/quality.md).
 
         Args:
-            x: float [..., K], of the quantised model.
-            stream: float [..., N], of the quantised model, with the layer's output added.
-            original: float, of the same shape, of the original for the same tokens; None where it is not
-                known.
+            x: float [..., K], inputs in the quantised model.
+            stream: float [..., N], stream in the quantised model, with the layer's output added.
+            original: float [..., N], stream in the original for the same tokens; None where it is not known.
             mask: as for :meth:`add`.
         """
         x, stream = x.reshape(-1, x.shape[-1]), stream.reshape(-1, stream.shape[-1])
         norm = partial(torch.linalg.vector_norm, dim=1, keepdim=True, dtype=torch.float32)
         sizes = norm(stream) / stream.shape[1] ** 0.5
-        # A stream of zeros has nothing to be measured by, and an input must not overflow 16 bits. Weights are
-        # rounded as inputs are: all of a token has the same one.
+        # A stream of zeros gets weight 0, and weighted inputs must not overflow 16 bits. Weights are rounded
+        # to the dtype of the inputs, so that all channels of a token have the same weight.
         most = torch.finfo(x.dtype).max / 2 / norm(x, ord=math.inf)
-        # Products of two weighted tensors are what is summed: each has the root of what the token counts.
+        # Products of two weighted tensors are summed, so each is multiplied by the root of the token's
+        # weight.
         weights = torch.where(sizes > 0, sizes.rsqrt(), 0.0).minimum(most).to(x.dtype)
         if original is None:
             self.add(x * weights, mask)
@@ -107,8 +111,10 @@ class PairedHessian(HessianAccumulator):
             self._add(x * weights, difference.to(x.dtype) * weights, mask)
 
     def _add(self, x: Tensor, difference: Tensor, mask: Tensor | None) -> None:
-        """Counts inputs with the difference to the original, in the same dtype. Where that has 16 bits it was
-        rounded by a share of 2**-9 at most, of what is a small correction."""
+        """Add inputs and their difference to the original's, in the same dtype.
+
+        In 16 bits the difference, a small correction, is rounded by a share of at most 2**-9.
+        """
         before = self.tokens
         self.add(x, mask)
         if self.tokens == before:
@@ -129,21 +135,21 @@ class PairedHessian(HessianAccumulator):
             self._pairs = total
 
     def as_share(self, tokens: int) -> list[Tensor]:
-        # Another shard may have a drift: all of them add up the same tensors.
+        # Created even if this shard has no drift: all shards must sum the same tensors.
         total = self._sum().mul_(self._pairs)
         self._shared = torch.tensor([self._pairs], device=total.device)
         return [*super().as_share(tokens), total, self._shared]
 
     @property
     def pairs(self) -> int:
-        """Tokens whose inputs came with the original's."""
+        """Tokens that were added with the original's inputs or stream."""
         self._end_sharing()
         return self._pairs
 
     def drift(self) -> Tensor | None:
-        """float32 [K, K], the mean of 2 (o - x) x^T over the tokens that came with the original's; of a
-        residual stream [N, K], the mean of 2 (original - stream) x^T. The accumulator's own; None where
-        nothing drifted."""
+        """The drift, not a copy: float32 [K, K], the mean of 2 (o - x) x^T over the tokens added with the
+        original's; for a residual stream [N, K], the mean of 2 (original - stream) x^T. None where it is
+        zero."""
         self._end_sharing()
         return None if self._drift is None or not bool(self._drift.any()) else self._drift
 
@@ -160,8 +166,8 @@ class PairedHessian(HessianAccumulator):
 
 
 def trusted_share(share: float, tokens: int, in_features: int) -> float:
-    """What is left of ``share`` where few tokens were seen: a least-squares fit of K unknowns to T tokens
-    explains K / T of them by chance."""
+    """``share``, lowered where few tokens were seen: a least-squares fit of K unknowns to T tokens explains K
+    / T of the variance by chance."""
     return share * max(0.0, 1 - in_features / tokens) if tokens else 0.0
 
 
@@ -174,19 +180,20 @@ def make_up_for_drift(
     limits: Sequence[float],
     of_stream: bool = False,
 ) -> list[Tensor] | None:
-    """The weights that give the original's outputs, or residual stream, on the quantised model's inputs.
+    """Weights that bring the outputs, or the residual stream, nearer to the original's on the quantised
+    model's inputs.
 
     Args:
         weights: float32 [N_i, K] each.
         factor: factor of the damped Hessian of the inputs.
         drift: float32 [K, K]; [N, K] of the residual stream that the only weight writes to.
         share: share of the correction, 0 to 1.
-        limits: what the norm of each weight's correction is held to. One that is larger than what rounding
-            does to the weight fits the calibration, not the drift.
-        of_stream: the drift is that of the residual stream.
+        limits: largest norm of each weight's correction. A correction larger than the rounding error fits
+            noise of the calibration.
+        of_stream: whether the drift is that of the residual stream.
 
     Returns:
-        New weights; None where something stands in for the Hessian or the correction is not finite.
+        New weights; None where the factor is of a stand-in for the Hessian, or the correction is not finite.
     """
     if factor.fallback is not None:
         return None

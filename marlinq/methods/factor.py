@@ -1,4 +1,4 @@
-"""The damped root of a layer's Hessian, in the order in which GPTQ takes the channels."""
+"""The Cholesky root of a layer's damped Hessian, in the order in which GPTQ processes the channels."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ else:
     from marlinq.core.lazy import torch
 
 _SMALLEST_DAMP, _LARGEST_DAMP = 1e-4, 1.0
-# Channels whose triangle is solved at once; what follows from them for the others is a matrix product.
+# Channels of a strip, whose triangle is solved at once; a matrix product then updates the other channels.
 _STRIP = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """The root of a damped Hessian in processing order, or of a named stand-in for it.
+    """The root of a damped Hessian in processing order, or of a diagonal stand-in for it.
 
     Attributes:
         order: int64 [K], the channel that is processed i-th.
         root: float32 [K, K], upper triangular, in processing order: hessian + shift * I = root @ root.T.
         shift: value added to the diagonal.
         damp: ``shift`` as a share of the diagonal's mean.
-        fallback: substitute for the Hessian, and why; None where nothing does.
-        diagonal: float32 [K], of the stand-in, in the channels' own order; None where nothing stands in.
-        dead_channels: channels that were zero in all of the calibration.
+        fallback: name of the stand-in, and why it is used; None for the Hessian itself.
+        diagonal: float32 [K], diagonal of the stand-in, in the channels' own order; None for the Hessian
+            itself.
+        dead_channels: number of channels that are zero on all of the calibration.
     """
 
     order: Tensor
@@ -43,15 +44,18 @@ class Factor:
 
     @property
     def quantity(self) -> ErrorQuantity:
-        """The quantity of an error that is measured with what the root is of."""
+        """The quantity of an error that is measured with this Hessian or stand-in."""
         if self.diagonal is None:
             return ErrorQuantity.OUTPUTS
         return ErrorQuantity.WEIGHTS if self.dead_channels == len(self.diagonal) else ErrorQuantity.INPUTS
 
     def divide(self, right: Tensor) -> Tensor:
-        """x with (hessian + shift * I) x = ``right``, float32 [K, n] both, in the channels' own order; with
-        the stand-in for the Hessian where there is one. A GPU rounds the operands of products to TF32, by a
-        share of 2**-11 each."""
+        """The solution x of (hessian + shift * I) x = ``right``, both float32 [K, n] in the channels' own
+        order.
+
+        With a stand-in, it takes the place of the Hessian. A GPU rounds operands of products to TF32, by a
+        share of 2**-11 each.
+        """
         x = right[self.order]
         with tensor_cores():
             _substitute(self.root, x, upper=True)
@@ -60,7 +64,7 @@ class Factor:
 
 
 def _substitute(triangle: Tensor, x: Tensor, *, upper: bool) -> None:
-    """Makes x, float32 [K, n], what ``triangle`` [K, K] times it is x.
+    """Solve ``triangle`` [K, K] times y = x for y, which overwrites x, float32 [K, n].
 
     In strips, so that most of the work is matrix products: a GPU's triangular solve of a wide layer takes
     twice as long.
@@ -112,11 +116,11 @@ def factorise(hessian: Tensor, order: Tensor, damp: float) -> Factor:
         eye = torch.eye(dead, device=hessian.device)
         reason = "round-to-nearest: the calibration never reached this layer"
         return Factor(order, eye, 0.0, 0.0, reason, torch.ones_like(diagonal), dead)
-    # A dead channel has a zero row and column: it takes no part in the compensation, and the damping alone
-    # gives it the small weight with which it counts in the choice of scales.
+    # A dead channel has a zero row and column: it takes no part in the compensation. Only the damping gives
+    # it a small weight in the choice of scales.
     mean = float(diagonal[alive].mean())
-    # The upper root of a matrix is the lower root of the matrix turned around, turned around once more. Of
-    # a wide layer each copy takes as much memory as its Hessian, so there are few.
+    # Upper root = flip(cholesky(flip(H))), where flip reverses rows and columns. Few copies are made: each
+    # takes as much memory as the Hessian.
     turned = order.flip(0)
     damped = hessian.index_select(0, turned).index_select(1, turned)
     tried, shift = damp, 0.0
@@ -135,10 +139,10 @@ def factorise(hessian: Tensor, order: Tensor, damp: float) -> Factor:
 
 
 def inverse_triangles(upper: Tensor) -> Tensor:
-    """The inverses of many small upper triangles, float32 [..., n, n], in a few products of all of them.
+    """The inverses of many small upper triangles, float32 [..., n, n], by a few products of all of them.
 
-    With A and C the inverses of two triangles next to each other on a diagonal and B what lies between them,
-    -A B C lies between the inverses: so blocks of one, two, four, ... channels are inverted.
+    The inverse of [[X, B], [0, Y]] is [[X^-1, -X^-1 B Y^-1], [0, Y^-1]]. So diagonal blocks of one, two,
+    four, ... channels are inverted in turn.
     """
     n = upper.shape[-1]
     size = 1 << (n - 1).bit_length()

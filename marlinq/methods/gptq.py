@@ -1,4 +1,4 @@
-"""GPTQ: quantise one input channel after the other, letting the later ones make up for the error.
+"""GPTQ: quantise one input channel after the other, and let later channels compensate for its error.
 
 With the Hessian H = X^T X of a layer's inputs, the loss of a quantised weight Q is tr(D H D^T), D = W - Q.
 Written with the upper triangular root H = R R^T it is ||D R||^2, and column k of D R depends on the
@@ -6,10 +6,10 @@ channels up to k alone. So the loss that channels 0..k fix is known once they ar
 channel is rounded to where its own term is smallest: the same solution as Frantar et al. 2023 (GPTQ,
 algorithm 1, on the inverse's Cholesky factor), reached without inverting H.
 
-What makes it MARLIN's variant (Frantar et al. 2024): a group's scales are chosen when its first channel
-comes up, from weights that carry the updates of all channels before, by a search over shrunken ranges that
-weighs errors as the loss does: a rounding error of channel k costs R[k, k]**2, the part of it that later
-channels can't make up for. Once the group's codes are known, its scales are fitted to them by least squares.
+As in MARLIN (Frantar et al. 2024), a group's scales are chosen when its first channel is processed, from
+weights with the updates of all channels before, by a search over shrunken ranges. The search weights errors
+as the loss does: a rounding error of channel k costs R[k, k]**2, the part that later channels can't
+compensate for. Once the group's codes are known, its scales are fitted to them by least squares.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ else:
 
 @dataclass(frozen=True)
 class GPTQOptions(MethodOptions):
-    """How GPTQ quantises.
+    """Options of GPTQ.
 
     Attributes:
         clip_search: search each group's scales (see the module's text) instead of spanning its range.
         damp: share of the mean of H's diagonal that is added to it; raised tenfold, up to 1, while H can't be
             factorised.
-        shrinkage: share of what lies beside H's diagonal that is left out
+        shrinkage: share by which entries off H's diagonal are lowered
             (:meth:`~marlinq.methods.hessian.HessianAccumulator.hessian`).
         act_order: ``none``, or ``static``: groups by falling mean of H's diagonal, and channels by falling
             diagonal within their group. Groups keep their channels, so g_idx stays trivial.
-        drift_correction: share of what quantised blocks before did to the inputs that is made up for
-            (:mod:`marlinq.methods.drift`). It takes a forward pass of the original beside the other.
-        output_hessian: mind which errors of a layer's outputs go together in the model's loss
+        drift_correction: share of the errors of earlier quantised blocks that is compensated for
+            (:mod:`marlinq.methods.drift`). It takes another forward pass, of the original.
+        output_hessian: also weight errors of a layer's outputs by the loss's gradients there
             (:mod:`marlinq.methods.outputs`). It takes a backward pass of the original.
     """
 
@@ -81,7 +81,7 @@ class GPTQOptions(MethodOptions):
 
 
 class GPTQ(Method[GPTQOptions, HessianAccumulator]):
-    """GPTQ with MARLIN's choice of scales."""
+    """GPTQ with the choice of scales of MARLIN (Frantar et al. 2024)."""
 
     name = "gptq"
     options = GPTQOptions
@@ -190,8 +190,8 @@ def solve_gptq_shared(
 ) -> list[tuple[QuantizedWeight, SolveReport]]:
     """Quantise the weights that read the same input, in one solve.
 
-    Output channels of different weights don't influence each other, so the result for each weight is that of
-    its own solve, up to the rounding of the matrix products.
+    Output channels don't influence each other, so each weight's result is that of a solve by itself, up to
+    the rounding of matrix products.
 
     Args:
         weights: float [N_i, K] each, on the Hessian's device.
@@ -199,10 +199,10 @@ def solve_gptq_shared(
         scheme: integer element, group size (a divisor of K, or -1), zero points, dtype of the scales.
         options: the defaults when None.
         names: names of the weights in error messages.
-        outputs: for each weight what gathered the loss's gradients at its outputs, or None; where there is
-            none at all, no output channel influences another.
-        corrected: the weights to solve for in place of ``weights``, by the factor of the Hessian; None where
-            they can't be corrected, which the report says.
+        outputs: for each weight the Hessian of the loss's gradients at its outputs, or None. If empty, no
+            output channel influences another.
+        corrected: function of the Hessian's factor that returns the weights to solve for instead of
+            ``weights``, or None if they can't be corrected, which the report notes.
 
     Returns:
         The quantised weight, on the device of the weights, and the report, for each weight in order. The
@@ -263,15 +263,19 @@ def solve_gptq_shared(
     return results
 
 
-# Of what a solve in batches holds: weights, what is carried, codes and results, and a Hessian's three copies.
+# Bytes of a batched solve, about: weights, carried errors, codes and results (16 bytes a weight), and three
+# copies of a Hessian (12 bytes an entry).
 _TOGETHER_BYTES = 1 << 30
 _OF_WEIGHTS, _OF_HESSIANS = 16, 12
-_MOST_TOGETHER = 5  # as a power
+_MOST_TOGETHER = 5  # at most 2**5 inputs
 
 
 def _together(weights: Sequence[Tensor]) -> int:
-    """How many inputs are solved at once whose weights have these shapes: a power of two, of which experts
-    are multiples. Depends on nothing else, since products of batches of another size may round otherwise."""
+    """Number of inputs, with weights of these shapes, that are solved at once.
+
+    A power of two, which divides usual numbers of experts. It depends on the shapes alone, since products of
+    batches of another size may round differently.
+    """
     n, k = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     most = _TOGETHER_BYTES // (_OF_WEIGHTS * n * k + _OF_HESSIANS * k * k)
     return 1 << min(most.bit_length() - 1, _MOST_TOGETHER) if most else 1
@@ -286,10 +290,10 @@ def _known(statistics: HessianAccumulator | None) -> HessianAccumulator:
 def _solver(
     factor: Factor, g: int, scheme: Scheme, options: GPTQOptions, device: torch.device
 ) -> Callable[[Tensor], Solution]:
-    """What solves columns, float32 [K, n] in processing order, on a device; any number of times."""
+    """A function that solves columns, float32 [K, n] in processing order, on a device."""
     if scheme.sparsity is not None or not has_panel_kernel(device):
         return lambda w: solve_slices(w, factor, g, scheme, clip_search=options.clip_search)
-    # The kernels' room imports torch, which reading a recipe must not wait for.
+    # Imported late: it imports torch, which reading a recipe must not do.
     from marlinq.methods.panels import cut, solve_panels
 
     blocks = cut(factor.root, g)

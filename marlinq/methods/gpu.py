@@ -1,4 +1,4 @@
-"""Whether a GPU takes the kernel for panels of channels (``kernels/cuda/solve``)."""
+"""Whether a GPU can run the kernel that rounds panels of channels (``kernels/cuda/solve``)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     import torch
 
 _TRIED = Scheme(INT4, Granularity.group(128), "midpoint")
-"""The scheme whose kernel is compiled to find out: a GPU takes the kernels of all schemes or of none."""
+"""The scheme whose kernel is compiled as a test: a GPU can run the kernels of all schemes or of none."""
 
 
 @lru_cache(maxsize=16)
 def has_panel_kernel(device: torch.device) -> bool:
-    """Whether the kernel for panels runs on a device; says, once, why it does not on a GPU."""
+    """Whether the kernel for panels runs on a device; if it does not on a GPU, warns once with the reason."""
     if device.type != "cuda":
         return False
-    # The kernels' room imports torch, which reading a recipe must not wait for.
+    # Imported late: it imports torch, which reading a recipe must not do.
     from marlinq.kernels.solve import check_panels
 
     try:

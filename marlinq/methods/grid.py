@@ -1,11 +1,11 @@
 """Scales and zero points of one group of input channels: by range, or by a search for the least error.
 
-All functions take weights as [..., g, N] (input channels, then output channels, as the neutral tuple has
-them) and return scales and zeros of shape [..., N], float32. Scales are rounded to the dtype they will be
-stored in before anything is measured with them, so what is chosen is what a checkpoint holds.
+All functions take weights as [..., g, N] (input channels, then output channels) and return scales and zeros
+of shape [..., N], float32. Scales are rounded to the dtype that they will be stored in before errors are
+measured.
 
-Zero points of asymmetric grids stay in 1..2**bits - 1: GPTQ v1 can't hold 0 portably, and it is only of
-use to a group without a negative weight, whose step grows from max/15 to max/14.
+Zero points of asymmetric grids stay in 1..2**bits - 1, since GPTQ v1 can't hold 0 portably. Only groups
+without a negative weight lose by that: their step grows from max/15 to max/14.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
-# Shares of the full range that the search tries. Below .7 it would clip weights that this calibration hardly
-# uses and another text needs (docs/lab-notes/quality.md). Slightly above 1, because the code -8 reaches
-# absmax only with a scale of absmax/8, while GPTQ's convention counts from absmax/7.5.
+# Shares of the full range that the search tries, 1.06 down to 0.70. Smaller shares would clip weights that
+# other texts need (docs/lab-notes/quality.md). 1.06 because the full range of GPTQ's convention has the scale
+# absmax/7.5, but the largest weight is not clipped only from about absmax/7 on.
 _SHRINK = tuple(1.06 - 0.03 * step for step in range(13))
 
 # Two signs of a scale whose costs differ by less than this share are equally good: far more than the rounding
 # of float32 sums, far less than matters.
 _TIE = 1e-4
 
-# N is searched in slices of this many weights: few enough for a CPU's cache to hold the temporaries, many
-# enough for a GPU to be busy.
+# Weights of a slice of N, which is searched at once: few enough for a CPU's caches, many enough to fill a
+# GPU.
 _SLICE = {"cpu": 1 << 19}
 _LARGE_SLICE = 1 << 24
 
@@ -61,14 +61,14 @@ def minmax_grid(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 def search_grid(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """The grid with the least importance-weighted rounding error, sum_k importance[k] * (w[k] - q[k])**2.
 
-    Each output channel of the group tries a list of shrunken ranges, a symmetric one both signs of the
-    scale: with a negative scale the code -8 lies on the positive side. Of signs that cost the same it takes
-    the one that has the code -8 on the side of the largest weight.
+    Each output channel tries a list of shrunken ranges; a symmetric grid also both signs of the scale, since
+    a negative scale puts the code -8 on the positive side. Where both signs cost the same, code -8 goes to
+    the side of the largest weight.
 
     Args:
         weight: float32 [g, N], finite.
-        importance: float32 [g] or [g, N], not negative: what a squared error of each channel, or of each
-            weight, costs.
+        importance: float32 [g] or [g, N], not negative: weight of the squared error of each channel, or of
+            each weight.
         scheme: as in :func:`minmax_grid`.
 
     Returns:
@@ -85,16 +85,16 @@ def search_grid(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Ten
 
 
 def search_factors() -> tuple[float, ...]:
-    """What the search multiplies the full scale, or the range, of a group by, in the order of its trials."""
+    """Factors of a group's full scale, or range, that the search tries, in order."""
     return _SHRINK
 
 
 def storable_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scales`` rounded to ``dtype`` and kept finite and away from zero, as float32.
+    """``scales`` rounded to ``dtype``, finite and not zero, as float32.
 
-    A channel of zeros has scale 0, which can't be divided by: it gets 1, since any scale stores it. Other
-    magnitudes are kept within the normal numbers of ``dtype``, where kernels don't flush them to zero.
-    Powers of two are rounded up: the nearest may clip a weight by 30 %.
+    A scale of 0, of weights that are all zero, becomes 1. Other magnitudes are clamped to the normal numbers
+    of ``dtype``, since kernels may flush subnormal ones to zero. Where ``dtype`` has only powers of two,
+    scales are rounded up: the nearest could clip a weight by 30 %.
     """
     info = torch.finfo(dtype)
     if dtype == torch.float8_e8m0fnu:
@@ -108,13 +108,13 @@ def storable_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _asymmetric_grid(low: Tensor, high: Tensor, top: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = storable_scales((high - low) / top, dtype)
     zeros = torch.round(-low / scales)
-    # Where the zero point is held at 1, the codes above it have one step less to reach the maximum.
+    # Where the zero point is raised to 1, only top - 1 steps are left to reach the maximum.
     scales = torch.where(zeros < 1, storable_scales(high / (top - 1), dtype), scales)
     return scales, zeros.clamp(1, top)
 
 
 def _full_scales(weight: Tensor, element: Element) -> Tensor:
-    """The scales of a grid without free zero points that spans the range of ``weight`` [..., g, N]."""
+    """The scales of a symmetric grid that spans the range of ``weight`` [..., g, N]."""
     if element.table is None:
         return weight.abs().amax(dim=-2) * (2 / (element.codes - 1))
     high, low = weight.amax(dim=-2).clamp(min=0), weight.amin(dim=-2).clamp(max=0)
@@ -127,16 +127,17 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
     element, dtype = scheme.element, torch_dtype(scheme.scale_dtype)
     top = element.codes - 1
     best_cost = torch.full_like(weight[0], torch.inf)
-    # What stands if every cost overflows to infinity.
+    # The result if every cost overflows to infinity.
     best_scales, best_zeros = minmax_grid(weight, scheme)
     high, low = weight.amax(dim=0).clamp(min=0), weight.amin(dim=0).clamp(max=0)
     if not scheme.stores_zeros:
         full = _full_scales(weight, element)
         if element.table is None and scheme.scale_dtype in FLOATS:
-            # The sign that is tried first puts the code without a counterpart on the longer side.
+            # The sign tried first puts code 0 (-8), which has no counterpart, on the side of the largest
+            # weight.
             full = torch.where(high > -low, -full, full)
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
-    # Scales of 8 bits are magnitudes.
+    # 8-bit scales can't be negative.
     signs = (1,) if scheme.stores_zeros or scheme.scale_dtype not in FLOATS else (1, -1)
     for factor in _SHRINK:
         for sign in signs:
@@ -154,7 +155,8 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
             if sign == 1:
                 found_cost, found_scales, found_zeros = cost, scales, zeros
                 continue
-            # Where no weight is clipped both signs cost the same, and rounding must not choose.
+            # Where no weight is clipped both signs cost the same, and float rounding must not decide between
+            # them.
             other = cost < found_cost * (1 - _TIE)
             found_cost = torch.where(other, cost, found_cost)
             found_scales = torch.where(other, scales, found_scales)

@@ -17,17 +17,18 @@ else:
 
 _CHUNK_ROWS = 8192
 
-# Panels of rows in which a wide Hessian is summed on a GPU: of each only what is right of the diagonal, 9/16
-# of the whole with 8. Panels of fewer rows than these keep the GPU less busy than that saves.
+# Number of row panels in which a wide Hessian is summed on a GPU, where each panel is computed only from the
+# diagonal on (9/16 of the products with 8 panels); K from which that is done; and fewest rows of a panel,
+# below which the GPU is underused.
 _PANELS, _WIDE, _LEAST = 8, 4096, 1024
 
-# Rows of a panel on a CPU, whose products are no slower for being narrow.
+# Rows of a panel on a CPU, where narrow products are not slower.
 _CPU_PANEL = 256
 
-# From here on bfloat16 products on a CPU save more than rounding the operands to it takes.
+# K from which bfloat16 products on a CPU save more time than rounding the operands takes.
 _NARROW = 256
 
-# What is mirrored at once.
+# Rows of the Hessian that are mirrored at once.
 _TILE = 2048
 
 
@@ -44,26 +45,26 @@ class HessianAccumulator:
         name: name of the layer in error messages.
 
     Attributes:
-        tokens: seen so far.
-        outputs: by name, what gathered the loss's gradients at the outputs of projections that read the
-            input, in place of inputs (:mod:`marlinq.methods.outputs`); empty where nobody asked.
+        tokens: number of tokens added so far.
+        outputs: accumulators of the loss's gradients at the outputs of projections that read the input, by
+            name of the projection (:mod:`marlinq.methods.outputs`); empty unless the method uses them.
     """
 
     def __init__(self, in_features: int, *, device: torch.device, name: str) -> None:
         # Above the diagonal; what lies below is filled in by `hessian`.
         self._mean = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
-        # What `hessian` has left of the entries beside the diagonal.
+        # Factor that `hessian` has applied to the entries off the diagonal.
         self._kept = 1.0
         self._name = name
         self.tokens = 0
         self.outputs: dict[str, HessianAccumulator] = {}
 
     def add(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Counts the inputs of one call.
+        """Add the inputs of one call.
 
         Args:
-            x: float [..., K].
-            mask: bool [B, T] with true at real tokens, None when all are; x then is [B, T, K] or [B * T, K].
+            x: float [..., K]; [B, T, K] or [B * T, K] with ``mask``.
+            mask: bool [B, T], false at padding; None without padding.
 
         Raises:
             UnsupportedError: there is a mask, but the rows of x are not the batch's tokens in order.
@@ -85,9 +86,9 @@ class HessianAccumulator:
             self.tokens = total
 
     def merge(self, other: HessianAccumulator) -> None:
-        """Counts what ``other`` has seen: another shard of the calibration, of the same layer.
+        """Add the statistics ``other``, of the same layer, of another shard of the calibration.
 
-        The result is that of one accumulator for both shards, up to rounding.
+        The result equals that of one accumulator for both shards, up to rounding.
 
         Raises:
             ValueError: ``other`` is of another K.
@@ -100,7 +101,8 @@ class HessianAccumulator:
         self.tokens = total
 
     def blend(self, other: HessianAccumulator, share: float) -> None:
-        """Makes ``share`` of the Hessian ``other``'s, whatever the tokens of both; :attr:`tokens` stays.
+        """Replace the Hessian by ``(1 - share)`` of itself plus ``share`` of ``other``'s; :attr:`tokens` is
+        unchanged.
 
         Raises:
             ValueError: ``other`` is of another K.
@@ -123,10 +125,10 @@ class HessianAccumulator:
         self._mean.mul_(mine).add_(other._mean.to(self._mean.device), alpha=theirs)
 
     def as_share(self, tokens: int) -> list[Tensor]:
-        """Weighs what was seen as a share of ``tokens`` in all: the sum of all shares is the whole's.
+        """Weight the statistics as those of one of several shards with ``tokens`` tokens together.
 
         Returns:
-            The tensors to be added up with those of the other shards, in place.
+            Tensors to be summed in place over all shards; the sums are the statistics of all tokens.
         """
         self._shrink(0.0)
         self._mean.mul_(self.tokens / tokens if tokens else 0.0)
@@ -134,12 +136,12 @@ class HessianAccumulator:
         return [self._mean]
 
     def hessian(self, shrinkage: float = 0.0) -> Tensor:
-        """float32 [K, K], exactly symmetric, the accumulator's own; zero when nothing was added.
+        """The Hessian, float32 [K, K], exactly symmetric, not a copy; zero when nothing was added.
 
         Args:
-            shrinkage: share of what lies beside the diagonal that is left out, below 1: the Hessian moves so
-                far towards its diagonal (Ledoit and Wolf 2004). Correlations of a few thousand tokens of one
-                kind of text are not those of others, and errors that rely on them don't cancel there.
+            shrinkage: share, below 1, by which entries off the diagonal are lowered (Ledoit and Wolf 2004).
+                Inputs of other texts have other correlations, so compensation that relies on them would fail
+                there.
 
         Raises:
             NumericsError: the inputs held NaN or infinity, or overflowed float32.
@@ -150,8 +152,8 @@ class HessianAccumulator:
                 f"{self._name}: {bad} of {self._mean.shape[0]} input channels are NaN or infinite in the "
                 "calibration; check the source checkpoint, and its dtype's range"
             )
-        # Matrix products don't promise the same rounding on both sides of the diagonal, and some leave out
-        # what lies below. In place, since a copy would take as much memory again.
+        # Mirrored, since products may round differently on both sides of the diagonal, or skip the lower one.
+        # In place, since a copy would take as much memory again.
         k = self._mean.shape[0]
         for start in range(0, k, _TILE):
             part = slice(start, start + _TILE)
@@ -163,7 +165,7 @@ class HessianAccumulator:
         return self._mean
 
     def _shrink(self, shrinkage: float) -> None:
-        """Leaves out ``shrinkage`` of the entries beside the diagonal, whatever was left out before."""
+        """Multiply entries off the diagonal by 1 - ``shrinkage``, in place of any earlier shrinkage."""
         if self._kept != 1 - shrinkage:
             diagonal = self._mean.diagonal().clone()
             self._mean.mul_((1 - shrinkage) / self._kept).diagonal().copy_(diagonal)
@@ -177,10 +179,10 @@ def add_products(
 
     Args:
         total: float32 [K, K], overwritten.
-        left, right: float [tokens, K]. Where both have 16 bits and are on a GPU its tensor cores multiply:
-            products of such numbers are exact in float32, and so are summed.
+        left, right: float [tokens, K]. If both have 16 bits and are on a GPU, its tensor cores multiply:
+            products of such numbers are exact in float32, in which they are summed.
         kept, weight: factors.
-        upper: what lies below the diagonal is not wanted, and may be left as it is.
+        upper: whether entries below the diagonal are not needed, so that they may keep their values.
     """
     k = left.shape[1]
     if not (left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16)):
@@ -207,8 +209,11 @@ def add_products(
 
 
 def add_rounded_products(total: Tensor, left: Tensor, right: Tensor, kept: float, weight: float) -> None:
-    """:func:`add_products` of a small correction: where a CPU multiplies bfloat16, wide operands and their
-    product are rounded to it, each by at most a share of 2**-9; ``total`` stays float32."""
+    """:func:`add_products` with less precision, for a small correction.
+
+    On a CPU with bfloat16 products, wide operands and their product are rounded to bfloat16, each by a share
+    of at most 2**-9; ``total`` stays float32.
+    """
     if not (multiplies_bfloat16(left.device) and left.shape[1] >= _NARROW):
         add_products(total, left, right, kept, weight)
         return
@@ -217,10 +222,10 @@ def add_rounded_products(total: Tensor, left: Tensor, right: Tensor, kept: float
 
 
 def add_float32_products(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left^T right`` in float32 on a GPU's tensor cores, products off by 2**-19 of them at most.
+    """``total += left^T right`` on a GPU's tensor cores, with relative errors of products of at most 2**-19.
 
-    An operand is the sum of its first 11 bits and of what is left, below 2**-10 of it, which TF32 rounds by
-    2**-11 of that at most. Products of two such rests are left out.
+    Each operand is split into its first 11 bits and a rest below 2**-10 of it, which TF32 rounds by a share
+    of at most 2**-11. The product of the two rests is left out.
 
     Args:
         total: float32 [M, N], changed.
@@ -233,13 +238,13 @@ def add_float32_products(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _first_bits(x: Tensor) -> Tensor:
-    """float32 as x without the 13 bits of its significand that TF32 has not."""
+    """x in float32 without the low 13 bits of its significand, which TF32 lacks."""
     return x.view(torch.int32).bitwise_and(-(1 << 13)).view(torch.float32)
 
 
 @contextmanager
 def tensor_cores() -> Iterator[None]:
-    """Lets a GPU round the operands of float32 products to TF32: enough for a report and for corrections."""
+    """Allow TF32 for float32 products inside: precise enough for reports and corrections."""
     products = torch.backends.cuda.matmul
     before, products.fp32_precision = products.fp32_precision, "tf32"
     try:

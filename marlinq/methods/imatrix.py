@@ -1,8 +1,8 @@
-"""Round-to-nearest on scales that mind the inputs: an importance matrix, as llama.cpp calls it.
+"""Round-to-nearest with scales chosen for the calibration's inputs (llama.cpp's importance matrix).
 
-A squared error of a weight counts as much as its input channel is strong: the mean square of the channel over
-the calibration, the diagonal of the Hessian that GPTQ uses. Weights don't make up for each other's errors, so
-one pass over the text, of the original, with a vector per input is all that is gathered.
+The squared error of a weight is weighted by the mean square of its input channel over the calibration, the
+diagonal of GPTQ's Hessian. Weights don't compensate for each other's errors, so one pass of the original over
+the text suffices, which gathers one vector per input.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RoundPanels = Callable[["PanelTensors", Scheme, "Tensor"], None]
 
 @dataclass(frozen=True)
 class ImatrixOptions(MethodOptions):
-    """There is nothing to choose."""
+    """Options of imatrix: none."""
 
 
 class InputPower:
@@ -42,7 +42,7 @@ class InputPower:
 
     Args:
         in_features: K.
-        device: where it is kept, in float32.
+        device: device of the statistics, which are float32.
         name: name of the layer in error messages.
     """
 
@@ -52,7 +52,7 @@ class InputPower:
         self.tokens = 0
 
     def add(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Counts the inputs of one call, float [..., K]; ``mask`` bool [B, T] is true at real tokens.
+        """Add the inputs of one call, float [..., K]; ``mask`` bool [B, T] is false at padding.
 
         Raises:
             UnsupportedError: there is a mask, but the rows of x are not the batch's tokens in order.
@@ -66,7 +66,7 @@ class InputPower:
         self.tokens = total
 
     def merge(self, other: InputPower) -> None:
-        """Counts what ``other`` has seen: another shard of the calibration, of the same layer."""
+        """Add the statistics ``other``, of the same layer, of another shard of the calibration."""
         total = self.tokens + other.tokens
         if total:
             self._mean.mul_(self.tokens / total).add_(
@@ -75,18 +75,20 @@ class InputPower:
             self.tokens = total
 
     def blend(self, other: InputPower, share: float) -> None:
-        """Makes ``share`` of the mean ``other``'s, whatever the tokens of both; :attr:`tokens` stays."""
+        """Replace the mean by ``(1 - share)`` of itself plus ``share`` of ``other``'s; :attr:`tokens` is
+        unchanged."""
         if other.tokens:
             self._mean.lerp_(other._mean.to(self._mean.device), share if self.tokens else 1.0)
 
     def as_share(self, tokens: int) -> list[Tensor]:
-        """Weighs what was seen as a share of ``tokens`` in all; all shards' tensors add up to the whole's."""
+        """Weight the statistics as those of one of several shards with ``tokens`` tokens together; returns
+        tensors to be summed over all shards."""
         self._mean.mul_(self.tokens / tokens if tokens else 0.0)
         self.tokens = tokens
         return [self._mean]
 
     def importance(self) -> Tensor:
-        """float32 [K]; ones when nothing was added.
+        """Mean square of each channel, float32 [K]; ones when nothing was added.
 
         Raises:
             NumericsError: the inputs held NaN or infinity, or overflowed float32.
@@ -101,12 +103,12 @@ class InputPower:
 
 
 class Imatrix(Method[ImatrixOptions, InputPower]):
-    """Every weight goes to the nearest value of a grid that was chosen for strong inputs."""
+    """Round-to-nearest on grids chosen for the least error, weighted by the power of the inputs."""
 
     name = "imatrix"
     options = ImatrixOptions
     sequential = False
-    # A mean of squares needs no more: with 8,192 to 65,536 tokens of C4 a model is quantised equally well.
+    # Measured: with 8,192 to 65,536 tokens of C4 a model is quantised equally well.
     enough_tokens = 65_536
 
     def statistics(
@@ -140,7 +142,8 @@ def _solve(
     n, k = weight.shape
     g = whole_groups(scheme, k, name)
     groups = k // g
-    # A dead channel still has to store something near its weight: other text may reach it.
+    # A dead channel gets a small power, so that its weights are still rounded sensibly: other texts may use
+    # it.
     floor = importance.mean() * 1e-6
     power = importance.clamp(min=float(floor) or 1.0).reshape(groups, g)
     w = weight.t().to(torch.float32).contiguous().reshape(groups, g, n)
@@ -166,7 +169,7 @@ def round_groups(w: Tensor, power: Tensor, scheme: Scheme) -> tuple[Tensor, Tens
     """Codes [G, g, N], scales and zeros [G, N] in float32, and the weighted squared error of w [G, g, N]
     whose channels count ``power`` [G, g]."""
     groups, g, n = w.shape
-    # Groups stand beside each other, as further output channels.
+    # Groups become further output channels.
     beside = w.transpose(0, 1).reshape(g, groups * n)
     costs = power.t().repeat_interleave(n, dim=1)
     scales, zeros = search_grid(beside, costs, scheme)
@@ -186,8 +189,8 @@ def round_groups_on_gpu(
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """:func:`round_groups` in one launch: a panel of GPTQ's for each group.
 
-    No channel makes up for another: R is diagonal, so its feedback is zero, and what an error costs is the
-    square of its diagonal.
+    No channel compensates for another: R is diagonal, so feedback is zero, and a squared error is weighted by
+    the square of R's diagonal.
     """
     from marlinq.kernels.solve import PanelTensors, round_panels
 

@@ -46,20 +46,21 @@ class InputRange:
         self.largest = torch.maximum(self.largest, other.largest)
 
     def blend(self, other: InputRange, share: float) -> None:
-        """As :meth:`marlinq.methods.Statistics.blend`: a range that holds both, whatever the share."""
+        """As :meth:`marlinq.methods.Statistics.blend`, but takes the larger of both ranges for any share."""
         self.largest = torch.maximum(self.largest, other.largest)
 
     def as_share(self, tokens: int) -> Sequence[Tensor]:
         """As :meth:`marlinq.methods.Statistics.as_share`.
 
         Raises:
-            UnsupportedError: always: a maximum is no sum.
+            UnsupportedError: always, since a maximum over shards is not a sum.
         """
         raise UnsupportedError(f"{self.name}: activation ranges are taken in one process; leave out torchrun")
 
 
 class StaticRTN(Method[RTNOptions, InputRange]):
-    """:class:`~marlinq.methods.rtn.RTN`, and a scale with which the largest input is the largest code."""
+    """:class:`~marlinq.methods.rtn.RTN` with a static activation scale that maps the largest input to the
+    largest code."""
 
     name = "rtn-static"
     options = RTNOptions

@@ -1,16 +1,15 @@
-"""GPTQ with a metric on a layer's outputs as well as on its inputs.
+"""GPTQ that also weights errors of a layer's outputs by the gradients of the model's loss.
 
-GPTQ's loss tr(D H D^T), D = Q - W, counts an error of each output by itself. What the loss of the model makes
-of errors of several outputs together is, to second order and with inputs and gradients taken for independent
-(Martens and Grosse 2015), tr(F D H D^T), F being the second moment of the loss's gradients at the outputs
-(Tseng et al. 2025, YAQA). With the upper triangular root F = R R^T it is the squared norm of R^T D in H's
-metric, and rows d of R^T D depend on the outputs up to d alone. So outputs are quantised in parts, and each
-part aims at
+GPTQ's loss tr(D H D^T), D = Q - W, treats the errors of outputs as independent. To second order, and with
+inputs and gradients taken as independent (Martens and Grosse 2015), the change of the model's loss is tr(F D
+H D^T), where F is the second moment of the loss's gradients at the outputs (Tseng et al. 2025, YAQA). With
+the upper triangular root F = R R^T this is the squared norm of R^T D in H's metric, and row d of R^T D
+depends only on outputs up to d. So outputs are quantised in parts, and the target of part d is
 
     W_d - R_dd^-T R_done,d^T D_done
 
-which is what makes up best for the errors of the parts before, whatever H is. Within a part outputs are taken
-for independent. Neighbours, which go together most, are in different parts.
+which compensates best for the errors of the parts already done, for any H. Within a part outputs are taken as
+independent. Neighbouring outputs, whose gradients are most correlated, are put into different parts.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
-# More parts make up for more: of P parts each has on average (P - 1) / 2 before it. Each is a solve of its
-# own, whose time is that of its channels one after the other, so wide layers have fewer. 8 parts, with less
-# damping, came near to 16; fewer were not measured.
+# Most and fewest parts. More parts compensate for more. Each part is a solve of its own, whose time grows
+# with K, so wide layers have fewer. Measured: 8 parts, with less damping, came near to 16.
 _MOST_PARTS, _FEWEST_PARTS = 16, 4
 _CHANNELS = 24576
-# Gradients of some ten thousand tokens are noisy, so their second moment is moved towards its diagonal.
+# Shrinkage of the second moment towards its diagonal, since gradients of some ten thousand tokens are noisy;
+# and damping.
 _SHRINKAGE, _DAMP = 0.25, 0.1
 
 
 def parts(in_features: int) -> int:
-    """In how many parts the outputs of a layer of K = ``in_features`` are quantised."""
+    """Number of parts in which the outputs of a layer of K = ``in_features`` are quantised."""
     return max(_FEWEST_PARTS, min(_MOST_PARTS, _CHANNELS // in_features))
 
 
@@ -49,19 +48,19 @@ def solve_in_parts(
     g: int,
     solve: Callable[[Tensor], Solution],
 ) -> tuple[Solution, Tensor, list[str | None]]:
-    """Solves weights that lie side by side, each with a metric on its outputs.
+    """Solve weights that lie side by side, each with the second moment of its outputs' gradients.
 
     Args:
         w: float32 [K, N], the channels in processing order.
         widths: output channels of each weight.
-        outputs: for each weight the gathered gradients at its N_i outputs; None for one whose
-            outputs are independent.
+        outputs: for each weight the second moment of the gradients at its N_i outputs; None for independent
+            outputs.
         g: channels of a group.
-        solve: solves some columns of ``w``, float32 [K, n] and contiguous, as if they were independent.
+        solve: function that solves some columns of ``w``, float32 [K, n] and contiguous, as independent ones.
 
     Returns:
-        The solution, without losses; D^T = Q - W, float32 [K, N]; and for each weight why its outputs were
-        taken for independent although it has a metric, None where they weren't.
+        The solution, without losses; the errors Q - W, float32 [K, N]; and for each weight the reason why its
+        outputs were taken as independent although their gradients were gathered, or None.
     """
     solution = Solution.empty(w, g)
     error = torch.zeros_like(w)
@@ -97,7 +96,7 @@ def solve_in_parts(
 
 
 def _aim(w: Tensor, error: Tensor, before: Sequence[Tensor], own: Tensor, root: Tensor | None) -> Tensor:
-    """[K, n], what the columns ``own`` are to become, once those ``before`` have their errors."""
+    """Target [K, n] of the columns ``own``, given the errors of the columns ``before``."""
     target = w[:, own]
     if root is None or not before or not len(own):
         return target

@@ -33,20 +33,20 @@ else:
 
 RoundPanel = Callable[[PanelTensors, Scheme, float], None]
 
-# Channels of a block: wide enough that tensor cores are busy with its product, narrow enough that little is
-# left for the products inside it.
+# Channels of a block: wide enough for tensor cores in the products between blocks, narrow enough that
+# products inside a block are small.
 _BLOCK = 512
 
 
 @dataclass(frozen=True, eq=False)
 class _Panel:
-    """Channels ``part`` and what the kernel needs of the root there.
+    """A panel of channels, with the part of the root that the kernel needs.
 
     Attributes:
         part: the channels.
         own: float32 [rows, rows], the root's diagonal block.
-        inverse: of it.
-        feedback, diagonal: of :class:`marlinq.kernels.solve.PanelTensors`.
+        inverse: inverse of ``own``.
+        feedback, diagonal: as in :class:`marlinq.kernels.solve.PanelTensors`.
     """
 
     part: slice
@@ -73,11 +73,11 @@ def solve_panels(
 
     Args:
         w: float32 [K, N], contiguous.
-        blocks: :func:`cut` of the factor's root, where several solves share it.
-        launch: rounds a panel; tests put the emulated kernel here.
+        blocks: :func:`cut` of the factor's root, if several solves share it.
+        launch: function that rounds a panel; tests pass the emulated kernel.
     """
     solution = Solution.empty(w, g)
-    # Row j holds (R^T D)_j over the channels quantised so far: the loss terms not yet closed.
+    # Row j is (R^T D)_j, summed over the channels quantised so far.
     carried = torch.zeros_like(w)
     solve = _solve_large_group if g > PANEL_ROWS else _solve_groups
     factors = torch.tensor(search_factors(), device=w.device) if clip_search else None
@@ -98,13 +98,13 @@ class _Problem:
     launch: RoundPanel
 
     def updated(self, panel: _Panel) -> Tensor:
-        """The panel's weights with the updates of all channels before."""
+        """The panel's weights after the updates for all channels before it."""
         if panel.part.start == 0:
             return self.w[panel.part]
         return torch.addmm(self.w[panel.part], panel.inverse.t(), self.carried[panel.part])
 
     def carry(self, panel: _Panel, stop: int, difference: Tensor) -> None:
-        """Let the channels behind the panel, before ``stop``, know its errors."""
+        """Add the panel's errors to ``carried`` of the channels behind it, up to ``stop``."""
         if panel.part.stop < stop:
             rest = slice(panel.part.stop, stop)
             self.carried[rest].addmm_(self.factor.root[panel.part, rest].t(), difference)
@@ -113,7 +113,7 @@ class _Problem:
 def _solve_groups(
     problem: _Problem, block: slice, panels: Sequence[_Panel], solution: Solution, g: int
 ) -> Tensor:
-    """Solves a block of whole groups; returns w - q of its channels."""
+    """Solve a block of whole groups; returns w - q of its channels."""
     difference = torch.empty_like(problem.w[block])
     for panel in panels:
         part, group = panel.part, panel.part.start // g
@@ -147,9 +147,9 @@ def _solve_groups(
 def _solve_large_group(
     problem: _Problem, block: slice, panels: Sequence[_Panel], solution: Solution, g: int
 ) -> Tensor:
-    """Solves a group of more channels than a panel; returns w - q of its channels.
+    """Solve a group of more channels than a panel; returns w - q of its channels.
 
-    Its scales are chosen from all of it before, and fitted to all of it afterwards.
+    Its scales are chosen from all its channels first, and fitted to all its codes afterwards.
     """
     w, scheme = problem.w[block], problem.scheme
     own = problem.factor.root[block, block]
@@ -190,7 +190,7 @@ def _solve_large_group(
 
 
 def cut(root: Tensor, g: int) -> Blocks:
-    """Channels between two large products, and their panels, of a root in groups of g channels."""
+    """Blocks of channels and their panels, for a root in groups of g channels."""
     k = root.shape[0]
     rows = min(g, PANEL_ROWS)
     width = g if g > PANEL_ROWS else _BLOCK // g * g
@@ -205,10 +205,10 @@ def _cut(whole: slice, width: int) -> Iterator[slice]:
 
 
 def _panels(root: Tensor, parts: Sequence[slice]) -> list[_Panel]:
-    """The panels ``parts``, whose inverses are found together; some may be lower than the first."""
+    """The panels ``parts``, whose inverses are computed together; some may have fewer rows than the first."""
     rows = parts[0].stop - parts[0].start
     own = torch.zeros(len(parts), rows, rows, device=root.device)
-    # What a lower one lacks is the identity, which is its own inverse.
+    # A smaller block is padded with the identity, whose inverse is the identity.
     own.diagonal(dim1=1, dim2=2).fill_(1)
     for place, part in enumerate(parts):
         height = part.stop - part.start

@@ -1,10 +1,10 @@
-"""Which weights are pruned: SparseGPT's choice inside the sweep of GPTQ, or the smallest magnitudes.
+"""Choose the weights to prune: as SparseGPT within GPTQ's sweep, or those of the smallest magnitude.
 
-SparseGPT (Frantar and Alistarh 2023) prunes while it sweeps over the input channels: when a span of channels
-comes up, their weights carry the updates of all channels before, and those whose removal costs least are
-pruned. Removing weight w of channel k costs w**2 / U[k, k]**2, with U the upper root of the inverse Hessian,
-which is (w R[k, k])**2 with the root R of the Hessian itself. What a pruned weight was moves on to the later
-channels, as a rounding error does, so one sweep makes up for both.
+SparseGPT (Frantar and Alistarh 2023) prunes while it sweeps over the input channels. When a span of channels
+is processed, their weights have the updates of all channels before, and those whose removal costs least are
+pruned. Removing weight w of channel k costs w**2 / U[k, k]**2, where U is the upper root of the inverse
+Hessian; that is (w R[k, k])**2 with the root R of the Hessian. Later channels compensate for a pruned weight
+as for a rounding error.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Pruning:
-    """How a quantisation group is pruned while its channels are rounded.
+    """Pruning of a quantisation group while its channels are rounded.
 
     Attributes:
-        sparsity: weights of each span that are kept.
-        zeros: float32 [N], the group's zero points: codes of pruned weights.
+        sparsity: sparsity rule of the result.
+        zeros: float32 [N], the group's zero points, which are the codes of pruned weights.
         diagonal: float32 [g], the diagonal of the Hessian's root.
     """
 
@@ -33,31 +33,32 @@ class Pruning:
     diagonal: Tensor
 
     def part(self, rows: slice) -> Pruning:
-        """The same for some of the group's channels."""
+        """The pruning of some of the group's channels."""
         return Pruning(self.sparsity, self.zeros, self.diagonal[rows])
 
     def halved(self, g: int) -> int:
-        """Where g channels are halved: spans stay whole."""
+        """Channels of the first half of g channels, a multiple of the span."""
         return g // 2 - g // 2 % self.sparsity.span
 
     def pruned(self, values: Tensor, first: int) -> Tensor:
-        """bool [span, N]: what is pruned of the span whose turn it is.
+        """bool [span, N], whether weights of a span are pruned.
 
         Args:
-            values: float32 [span, N], in code units, with the updates of all channels before.
-            first: the span's first channel among :attr:`diagonal`.
+            values: weights of the span after the updates for all channels before, float32 [span, N], in code
+                units.
+            first: index of the span's first channel in :attr:`diagonal`.
         """
         diagonal = self.diagonal[first : first + self.sparsity.span]
         return ~self.sparsity.largest(_scores(values - self.zeros, diagonal))
 
 
 def expected(updated: Tensor, diagonal: Tensor, sparsity: Sparsity | None) -> Tensor:
-    """The weights of a group as far as they will be kept: what its scale is chosen from.
+    """A group's weights with those that will probably be pruned set to zero; its scale is chosen from these.
 
-    The choice is made again, with the updates inside the group, when each span comes up.
+    The final choice is made when each span is processed, after the updates inside the group.
 
     Args:
-        updated: float32 [g, N], with the updates of all groups before.
+        updated: weights after the updates for all groups before, float32 [g, N].
         diagonal: float32 [g], the diagonal of the Hessian's root.
         sparsity: None prunes nothing.
     """
@@ -74,5 +75,5 @@ def smallest_removed(weight: Tensor, sparsity: Sparsity | None) -> Tensor:
 
 
 def _scores(values: Tensor, diagonal: Tensor) -> Tensor:
-    """What removing each weight of ``values`` [channels, N] costs."""
+    """Cost of removing each weight of ``values`` [channels, N]."""
     return (values * diagonal.unsqueeze(1)).square_()

@@ -1,4 +1,4 @@
-"""The quantities that a method reports as the error of a weight. Two of them never share a column."""
+"""The quantities in which methods report the error of a weight; reports keep them in separate columns."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from enum import StrEnum
 
 
 class ErrorQuantity(StrEnum):
-    """What tr(D H D^T) / tr(W H W^T) with D = W - Q is, by the H that was used."""
+    """Meaning of tr(D H D^T) / tr(W H W^T), D = W - Q, by the matrix H."""
 
     OUTPUTS = "outputs"
     """H is the Hessian of the layer's inputs: the squared error of its outputs on the calibration text."""
     INPUTS = "inputs"
     """H is the diagonal of that Hessian: the weights' squared error, each weighted by its input channel."""
     WEIGHTS = "weights"
-    """H is the identity: the squared error of the weights. No text has a part in it."""
+    """H is the identity: the squared error of the weights, independent of any text."""
 
     @property
     def label(self) -> str:
-        """The name of a column or line that holds it."""
+        """Title of a column or line with this quantity."""
         return _LABELS[self]
 
     @property
     def meaning(self) -> str:
-        """One sentence for people."""
+        """One sentence that explains the quantity."""
         return _MEANINGS[self]
 
 

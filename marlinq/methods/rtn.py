@@ -32,10 +32,11 @@ else:
 
 @dataclass(frozen=True)
 class RTNOptions(MethodOptions):
-    """How round-to-nearest chooses scales.
+    """Options of round-to-nearest.
 
     Attributes:
-        clip_search: by the least squared error of the group's weights, instead of by its largest weight.
+        clip_search: choose scales by the least squared error of the group's weights, instead of by its
+            largest weight.
     """
 
     clip_search: bool = setting(
@@ -44,7 +45,7 @@ class RTNOptions(MethodOptions):
 
 
 class RTN(Method[RTNOptions, Statistics]):
-    """Every weight goes to the nearest value of its group's grid."""
+    """Rounds every weight to the nearest value of its group's grid."""
 
     name = "rtn"
     options = RTNOptions
@@ -122,7 +123,8 @@ def round_to_nearest(
 
 
 def _tensor_scale(weight: Tensor, scheme: Scheme) -> Tensor:
-    """The second-level scale, float32 [], that lets first-level scales reach their dtype's largest."""
+    """The second-level scale, float32 [], with which the largest first-level scale is its dtype's largest
+    value."""
     largest = weight.abs().amax()
     reach = torch.finfo(torch_dtype(scheme.scale_dtype)).max * scheme.element.ends[1]
     multiplier = torch.where(largest == 0, torch.ones_like(largest), largest / reach)

@@ -1,10 +1,9 @@
 """GPTQ's solve on a CPU: slices of the output channels, each by one thread.
 
-Output channels don't influence each other. The column loop has thousands of small operations; were each of
-them shared by several threads, those would meet as often, and a thread that the system runs later than the
-others, on a machine with other work, would hold all of them up every time. So a slice belongs to one thread
-from the first channel to the last. Slices depend on the layer's shape alone, so the number of threads does
-not change a bit of the result.
+Output channels don't influence each other, so each slice is solved by one thread from the first channel to
+the last. The alternative, several threads for each of the loop's thousands of small operations, would
+synchronise thousands of times and wait for the slowest thread each time. Slices depend on the layer's shape
+alone, so the result does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
-# Output channels of a slice: wide enough for an operation to outweigh its call, narrow enough for a group of
-# channels to stay in a core's cache.
+# Output channels of a slice at most, and a multiple for widths: wide enough that calls of operations cost
+# little, narrow enough that a group of channels stays in a core's cache.
 _WIDTH, _ALIGNMENT = 512, 16
 
-# Below this many channels the column loop is faster than halving once more for a matrix product.
+# Channels up to which a loop over columns is faster than halving once more for a matrix product.
 _LEAF = 16
 
 
@@ -55,7 +54,7 @@ def solve_slices(w: Tensor, factor: Factor, g: int, scheme: Scheme, *, clip_sear
         _solve_slice(w[:, columns].contiguous(), factor, inverses, scheme, clip_search, solution, columns)
 
     if w.device.type != "cpu":
-        # A GPU without the kernel for panels, or another device: as few operations as possible.
+        # Other devices, and GPUs without the kernel for panels: one slice, for as few operations as possible.
         one(slice(0, w.shape[1]))
         return solution
     slices = list(even_slices(w.shape[1]))
@@ -78,7 +77,7 @@ def even_slices(n: int) -> Iterator[slice]:
 
 @contextmanager
 def _single_threaded() -> Iterator[None]:
-    """Keeps the number of threads of torch's operations, which a pool's threads set for some libraries."""
+    """Restore torch's number of threads afterwards; a pool's threads change it for some libraries."""
     before = torch.get_num_threads()
     try:
         yield
@@ -99,13 +98,13 @@ def _solve_slice(
     k, g = w.shape[0], inverses.shape[1]
     top = scheme.element.codes - 1
     root, sparsity = factor.root, scheme.sparsity
-    # Row j holds (R^T D)_j over the channels quantised so far: the loss terms not yet closed.
+    # Row j is (R^T D)_j, summed over the channels quantised so far.
     carried = torch.zeros_like(w)
     for group, inverse in enumerate(inverses):
         part = slice(group * g, (group + 1) * g)
         own = root[part, part]
         diagonal = own.diagonal()
-        # Nothing is carried into the first group, which may be the only one and as large as the layer.
+        # Nothing is carried into the first group; skipping the product saves much if it is the only group.
         updated = torch.addmm(w[part], inverse.t(), carried[part]) if group else w[part]
         kept = expected(updated, diagonal, sparsity)
         if clip_search:
@@ -113,7 +112,7 @@ def _solve_slice(
         else:
             s, z = minmax_grid(kept, scheme)
         pruning = None if sparsity is None else Pruning(sparsity, z, diagonal)
-        # In code units a channel's error moves the later ones by the same factors, whatever its scale.
+        # In code units the feedback of an error does not depend on the scale.
         rounded = torch.empty_like(updated)
         errors = updated.div(s).add_(z)
         _round_channels(errors, rounded, inverse * diagonal.unsqueeze(1), top, pruning)
@@ -133,8 +132,9 @@ def _solve_slice(
 def _round_channels(v: Tensor, codes: Tensor, feedback: Tensor, top: int, pruning: Pruning | None) -> None:
     """Round the rows of v, float32 [g, n] in code units, in order, into codes; v is left with the errors.
 
-    ``feedback`` is upper triangular [g, g]: by how much an error of row k lowers row j. Halving turns most
-    of the rank-1 updates into matrix products. ``pruning`` sets weights to zero when their span comes up.
+    ``feedback`` [g, g] is upper triangular: entry [k, j] is subtracted from row j per code unit of error of
+    row k. Recursive halving turns most rank-1 updates into matrix products. ``pruning`` prunes each span when
+    it is processed.
     """
     g = v.shape[0]
     if g > _LEAF:

@@ -1,4 +1,4 @@
-"""What a solve of GPTQ results in, and the least-squares fit of a group's scales that all solves share."""
+"""The result of a GPTQ solve, and the least-squares fit of a group's scales."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Solution:
 
     @classmethod
     def empty(cls, w: Tensor, g: int) -> Solution:
-        """To be filled in, for weights w, float32 [K, N], in groups of g channels; no loss yet."""
+        """An uninitialised solution, with a loss of zero, for weights w, float32 [K, N], in groups of g
+        channels."""
         k, n = w.shape
         codes = torch.empty((k, n), dtype=torch.uint8, device=w.device)
         scales = torch.empty((k // g, n), device=w.device)
@@ -37,12 +38,12 @@ class Solution:
         return cls(codes, scales, torch.empty_like(scales), loss)
 
     def dense(self, g: int) -> Tensor:
-        """float32 [K, N], what the codes stand for, in processing order, in groups of g channels."""
+        """The dequantised weights, float32 [K, N], in processing order, in groups of g channels."""
         codes = self.codes.to(torch.float32).reshape(len(self.scales), g, -1)
         return ((codes - self.zeros.unsqueeze(1)) * self.scales.unsqueeze(1)).reshape(self.codes.shape)
 
     def weights(self, order: Tensor, widths: Sequence[int], g: int, scheme: Scheme) -> list[QuantizedWeight]:
-        """The weights that lie side by side, in their channels' own order.
+        """The quantised weights, which lie side by side, with channels in their own order.
 
         Args:
             order: int64 [K], the channels in processing order, whose groups stay whole.
@@ -51,7 +52,7 @@ class Solution:
             scheme: scheme of the weights.
         """
         back = torch.argsort(order)
-        # The first channel of each group tells where the group went.
+        # The processing position of a group's first channel gives the group's position.
         group_back = back[::g] // g
         codes = self.codes[back]
         scales = self.scales[group_back].to(torch_dtype(scheme.scale_dtype))
@@ -67,14 +68,14 @@ class Solution:
 
 
 def refit(scales: Tensor, reached: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scales that minimise the group's loss, now that its codes are known; ``terms`` follow in place.
+    """The scales that minimise a group's loss for given codes; ``terms`` are updated in place.
 
     Args:
-        scales: float32 [N], those that the codes were found with.
-        reached: float32 [g, N], R^T (codes - zeros): what a scale of 1 contributes.
-        terms: float32 [g, N], the loss terms, R^T (w - q); overwritten with those of the new scales.
-        dtype: the scales are rounded to it. The nearest value to the least-squares solution is at least as
-            good as the value before.
+        scales: float32 [N], scales with which the codes were found.
+        reached: float32 [g, N], R^T (codes - zeros), the contribution of a scale of 1.
+        terms: float32 [g, N], the loss terms R^T (w - q); overwritten with those of the new scales.
+        dtype: dtype to which scales are rounded. The rounded least-squares solution is at least as good as
+            the old scale, since both are of this dtype.
     """
     overlap, power = (reached * terms).sum(dim=0), reached.square().sum(dim=0)
     best = scales + overlap / power

@@ -1,9 +1,8 @@
-"""Quantised weights that follow a gradient: scales, and codes through a straight-through estimate.
+"""Quantised weights whose scales and codes an optimiser changes, with a straight-through estimator.
 
-Tuning changes numbers and nothing else: the element, the groups, the zero points and the dtypes stay, so the
-result fits wherever the weight that it began with did. What a forward pass computes with is always what would
-be stored: scales rounded to their dtype, codes rounded to integers. Gradients pass the rounding unchanged
-(Bengio et al. 2013).
+Tuning changes only codes and scales. Element, groups, zero points and dtypes stay, so any layout that holds
+the weight before also holds it after. A forward pass computes with the values that would be stored: scales
+rounded to their dtype, codes rounded to integers. Gradients pass the rounding unchanged (Bengio et al. 2013).
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from marlinq.kernels.solve.panel import PreparedPanel
 from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.grid import storable_scales
 
-# A latent code begins at most so far from its code, and counts as far beyond the ends: half a step would be a
-# coin's toss which code it means, and what is nearer is changed by chance more often than by the gradient.
+# Code units: a latent code begins at most so far from its code, and may lie so far beyond the first and last
+# code. Nearer to half a step, noise rather than the gradient would decide which code it rounds to.
 _LARGEST_REMAINDER = 0.3
 
 
@@ -39,11 +38,12 @@ class TunableWeight:
 
     Args:
         quantized: weight to begin with; its groups are runs of neighbouring channels.
-        original: float [N, K], the weight that was quantised; None to leave the codes alone.
+        original: float [N, K], the weight that was quantised; None to keep the codes.
         name: name of the weight in error messages.
 
     Raises:
-        UnsupportedError: the groups are not runs of channels, or codes of a table are to follow.
+        UnsupportedError: the groups are not runs of channels, or ``original`` is given for an element with a
+        table.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class TunableWeight:
             self.latent = self._latent(original).requires_grad_()
             if quantized.sparsity is not None:
                 self._fix(self._pruned(original, quantized.sparsity))
-        # The kernels know integers alone.
+        # The kernels take only integer elements.
         self._fused = quantized.element.table is None and has_panel_kernel(self.change.device)
 
     @property
     def count(self) -> int:
-        """How many weights there are."""
+        """Number of weights."""
         return self._quantized.codes.numel()
 
     def _latent(self, original: Tensor) -> Tensor:
@@ -82,13 +82,16 @@ class TunableWeight:
         return (codes + remainder).reshape(self._quantized.codes.shape).contiguous()
 
     def _pruned(self, original: Tensor, sparsity: Sparsity) -> Tensor:
-        """bool [K, N]: the weights that stay zero. Of a span with fewer values than may be, the largest of
-        the others' originals are kept too, since kept weights may have been rounded to zero."""
+        """bool [K, N], weights that stay zero.
+
+        A span with fewer nonzero weights than allowed has kept weights that were rounded to zero: those with
+        the largest originals are not pruned.
+        """
         magnitude = original.t().to(torch.float32).abs()
         return ~sparsity.largest(magnitude.masked_fill(self._quantized.used(), torch.inf))
 
     def _fix(self, pruned: Tensor) -> None:
-        """Keep the latent codes at ``pruned``, bool [K, N], where they are."""
+        """Set the gradients of the latent codes at ``pruned``, bool [K, N], to zero."""
         assert self.latent is not None
         with torch.no_grad():
             self.latent.copy_(torch.where(pruned, self._quantized.codes.to(torch.float32), self.latent))
@@ -99,23 +102,23 @@ class TunableWeight:
         return tensor.reshape(self._quantized.groups, -1, tensor.shape[-1])
 
     def parameters(self) -> dict[str, Tensor]:
-        """What an optimiser changes, by name."""
+        """The tensors that an optimiser changes, by name."""
         return (
             {"change": self.change} if self.latent is None else {"change": self.change, "latent": self.latent}
         )
 
     def scales(self) -> Tensor:
-        """float32 [G, N], as they would be stored; differentiable."""
+        """The scales as they would be stored, float32 [G, N]; differentiable."""
         wanted = self._scales * (1 + self.change)
         stored = storable_scales(wanted.detach(), self._quantized.scales.dtype)
         return wanted + (stored - wanted).detach()
 
     def _levels(self) -> Tensor:
-        """Codes less zero points, float32 [G, g, N]; differentiable where codes follow."""
+        """Codes minus zero points, float32 [G, g, N]; differentiable if codes are trained."""
         if self.latent is None:
             decoded = self._quantized.element.decode(self._quantized.codes).to(torch.float32)
             return self._grouped(decoded) - self._zeros
-        # Beyond the last code nothing is gained by going on, and the gradient ends.
+        # Clamped: a latent code beyond the first or last code gets no gradient.
         bounded = self.latent.clamp(-_LARGEST_REMAINDER, self._top + _LARGEST_REMAINDER)
         codes = bounded + (bounded.detach().round() - bounded).detach()
         return self._grouped(codes) - self._zeros
@@ -125,14 +128,14 @@ class TunableWeight:
         return self._quantized.element.codes - 1
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[N, K], what the weight would be loaded as, in float32 or rounded to ``dtype``; differentiable."""
+        """The dequantised weight [N, K], in float32 or rounded to ``dtype``; differentiable."""
         if self._fused:
             return fused_dense(self.tensors(), dtype)
         product = self._levels() * self.scales().unsqueeze(1)
         return product.reshape(self._quantized.codes.shape).t().to(dtype)
 
     def tensors(self) -> TunedTensors:
-        """What the weight is made of, for the kernels."""
+        """Codes and scales, for the kernels."""
         return TunedTensors(
             self._codes if self.latent is None else self.latent,
             self.change,
@@ -144,7 +147,7 @@ class TunableWeight:
         )
 
     def quantized(self) -> QuantizedWeight:
-        """The weight as it is now."""
+        """The weight with its present codes and scales."""
         with torch.no_grad():
             scales = self.scales().to(self._quantized.scales.dtype)
             codes = self._quantized.codes
@@ -160,12 +163,12 @@ def fused_dense(tensors: TunedTensors, dtype: torch.dtype, launch: Launch = laun
     """:meth:`TunableWeight.dense` in one kernel, and its gradients in another.
 
     Args:
-        tensors: stored parts of the weight.
-        dtype: float32 or bfloat16, of the result.
-        launch: starts a prepared kernel.
+        tensors: codes and scales of the weight.
+        dtype: dtype of the result, float32 or bfloat16.
+        launch: function that starts a prepared kernel.
 
     Raises:
-        ValueError: tensors that the kernels can't read.
+        ValueError: a tensor has another shape or dtype than the kernels read, or is not contiguous.
         EnvironmentProblem: a kernel can't be compiled or loaded.
     """
     dense: Tensor = _Dense.apply(tensors.given, tensors.change, tensors, dtype, launch)  # type: ignore[no-untyped-call]
@@ -173,7 +176,7 @@ def fused_dense(tensors: TunedTensors, dtype: torch.dtype, launch: Launch = laun
 
 
 class _Dense(torch.autograd.Function):
-    """[K, N]; both roundings pass gradients unchanged."""
+    """The dequantised weight [K, N]; gradients pass the rounding of codes and of scales unchanged."""
 
     @staticmethod
     def forward(
@@ -196,13 +199,13 @@ class _Dense(torch.autograd.Function):
 
 
 class TunableVector:
-    """A parameter of one dimension (a norm's weight, a bias) that follows a gradient.
+    """A parameter of one dimension (a norm's weight, a bias) that an optimiser changes.
 
-    ``change`` is relative to the vector's root mean square, so that one rate suits vectors of any size, and
-    elements that are zero can move.
+    ``change`` is relative to the vector's root mean square, so that one learning rate suits vectors of any
+    size, and elements that are zero can change.
 
     Args:
-        stored: float [n], as the checkpoint holds it; the result has its dtype.
+        stored: float [n], the vector in the checkpoint; the result has its dtype.
     """
 
     def __init__(self, stored: Tensor) -> None:
@@ -212,17 +215,17 @@ class TunableVector:
         self.change = torch.zeros_like(self._wide, requires_grad=True)
 
     def parameters(self) -> dict[str, Tensor]:
-        """What an optimiser changes, by name."""
+        """The tensors that an optimiser changes, by name."""
         return {"change": self.change}
 
     def dense(self) -> Tensor:
-        """float32 [n], as it would be stored; differentiable."""
+        """The vector as it would be stored, in float32 [n]; differentiable."""
         wanted = self._wide + self._unit * self.change
         stored = wanted.detach().to(self._stored.dtype).to(torch.float32)
         return wanted + (stored - wanted).detach()
 
     def tensor(self) -> Tensor:
-        """The vector as it is now, in the dtype that it is stored in."""
+        """The present vector, in its stored dtype."""
         with torch.no_grad():
             return self.dense().to(self._stored.dtype)
 
@@ -241,17 +244,17 @@ def divergence(
     """The sum of KL(teacher || student) over positions, and its gradient, a few rows of logits at a time.
 
     Args:
-        student: hidden states [rows, H] to logits [rows, vocabulary], differentiable.
-        teacher: value of the original.
-        rows: float32 [R, H], the student's last hidden states.
-        expected: float [R, H], the teacher's.
-        chunk: rows whose logits are held at once.
-        weight: the gradient is that of ``weight`` times the sum.
+        student: differentiable function from hidden states [rows, H] to logits [rows, vocabulary].
+        teacher: the same function of the original model.
+        rows: float32 [R, H], last hidden states of the student.
+        expected: float [R, H], last hidden states of the teacher.
+        chunk: rows whose logits are in memory at once.
+        weight: factor of the sum whose gradient is computed.
         parameters: leaves that ``student`` computes with; their gradients are accumulated.
         gradient: False computes the sum alone.
 
     Returns:
-        The sum in nats, and the gradient [R, H] with respect to ``rows``, None where none was asked for.
+        The sum in nats, and the gradient [R, H] with respect to ``rows``; None without ``gradient``.
     """
     total = torch.zeros((), dtype=torch.float64, device=rows.device)
     result = torch.empty_like(rows) if gradient else None
@@ -267,7 +270,8 @@ def divergence(
             total += log_p.sub_(log_q).mul_(p).sum(-1).double().sum()
         if result is None:
             continue
-        # By logits it is q - p: taken down in place, where automatic differentiation would keep each step.
+        # The gradient with respect to logits is q - p, computed in place: autograd would keep each step's
+        # tensors.
         slope = log_q.exp_().sub_(p).mul_(weight).to(logits.dtype)
         torch.autograd.backward(logits, slope, inputs=[leaf, *parameters])
         assert leaf.grad is not None

@@ -1,7 +1,8 @@
 """A note of what recognition came to (:mod:`marlinq.core.notes`).
 
 Nothing decodes on its word alone: an anatomy that was read from here is compared with transformers' forward
-as one that was just found is, since the note of a passed comparison (:mod:`marlinq.runtime.step.probe_results`) is
+as one that was just found is, since the note of a passed comparison
+(:mod:`marlinq.runtime.step.probe_results`) is
 named for the anatomy, too.
 """
 
