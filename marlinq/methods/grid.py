@@ -23,7 +23,7 @@ else:
 
 # Shares of the full range that the search tries, 1.06 down to 0.70. Smaller shares would clip weights that
 # other texts need (docs/lab-notes/quality.md). 1.06 because the full range of GPTQ's convention has the scale
-# absmax/7.5, but the largest weight is not clipped only from about absmax/7 on.
+# absmax/7.5, but code 7 reaches absmax only with a scale of absmax/7.
 _SHRINK = tuple(1.06 - 0.03 * step for step in range(13))
 
 # Two signs of a scale whose costs differ by less than this share are equally good: far more than the rounding

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from marlinq.checkpoint import Checkpoint, ReadAhead, ahead, lock_ring_early
+from marlinq.checkpoint import Checkpoint, ReadAhead, lock_ring_early, read_ahead
 from marlinq.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from tests.checkpoint.test_source import removed, replaced, rewritten_with_its_time_kept, truncated
 
@@ -26,7 +26,7 @@ NAME = "model.safetensors"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tensors of several dtypes below, at and above the size of a piece, and one of no elements."""
-    monkeypatch.setattr(ahead, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", 4096)
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {
         "large": torch.randn(100, 333, generator=generator),
@@ -151,7 +151,7 @@ def test_a_ring_is_locked_in_a_thread_for_the_device_that_is_named(
             raise torch.OutOfMemoryError("no memory")
         return torch.empty(1)
 
-    monkeypatch.setattr(ahead, "_locked", lock)
+    monkeypatch.setattr(read_ahead, "_locked", lock)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("auto", "cuda:3"):
         thread = lock_ring_early(name)

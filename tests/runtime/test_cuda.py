@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from marlinq.checkpoint import Checkpoint, ReadAhead, ahead
+from marlinq.checkpoint import Checkpoint, ReadAhead, read_ahead
 from marlinq.core.devices import read_clock
 from marlinq.core.weight import QuantizedWeight
 from marlinq.runtime import (
@@ -111,8 +111,8 @@ def test_what_is_read_ahead_to_the_gpu_is_what_is_stored(
     budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small pieces go round a small ring many times, and memory that is freed is used again at once."""
-    monkeypatch.setattr(ahead, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(ahead, "RING_BYTES", 8 * 4096)
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(read_ahead, "RING_BYTES", 8 * 4096)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         f"tensor.{index}": torch.randint(-(2**31), 2**31, (size,), generator=generator).to(torch.int32)

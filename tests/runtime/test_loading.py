@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, TensorPlan, ahead
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, TensorPlan, read_ahead
 from marlinq.checkpoint.header import encode_header
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.models.anatomy import Anatomy
@@ -224,7 +224,7 @@ def test_loaded_operands_are_those_of_tensors_read_one_by_one(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Several pieces a tensor, and less ahead than a block holds.
-    monkeypatch.setattr(ahead, "PIECE_BYTES", 512)
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", 512)
     monkeypatch.setattr(loading, "_HOST_AHEAD_BYTES", 20_000)
     symmetric = layout == "marlin"
     quantizer = whole_tiles(random_quantizer(symmetric=symmetric, act_order=layout.startswith("gptq")))
