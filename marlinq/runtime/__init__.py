@@ -1,4 +1,4 @@
-"""Running checkpoints: operators, the decision for one, loading, decoding."""
+"""Running checkpoints: operators and the choice among them, loading, decode steps, generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operator multiplies a quantised weight, why, and why not the others."""
+"""Choose the operator that multiplies a quantised weight, with the reasons for and against each."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from marlinq.formats import StoredWeight
 from marlinq.runtime.operators import OPERATORS, Setting
 
 AUTO = "auto"
-"""Let the expected times choose."""
+"""Choose by estimated times."""
 
 _ROWS = 1  # decoding one token is where operators differ most
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What came of one operator.
+    """An operator that was considered for a weight.
 
     Attributes:
-        operator: its name.
-        takes: whether it could multiply with the weight.
-        seconds: the expected time for one token; None where nobody knows it.
-        reason: how it would multiply, or why it can't.
+        operator: name of the operator.
+        takes: whether it can multiply with the weight.
+        seconds: estimated seconds for one token; None where there is no estimate.
+        reason: how it multiplies, or why it can't.
     """
 
     operator: str
@@ -35,12 +35,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What multiplies one quantised weight; bound at load.
+    """The operator chosen for one quantised weight, when its module is loaded.
 
     Attributes:
-        chosen: the operator.
-        others: the operators that were not taken.
-        asked: the operator was asked for by name.
+        chosen: the chosen operator.
+        others: the operators that were not chosen.
+        asked: whether the operator was requested by name.
     """
 
     chosen: Candidate
@@ -54,21 +54,21 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Why it was chosen, in one line: what it does, and why not the others."""
+        """One line: how the chosen operator multiplies, and why not the others."""
         how = f"{self.chosen.reason}{', as asked' if self.asked else ''}"
         against = [f"not {other.operator}: {other.reason}" for other in self.others]
         return "; ".join((how, *against))
 
 
 def decide(stored: StoredWeight, setting: Setting, *, operator: str = AUTO) -> Decision:
-    """The operator for ``stored``: of those that take it the one that is expected to be fastest at one token.
+    """The operator for ``stored`` with the least estimated time for one token.
 
-    Operators whose time nobody knows come behind those with one, in the order of registration.
+    Operators without an estimate come after those with one, in the order of registration.
 
     Args:
         stored: the weight.
-        setting: where it is multiplied.
-        operator: the name of one that is taken if it can; another is taken, with the reason, if it can't.
+        setting: device and dtype of the product.
+        operator: name of the operator to prefer; another is chosen, with the reason, if it can't multiply.
 
     Raises:
         UsageError: no operator has that name.
@@ -92,7 +92,7 @@ def decide(stored: StoredWeight, setting: Setting, *, operator: str = AUTO) -> D
 
 
 def require_operator(name: str) -> None:
-    """Accepts :data:`AUTO` and every registered operator's name.
+    """Check that ``name`` is :data:`AUTO` or a registered operator's name.
 
     Raises:
         UsageError: any other name.
@@ -110,7 +110,7 @@ def _candidate(name: str, stored: StoredWeight, setting: Setting) -> Candidate:
 
 
 def summarize(decisions: Iterable[Decision]) -> list[str]:
-    """One line for each different decision with the number of linears that it holds for, most first."""
+    """One line for each distinct decision, with the number of its linears, most frequent first."""
     counts = Counter(decisions)
     return [
         f"{count} quantised linears: {decision.operator}: {decision.reason}"

@@ -1,4 +1,5 @@
-"""One token after another: a step with its sampler, eager or as a replayed CUDA graph, many a host visit."""
+"""Decode tokens: a step and its sampler, eager or as a replayed CUDA graph, several steps for each host
+visit."""
 
 from __future__ import annotations
 
@@ -16,32 +17,35 @@ from marlinq.core.errors import NumericsError
 from marlinq.runtime.sampling import FAULT, GREEDY, RING, Sampler, SamplerShape, Sampling
 from marlinq.runtime.step.forward import Forward
 
-# A captured step runs the same kernels as an eager one, so its logits differ by rounding only where a kernel
-# adds in another order. State that was frozen at capture changes them by tens of percent.
+# Largest relative difference between the logits of a captured and of an eager step. Both run the same
+# kernels, so they differ only by rounding where a kernel sums in another order. State frozen at capture by
+# mistake would change them by tens of per cent.
 _REPLAY_TOLERANCE = 0.03
 _PROBE_TOKENS = 4
 _MAX_STEPS = 8
-"""Steps of a host visit. Two visits are under way at once, so at most twice as many steps are in vain."""
+"""Steps queued by a host visit at most. Two visits are queued at once, so up to twice as many steps are
+wasted when a text ends."""
 _KEPT_DECODERS = 4
-# Every capacity is a multiple of 64, because attention kernels want the rows of their mask aligned.
+# Positions of the smallest cache. All capacities are multiples of 64, since attention kernels need aligned
+# rows of their mask.
 _SMALLEST_CAPACITY = 256
 
 
 @dataclass(frozen=True)
 class StepDecision:
-    """How decode steps run, and why."""
+    """Whether decode steps are replayed from a CUDA graph, and why."""
 
     mode: Literal["cuda-graph", "eager"]
     reason: str
 
 
 class _Visit(NamedTuple):
-    """Steps whose tokens the host will fetch together.
+    """Queued steps whose tokens the host will fetch together.
 
     Attributes:
         first: number of the first token.
         steps: tokens of each row.
-        done: recorded behind their copy to the host; None where they are there already.
+        done: event behind the copy of the tokens to the host; None on a CPU.
     """
 
     first: int
@@ -50,7 +54,7 @@ class _Visit(NamedTuple):
 
 
 class Decoder:
-    """Prompts, then step after step of all rows; the host fetches the tokens later.
+    """Decodes a batch of prompts step by step; the host fetches tokens later.
 
     :meth:`begin` reads prompts and chooses the first tokens, :meth:`advance` appends steps, each of which
     embeds the tokens that the previous one has chosen, and :meth:`read` waits for the oldest tokens that have
@@ -64,8 +68,8 @@ class Decoder:
         graphs: False keeps CUDA steps eager.
 
     Attributes:
-        in_use: somebody's tokens are under way; until :meth:`stop` nobody else is given it.
-        most_drafted: tokens that :meth:`verify` checks at most; 0 before :meth:`prepare_drafts`, or where it
+        in_use: whether a generation uses the decoder, from its beginning until :meth:`stop`.
+        most_drafted: tokens that :meth:`verify` checks at most; 0 before :meth:`prepare_drafts`, or if that
             refuses.
     """
 
@@ -81,7 +85,8 @@ class Decoder:
         self._chosen = 0
         self._prompt_tokens = 0
         self._begun: tuple[Sampling, Sequence[Sequence[int]], Sequence[int]] | None = None
-        # For each number of tokens a sampler with a row for each, and those that know the text's seed.
+        # By number of tokens to verify: a sampler with a row for each; and the keys of those given the text's
+        # seed.
         self._verifiers: dict[int, Sampler] = {}
         self._verifiers_begun: set[int] = set()
         self._verification: _Verification | None = None
@@ -102,12 +107,12 @@ class Decoder:
 
     @property
     def steps_a_visit(self) -> int:
-        """Steps worth queueing together; a row that has ended wastes what is queued."""
+        """Steps worth queueing together; once a row has ended, its queued steps are wasted."""
         return 1 if self._graph is None else _MAX_STEPS
 
     @property
     def pending(self) -> int:
-        """Visits that have not been read."""
+        """Number of queued visits that have not been read."""
         return len(self._visits)
 
     @torch.no_grad()
@@ -117,7 +122,7 @@ class Decoder:
         sampling: Sampling = GREEDY,
         streams: Sequence[int] | None = None,
     ) -> None:
-        """Forget everything, read ``prompts`` and choose the first token of each row.
+        """Clear the cache, read ``prompts`` and choose the first token of each row.
 
         Args:
             prompts: token ids of every row, one at least.
@@ -143,7 +148,7 @@ class Decoder:
 
     @torch.no_grad()
     def advance(self, steps: int = 1) -> None:
-        """Queue ``steps`` more, at most as many as the ring has room for beside what has not been read."""
+        """Queue ``steps`` more steps; unread tokens, these included, must fit the ring."""
         assert self._sampler is not None, "begin comes first"
         with self._here():
             for _ in range(steps):
@@ -154,10 +159,10 @@ class Decoder:
             self._leave(steps)
 
     def prepare_drafts(self) -> str:
-        """Make :meth:`verify` ready, once; :meth:`begin` has to follow.
+        """Prepare :meth:`verify`; :meth:`begin` must be called after it.
 
         Returns:
-            why it can't be called; empty where it can.
+            Why :meth:`verify` can't be used; empty if it can.
         """
         if self._drafts_refusal is None:
             self._drafts_refusal = self._refuse_drafts()
@@ -166,8 +171,8 @@ class Decoder:
 
     @property
     def drafted_room(self) -> int:
-        """Tokens that :meth:`verify` may check now: as many as the cache has room for."""
-        # On a GPU the rows of a verification are always as many.
+        """Tokens that :meth:`verify` may check now, limited by the room in the cache."""
+        # On a GPU a captured verification always has the same number of rows.
         room = self.forward.capacity - (self._prompt_tokens + self._chosen - 1)
         if self.device.type == "cuda":
             return self.most_drafted if room > self.most_drafted else 0
@@ -175,15 +180,18 @@ class Decoder:
 
     @torch.no_grad()
     def verify(self, last: int, draft: Sequence[int]) -> list[int]:
-        """The tokens that steps would choose behind ``last`` as long as they are those of ``draft``, and the
-        first one that is not; of a batch of one, with nothing pending.
+        """Check drafted tokens in one forward, for a batch of one with nothing pending.
 
-        Each token is drawn with the random numbers that its step would draw with, so the text does not depend
-        on drafts: one of probability p is accepted with p, and else another one is drawn from the rest.
+        Each token is drawn with the random numbers that its own step would use, so the text does not depend
+        on drafts.
 
         Args:
-            last: the last token chosen.
-            draft: guesses of what follows, 1 to :attr:`drafted_room`.
+            last: the last chosen token.
+            draft: guesses of the next tokens, 1 to :attr:`drafted_room`.
+
+        Returns:
+            The tokens of ``draft`` up to the first that steps would not have chosen, and the token that steps
+            would choose next.
 
         Raises:
             NumericsError: logits were NaN or infinite.
@@ -196,7 +204,7 @@ class Decoder:
             rows = len(tokens) if self._verification is None else self.forward.most_verified
             sampler = self._verifier(rows)
             sampler.state.drawn.copy_(torch.arange(self._chosen, self._chosen + rows, dtype=torch.int32))
-            # Further rows of a captured verification get a token that brings no further experts.
+            # Unused rows of a captured verification repeat the last token, which needs no further experts.
             padded = torch.tensor(tokens + tokens[-1:] * (rows - len(tokens)), dtype=torch.int64)
             if self._verification is None:
                 sampler.sample(self.forward.verify(padded.to(self.device)))
@@ -216,7 +224,7 @@ class Decoder:
         return new
 
     def _verifier(self, rows: int) -> Sampler:
-        """A sampler whose rows are ``rows`` draws of the only row of the batch."""
+        """A sampler whose ``rows`` rows are successive draws of the batch's only row."""
         assert self._sampler is not None
         if rows not in self._verifiers:
             self._verifiers[rows] = Sampler(self.shape, rows, self._sampler.vocabulary, self.device)
@@ -228,13 +236,13 @@ class Decoder:
         return sampler
 
     def assume(self, length: int) -> None:
-        """Let further steps take the time that they take behind ``length`` tokens; their tokens mean nothing
+        """Make further steps as slow as behind ``length`` tokens, for timing; their tokens are meaningless
         until the next :meth:`begin`. See :meth:`marlinq.runtime.step.forward.Forward.assume`."""
         with self._here():
             self.forward.assume(length)
 
     def read(self) -> list[list[int]]:
-        """The oldest tokens that have not been read: for each step, a token of every row.
+        """Wait for the oldest unread visit; returns a token of every row for each of its steps.
 
         Raises:
             NumericsError: a row's logits were NaN or infinite.
@@ -248,7 +256,8 @@ class Decoder:
         return tokens
 
     def stop(self) -> None:
-        """Wait for what is queued and forget it; :meth:`begin` may follow, whatever was interrupted."""
+        """Wait for queued steps and discard their tokens; :meth:`begin` may follow, also after an
+        interrupt."""
         self._forget_visits()
         self.in_use = False
 
@@ -261,7 +270,7 @@ class Decoder:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _leave(self, steps: int) -> None:
-        """Have the last ``steps`` tokens copied to the host."""
+        """Queue the copy of the last ``steps`` tokens to the host."""
         assert self._sampler is not None
         ring = self._sampler.state.ring
         first, last = self._chosen, self._chosen + steps
@@ -286,14 +295,14 @@ class Decoder:
 
     @torch.no_grad()
     def _prepare(self, graphs: bool) -> str:
-        """Capture a step where that is possible and right; why not, else."""
+        """Capture a step and check its logits; returns why steps stay eager, or an empty text."""
         if self.device.type != "cuda":
             return f"CUDA graphs need a GPU; this is {self.device.type}"
         if not graphs:
             return "eager steps were asked for"
         if not self.forward.capturable:
             return "these steps can't be captured"
-        # A capture runs one step more than the probe.
+        # Capturing runs one step more than the probe.
         if self.forward.capacity <= _PROBE_TOKENS:
             return "too few tokens to be worth a capture"
         with self._here():
@@ -312,7 +321,7 @@ class Decoder:
         return ""
 
     def _probe(self) -> Tensor:
-        """Logits, float32, behind prompts of one and two tokens in turn and two steps more."""
+        """Logits, float32, after two steps behind prompts of one and two tokens in turn."""
         rows = torch.arange(_PROBE_TOKENS, device=self.device).repeat(self.forward.batch, 1)
         lengths = 2 - torch.arange(self.forward.batch, dtype=torch.int32) % 2
         logits = self.forward.prefill(rows[:, :2], lengths)
@@ -334,7 +343,7 @@ class Decoder:
         self._graph, self._logits = self._captured(lambda: self.forward.step(tokens), sampler)
 
     def _refuse_drafts(self) -> str:
-        """Why drafts can't be checked; a verification is captured where steps are."""
+        """Why drafts can't be checked, or an empty text; captures a verification if steps are captured."""
         forward = self.forward
         if forward.batch > 1:
             return f"{forward.batch} texts are decoded together"
@@ -350,7 +359,7 @@ class Decoder:
 
     @torch.no_grad()
     def _prepare_verification(self) -> str:
-        """Capture a verification if its logits are those of steps; why not, else."""
+        """Capture a verification and check its logits against steps'; returns why not, or an empty text."""
         rows = self.forward.most_verified
         tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
         with self._here():
@@ -376,7 +385,7 @@ class Decoder:
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            # Whatever is compiled, loaded or allocated at first use happens here, outside the graph.
+            # Run once outside the graph: kernels are compiled and loaded, and memory allocated, at first use.
             sampler.sample(compute())
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -390,8 +399,8 @@ class _Verification(NamedTuple):
     """A captured verification.
 
     Attributes:
-        graph: computes and samples.
-        tokens: int64 [R], what it appends.
+        graph: graph that computes logits and samples from them.
+        tokens: int64 [R], input of the graph: tokens that it appends.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -406,13 +415,13 @@ def _check_faults(tokens: Sequence[Sequence[int]]) -> None:
 
 
 class Decoders:
-    """The decoders of one model that are kept, the last used ones; each has its cache and its graph.
+    """The most recently used decoders of one model, each with its cache and graph.
 
-    One that is in use is not given out again: a generation from another thread, or from within a callback,
-    gets one of its own.
+    A decoder in use is not given out again: a generation from another thread, or from within a callback, gets
+    another one.
 
     Attributes:
-        lock: whoever takes a decoder to use it holds this until it is marked so.
+        lock: held from taking a decoder until it is marked as in use.
     """
 
     def __init__(self) -> None:
@@ -429,13 +438,13 @@ class Decoders:
         shape: SamplerShape = GREEDY.shape,
         graphs: bool = True,
     ) -> Decoder:
-        """A decoder whose rows can hold ``tokens``, made if none that is kept will do.
+        """A decoder whose rows can hold ``tokens``; a new one if no kept one fits.
 
         Args:
             make_forward: makes a forward of (batch, capacity).
             batch: rows.
             tokens: largest number of tokens of a row, prompt included.
-            limit: a capacity that is not exceeded while ``tokens`` do not exceed it.
+            limit: largest capacity, unless ``tokens`` is larger.
             shape: kinds of work of the sampler.
             graphs: False keeps CUDA steps eager.
         """
@@ -455,8 +464,8 @@ class Decoders:
             key = min(fitting, key=lambda each: each[1])
             self._kept.move_to_end(key)
             return self._kept[key]
-        # One that can be replaced by the new one, and else the one that has not been used for longest, goes
-        # before the new one asks for memory.
+        # Before a new decoder allocates memory, drop one that it can replace, or else the least recently
+        # used.
         for key in [key for key in self._kept if key[0] == batch and key[2:] == (shape, graphs)]:
             if key[1] < wanted:
                 del self._kept[key]
@@ -469,21 +478,21 @@ class Decoders:
             if not self._kept:
                 raise
         if decoder is None:
-            # Tried again out here, where no traceback holds the memory of the first attempt.
+            # Retried outside of the except block, whose traceback would keep the memory of the first attempt.
             self.clear()
             decoder = Decoder(make_forward(batch, wanted), shape, graphs=graphs)
         self._kept[batch, wanted, shape, graphs] = decoder
         return decoder
 
     def clear(self) -> None:
-        """Give back the memory of all of them."""
+        """Free the memory of all decoders that are not in use."""
         self._kept.clear()
 
 
 def capacity_class(tokens: int) -> int:
-    """The capacity to make for ``tokens`` tokens: the next of 256, 320, 384, 448, 512, 640, ...
+    """Capacity of a cache for ``tokens`` tokens: the next of 256, 320, 384, 448, 512, 640, ...
 
-    Four classes an octave: at most a quarter of a cache is spare, and few graphs serve every length.
+    Four sizes for each doubling, so that few graphs serve every length and at most about a quarter is unused.
     """
     octave = _SMALLEST_CAPACITY
     while 2 * octave < tokens:

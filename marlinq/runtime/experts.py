@@ -1,4 +1,4 @@
-"""Fused experts that stay packed: one operator a matrix, in the place of transformers' module."""
+"""Modules that replace transformers' fused experts and keep packed weights, with one operator a matrix."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class PackedExperts(nn.Module):
     their weighted results are added in that order: the same call gives the same bits.
 
     Args:
-        experts: their layout.
-        module: transformers' module, for what stands between the products; it keeps no weights.
+        experts: layout of the fused parameters.
+        module: transformers' module, which computes the activation between the products; its weights are
+            removed.
         first: the linears of each expert's first product: gate and up, or up alone.
         second: the linear of each expert's second product.
     """
@@ -65,19 +66,18 @@ class PackedExperts(nn.Module):
 
 
 def hollow(module: nn.Module) -> None:
-    """Takes a module's parameters away; empty tensors stay, for code that initialises them."""
+    """Replace a module's parameters by empty tensors, which code that initialises them still finds."""
     for key in list(module._parameters):
         del module._parameters[key]
         setattr(module, key, torch.empty(0))
 
 
 def install_experts(model: nn.Module, blueprint: Blueprint, linears: dict[str, nn.Module]) -> None:
-    """Put packed experts into the place of those whose ``linears``, by projection, are all there.
+    """Replace fused experts by packed ones, for layers all of whose projections are in ``linears``.
 
-    ``linears`` is emptied layer by layer, so that no more than one layer's words exist twice.
-
-    On a GPU they are multiplied together (:mod:`marlinq.runtime.grouped_experts`); a warning says where they
-    can't be.
+    ``linears`` is emptied layer by layer, so that only one layer's words exist twice at a time. On a GPU a
+    layer's experts are multiplied together (:mod:`marlinq.runtime.grouped_experts`); a warning says where
+    they can't be.
     """
     for block in blueprint.blocks:
         for experts in block.experts:
@@ -102,7 +102,7 @@ def install_experts(model: nn.Module, blueprint: Blueprint, linears: dict[str, n
 def _grouped(
     experts: Experts, module: nn.Module, first: Sequence[Sequence[nn.Module]], second: Sequence[nn.Module]
 ) -> GroupedExperts | str:
-    """The experts as one module, or why not."""
+    """The experts as one module; or text that says why they can't be one."""
     if not experts.gated or not experts.routed:
         return "nothing is gated" if experts.routed else "they get their inputs apart"
     activation = activation_name(experts.activation(module))
@@ -117,7 +117,7 @@ def _grouped(
 
 
 def check_experts(blueprint: Blueprint, quantized: Mapping[str, str], checkpoint: Checkpoint) -> None:
-    """A layer's experts are all quantised, or none is.
+    """Check that the experts of each layer are all quantised, or none is.
 
     Raises:
         CheckpointError: one is missing; the message names it.
@@ -133,7 +133,7 @@ def check_experts(blueprint: Blueprint, quantized: Mapping[str, str], checkpoint
 
 
 def expert_bias(instance: ModelInstance, reader: ReadAhead, projection: Projection) -> Tensor | None:
-    """The bias of one expert: its part of a fused one, or a tensor of its own."""
+    """The bias of one expert: a part of a fused tensor, or a tensor of its own."""
     own = instance.names.own(f"{projection.name}.bias")
     if own is not None:
         bias = reader.tensor(own)

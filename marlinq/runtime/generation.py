@@ -39,21 +39,21 @@ _ENDED = {
 
 @dataclass(frozen=True)
 class Generation(Shown):
-    """A continuation and what it took.
+    """A continuation of a prompt, with times and facts of the run.
 
     Attributes:
         text: the continuation, without the prompt.
-        tokens: its token ids; ends with the end token when that was drawn.
-        prompt_tokens: length of the prompt.
-        stopped: ``eos`` (the end token), ``text`` (one of ``until``), ``length`` (as many as asked for),
-            ``context`` (the model's position table is full) or ``interrupt``.
-        prefill_seconds: from the prompt to the first token, of the whole batch.
-        decode_seconds: for the tokens after the first, of the whole batch.
-        device: where it ran.
+        tokens: token ids of the continuation, with the end token if it was drawn.
+        prompt_tokens: tokens of the prompt.
+        stopped: ``eos`` (the end token), ``text`` (one of ``until``), ``length`` (as many as requested),
+            ``context`` (the model has no more positions) or ``interrupt``.
+        prefill_seconds: seconds from the prompt to the first token, of the whole batch.
+        decode_seconds: seconds for the tokens after the first, of the whole batch.
+        device: name of the device.
         dtype: dtype of the activations.
         step: how decode steps ran, and why.
         drafts: counts of drafted and accepted tokens.
-        notes: how the quantised linears were multiplied, and what else was said at load.
+        notes: operators of the quantised linears, and other notes of the load.
     """
 
     text: str
@@ -119,7 +119,7 @@ class Generations(Shown):
         return [*texts, *_figures(self.rows, rows)]
 
     def explain(self) -> list[Block]:
-        """As of a single one: all rows ran alike."""
+        """The notes of the first row; they are the same for all."""
         return self.rows[0].explain()
 
 
@@ -127,7 +127,7 @@ class Interrupted(KeyboardInterrupt):
     """An interrupt while tokens were generated; the model can be used again.
 
     Attributes:
-        partial: text so far, as it would have been returned.
+        partial: the result so far.
     """
 
     def __init__(self, partial: Generation | Generations) -> None:
@@ -151,10 +151,11 @@ def _figures(rows: Sequence[Generation], first: Sequence[tuple[str, str]]) -> li
 
 
 class TextStream:
-    """Turns token ids into text as they come, without ever breaking a character.
+    """Decodes tokens to text one by one, without breaking characters.
 
     A character may span several tokens, so text that ends in U+FFFD waits for the next token. Tokens are
-    decoded together with some before them, since tokenizers treat the first one of a sequence differently.
+    decoded together with a few earlier ones, since tokenizers treat the first token of a sequence
+    differently.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -186,7 +187,7 @@ class TextStream:
         return self._decode(self._tokens)[len(before) :]
 
     def _advance(self) -> None:
-        # What was shown becomes context, of which the last few tokens are enough.
+        # Tokens whose text was returned become context, of which the last few suffice.
         del self._tokens[: max(self._shown - _CONTEXT_TOKENS, 0)]
         self._shown = len(self._tokens)
 
@@ -215,11 +216,11 @@ def generate(
         loaded: the model, from :func:`marlinq.runtime.load`.
         prompt: text, or token ids.
         max_new_tokens: at most this many; fewer when the end token is drawn or the positions run out.
-        sampling: how tokens are chosen. The checkpoint's generation config has no say in it.
+        sampling: how tokens are chosen; the checkpoint's generation config is ignored.
         chat: put the text into the tokenizer's chat template as a user's message.
-        speculate: where the text repeats itself, check several drafted tokens at once. The text stays the
-            same, as far as products of several rows round as those of one.
-        on_text: called with each piece of text as it comes.
+        speculate: where the text repeats itself, check several drafted tokens at once. The text is the same,
+            unless products of several rows round differently from those of one.
+        on_text: called with each piece of text.
         progress: called after each kernel that is compiled, before any text comes.
 
     Raises:
@@ -276,13 +277,13 @@ def generate_batch(
 
 @dataclass
 class _Row:
-    """A prompt and what has come of it.
+    """A prompt and its continuation so far.
 
     Attributes:
-        ids: the prompt.
-        stream: of the text; None without a tokenizer.
-        tokens, pieces: tokens and text so far.
-        stopped: why nothing more is wanted.
+        ids: token ids of the prompt.
+        stream: decoder of tokens to text; None without a tokenizer.
+        tokens, pieces: tokens and pieces of text so far.
+        stopped: why the row has ended; None while it goes on.
     """
 
     ids: list[int]
@@ -292,16 +293,16 @@ class _Row:
     stopped: Stopped | None = None
 
     def push(self, token: int) -> str:
-        """The text that ``token``, no end token, completes."""
+        """Append a token, not an end token; returns the text that it completes."""
         self.tokens.append(token)
         return self._keep("" if self.stream is None else self.stream.push(token))
 
     def has(self, texts: Sequence[str]) -> bool:
-        """Whether one of ``texts`` has come."""
+        """Whether the text so far contains one of ``texts``."""
         return bool(texts) and any(text in "".join(self.pieces) for text in texts)
 
     def stop(self, why: Stopped) -> str:
-        """The text that was waiting for the rest of a character."""
+        """End the row; returns text that was waiting for the rest of a character."""
         self.stopped = why
         return self._keep("" if self.stream is None else self.stream.finish())
 
@@ -331,7 +332,7 @@ def _generate(
         ids = _prompt_ids(loaded, prompt, chat)
         rows.append(_Row(ids, None if loaded.tokenizer is None else TextStream(loaded.tokenizer, ids)))
     longest = max(len(row.ids) for row in rows)
-    # Rows take their steps together, so the longest prompt's positions end them all.
+    # All rows take the same steps, so the longest prompt limits them all.
     limit = min(max_new_tokens, _room(loaded.model, longest))
     with boundaries.forward(loaded.path), loaded.decoders.lock:
         decoder = take_decoder(
@@ -356,7 +357,7 @@ def _generate(
     interrupted = False
     try:
         for number, step in enumerate(_steps(loaded, decoder, rows, sampling, limit, speculation), 1):
-            # Before the text is decoded: by then the device works on later steps.
+            # Measured before the text is decoded, while the device works on later steps.
             last = time.perf_counter()
             first = last if number == 1 else first
             for row, token in zip(rows, step, strict=True):
@@ -426,7 +427,7 @@ def _steps(
             with boundaries.forward(loaded.path):
                 decoder.advance(steps)
             queued += steps
-            # Short visits at first, so that text begins to appear at once.
+            # Short visits at first, so that the first text appears soon.
             visit = min(2 * visit, decoder.steps_a_visit)
         if speculation is not None and drafting and not decoder.pending and queued < limit:
             draft = speculation.draft(min(decoder.drafted_room, limit - queued - 1))

@@ -1,4 +1,4 @@
-"""Packed experts of a layer as two operands, gate with up and down: a routed layer in a few launches."""
+"""The routed part of a mixture layer in a few launches: packed experts as two operands, gate_up and down."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from marlinq.kernels.experts.reference import gated_product
 from marlinq.runtime.linear import QuantLinear
 
 _TENSORS = ("words", "scales", "zeros", "bias")
-# Wide enough to tell every activation from the others; those nearest to each other are 5e-4 apart there.
+# Inputs on which activations are compared; the two most similar ones differ by 5e-4 there.
 _PROBED = torch.linspace(-9.0, 9.0, 96).view(3, 32)
 
 
 class GroupedExperts(nn.Module):
     """The routed part of a mixture layer, by :func:`marlinq.kernels.experts.routed_experts`.
 
-    Same bits from the same call; nothing waits for the GPU, so a CUDA graph can hold it.
+    The same call gives the same bits. The host never waits for the GPU, so a CUDA graph can capture it.
 
     Args:
         weights: weights of all experts.
@@ -46,7 +46,7 @@ class GroupedExperts(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """Where the buffers are now."""
+        """The weights, from the present buffers."""
         return ExpertWeights(
             *(
                 StoredExperts(
@@ -67,7 +67,8 @@ class GroupedExperts(nn.Module):
         return self
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """hidden [T, H], experts' numbers and weights [T, top-k] to [T, H]; nobody's numbers add nothing."""
+        """hidden [T, H], experts' numbers and weights [T, top-k] to [T, H]; numbers of no expert add
+        nothing."""
         return routed_experts(
             hidden, index.contiguous(), weights.float().contiguous(), self.weights, self.activation
         )
@@ -123,10 +124,11 @@ def grouping_refusal(
 def group_experts(
     gate: Sequence[QuantLinear], up: Sequence[QuantLinear], down: Sequence[QuantLinear]
 ) -> ExpertWeights:
-    """The experts' operands stacked, gate's and up's columns in turns; :func:`grouping_refusal` has none.
+    """The experts' operands stacked, with columns of gate and up alternating, if :func:`grouping_refusal` is
+    None.
 
-    Columns that pad gate and up are zeros, and so what they give is; down's padding multiplies it. Where one
-    linear has a bias, the others' are zeros.
+    Padding columns of gate and up are zero, so their results, which meet down's padding rows, are zero. If
+    one linear has a bias, the others get a bias of zeros.
     """
     biased = any(linear.bias is not None for linear in (*gate, *up, *down))
     stored = [_stacked(linears, biased=biased) for linears in (gate, up, down)]
@@ -152,10 +154,11 @@ def _stacked(linears: Sequence[QuantLinear], *, biased: bool) -> StoredExperts:
 
 
 def activation_name(gate: Callable[[Tensor], Tensor]) -> str | None:
-    """Which of :data:`marlinq.kernels.experts.ACTIVATIONS` stands between the products; None if none.
+    """Name, in :data:`marlinq.kernels.experts.ACTIVATIONS`, of the function between the products; None if
+    unknown.
 
     Args:
-        gate: takes [T, 2I], gate first, and gives [T, I]; it is told by what it computes.
+        gate: function from [T, 2I], gate first, to [T, I]; it is recognised by its results.
     """
     up = _PROBED.flip(1) + 0.5
     found = gate(torch.cat((_PROBED, up), dim=1))

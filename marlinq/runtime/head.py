@@ -1,11 +1,11 @@
-"""The head of a model on a CPU: float16 weights under float32 activations, half the bytes of a float32 one.
+"""The output head on a CPU: float16 weights with float32 activations, which read half the bytes of float32
+weights.
 
-A small model's step reads its head for a third of the time. Checkpoints hold it in 16 bits, a CPU that
-computes in float32 would read 32. Torch's product of packed float16 weights
-(``quantized::linear_dynamic_fp16``) widens each weight to float32 as it is read and adds up in float32, so
-nothing but the order of the sum differs from a float32 head, provided that every weight is a float16 value.
-One that is not has to be off by less than float32's own rounding of the largest weight. That lets BF16 heads
-in: of their values only those below 2**-17 may be no float16 values, and they move by 2**-25 at most.
+A small model's step spends a third of its time reading the head. Torch's product of packed float16 weights
+(``quantized::linear_dynamic_fp16``) widens each weight to float32 when it is read and sums in float32. So the
+result equals a float32 head's but for the order of the sum, if every weight is a float16 value. Other weights
+may differ from a float16 value by less than float32's rounding of the largest weight. BF16 heads meet that:
+of their values only those below 2**-17 may be no float16 values, and they change by at most 2**-25.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from marlinq.runtime.operators import Setting
 from marlinq.runtime.operators.cpu_timing import seconds_in_turn
 
 LEAST_GAIN = 1.2
-"""How many times faster it has to be: the float32 weight of a tied head stays for the embedding."""
+"""Speed-up from which it is used: it costs memory, since the float32 weight of a tied head stays for the
+embedding."""
 
-_LEAST_VALUES = 1 << 20  # a smaller head takes no time that anybody would notice
-_ROUNDOFF = 2**-24  # of float32
+_LEAST_VALUES = 1 << 20  # weights of the smallest head considered; a smaller one takes negligible time
+_ROUNDOFF = 2**-24  # relative rounding error of float32
 _SLAB = 4096
 _OPERATIONS = ("linear_prepack_fp16", "linear_dynamic_fp16")
 
@@ -53,7 +54,7 @@ def pack_head(model: PreTrainedModel, setting: Setting) -> list[str]:
     """Replace ``model``'s head by one of float16 weights where that is exact and measured to be faster.
 
     Returns:
-        What was decided and why, in at most one line; nothing where there was nothing to decide.
+        The decision and its reason in at most one line; empty where there was nothing to decide.
     """
     head = model.get_output_embeddings()
     if setting.device.type != "cpu" or setting.dtype != torch.float32 or type(head) is not nn.Linear:
@@ -87,7 +88,7 @@ def _measure(head: nn.Linear, packed: HalfWeightLinear) -> tuple[float, float]:
 def _float16_holds(weight: Tensor) -> bool:
     largest = weight.abs().max()
     bound = _ROUNDOFF * largest
-    # A slab at a time: a vocabulary's weight is large.
+    # In slabs, since the weight is large.
     return bool(torch.isfinite(largest)) and all(
         bool(((rows - rows.half().float()).abs() <= bound).all()) for rows in torch.split(weight, _SLAB)
     )

@@ -1,4 +1,4 @@
-"""A linear layer that multiplies packed words."""
+"""A linear layer with a packed weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from marlinq.kernels.ops.eight_bits import fp8_a8_gemm
 
 
 def _least_rows(operand: Operand) -> int | None:
-    """Rows from which on activations are quantised, too; None for never."""
+    """Number of rows from which activations are quantised; None for never."""
     words = operand.words
     if operand.activations is None or not words.is_cuda or operand.order is not None:
         return None
@@ -25,7 +25,8 @@ def _least_rows(operand: Operand) -> int | None:
 
 
 def _may_round(x: Tensor) -> bool:
-    """Whether activations are of the type that was decided for, and nobody asks for certain sums."""
+    """Whether activations may be quantised: they are of the decision's dtype, and no context demands a kernel
+    or batch invariance."""
     return x.dtype == torch.bfloat16 and demands()._replace(dependent=False) == Demands()
 
 
@@ -65,7 +66,7 @@ class QuantLinear(nn.Module):
 
     @property
     def operand(self) -> Operand:
-        """What it multiplies with; its tensors, not copies."""
+        """The weight, whose tensors are the module's buffers, not copies."""
         return Operand(
             self.format,
             self.granularity,
@@ -81,7 +82,7 @@ class QuantLinear(nn.Module):
 
     @property
     def rounds(self) -> bool:
-        """Whether it quantises the activations of large batches, too."""
+        """Whether it quantises the activations of large batches."""
         return self._least_rows is not None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -92,7 +93,7 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N], in the dtype of x."""
-        # Found as attributes they would cost the host more than the call.
+        # Read from the dictionary: looking buffers up as attributes takes longer than the call.
         held: dict[str, Any] = self._buffers
         order = held["order"]
         if order is None and self._padding:

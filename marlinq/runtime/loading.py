@@ -1,4 +1,4 @@
-"""Any supported checkpoint as a transformers model whose quantised linears are ours."""
+"""Load any supported checkpoint as a transformers model with marlinq's operators for quantised linears."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ from marlinq.runtime.remembered import recognise_once
 from marlinq.runtime.timings import LoadTimings
 from marlinq.runtime.tokenizer import tokenizer_of
 
-# Files that tell a tokenizer is there; without any of them transformers would look for one on the Hub.
+# Files of a tokenizer; without any of them transformers would search the Hub for one.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 NOT_SAVED = (
     "a loaded model holds its weights as its operators want them and is not saved; copy the folder, or write "
     "another format with `marlinq convert` (16-bit weights: --to dense)"
 )
-"""What is said to whoever saves a model that was loaded."""
-# Tensors read but not taken. Host memory holds these beside the model.
+"""Message of the error when a loaded model is saved."""
+# Bytes of tensors that are read ahead: into host memory, beside the model;
 _HOST_AHEAD_BYTES = 256 << 20
-# On a GPU they are already where they stay, if they stay as they are ...
+# into a GPU's memory, where tensors stay as they are, so that they take no further memory;
 _STORED_AHEAD_BYTES = 8 << 30
-# ... and lie beside what is made of them, if not.
+# into a GPU's memory, where they are transcoded, so that they exist beside the results.
 _TRANSCODED_AHEAD_BYTES = 512 << 20
 
 
@@ -76,13 +76,13 @@ class LoadedModel:
         model: a transformers causal language model in evaluation mode, all on ``device``.
         tokenizer: the folder's tokenizer, or None when it has none. It is transformers', or where the model
             only decodes, one that does the same (:class:`marlinq.runtime.tokenizer.FileTokenizer`).
-        device: where the model is.
+        device: device of the model.
         dtype: dtype of activations and unquantised weights.
-        decisions: quantised module name -> what multiplies it, and why.
-        notes: further facts for people, one line each.
-        decoders: state kept between calls of generation: caches and captured steps.
+        decisions: operator of every quantised module, and why, by module name.
+        notes: further notes for the user, one line each.
+        decoders: caches and captured steps, kept between calls of generation.
         timings: seconds of the load by stage.
-        anatomy: result of recognition, where it was asked for while loading.
+        anatomy: result of recognition, if the model was recognised while loading; else None.
     """
 
     path: Path
@@ -97,13 +97,13 @@ class LoadedModel:
     anatomy: Anatomy | Unrecognised | None = field(default=None, repr=False)
 
     def report(self) -> list[str]:
-        """What was loaded and how it is multiplied, line by line."""
+        """Lines that describe the model, its operators and the time of the load."""
         dtype = dtype_name(self.dtype)
         lines = [f"{self.path}: {type(self.model).__name__} on {self.device} in {dtype}"]
         return [*lines, *summarize(self.decisions.values()), *self.notes]
 
     def compile_kernels(self, progress: ReportProgress = no_progress) -> None:
-        """Compile what the model's own forward pass needs on a GPU, as far as the cache lacks it.
+        """Compile the kernels of the model's forward pass on a GPU that the cache lacks.
 
         Raises:
             EnvironmentProblem: a kernel does not compile.
@@ -176,7 +176,7 @@ def load(
     keeps = only_decodes and _keeps(placement.device)
     with ReadAhead(checkpoint, placement.device, budget=_budget(quantized, setting)) as reader:
         with timings.stage("first reads"):
-            # Packed words are needed whatever the blueprint says, so their reading begins before it is built.
+            # Packed words are needed in any case, so reading them starts before the blueprint is built.
             order = [] if quantized is None else _reading_order(quantized)
             reader.expect(_packed_tensors(quantized, order))
         with timings.stage("blueprint"):
@@ -191,7 +191,7 @@ def load(
             in_memory = converted(checkpoint, conversions)
             blueprint = without_false_ties(blueprint, in_memory)
             blueprint, replaced = match_tensors(blueprint, in_memory, quantized)
-            # Layers that the architecture ignores.
+            # Quantised layers that the architecture does not have.
             reader.forget(_packed_tensors(quantized, sorted(set(order) - set(replaced.values()))))
             source = ConvertedTensors(checkpoint.path, in_memory.tensors, reader.tensor, conversions)
             instance = ModelInstance(blueprint, source, device=placement.device, dtype=placement.dtype)
@@ -199,7 +199,7 @@ def load(
         anatomy: Anatomy | Unrecognised | None = None
         if only_decodes:
             with timings.stage("recognition"), boundaries.forward(checkpoint.path):
-                # Nothing in the instance has its weights yet.
+                # Recognition needs no weights, which are not there yet.
                 find = recognise_once if keeps else recognise
                 anatomy = find(instance.model, blueprint.blocks_name)
         with timings.stage("tokenizer"):
@@ -229,7 +229,7 @@ def load(
     with timings.stage("check"):
         checkpoint.check_unchanged()
         if placement.device.type == "cuda":
-            # What was transcoded or cast left memory that only another load could use.
+            # Frees cached memory of the originals of transcoded or cast tensors.
             torch.cuda.empty_cache()
     warn_about_dense(decisions, placement.device)
     model = instance.model
@@ -251,7 +251,7 @@ def load(
 
 
 def _refuse_saving(model: PreTrainedModel, path: Path) -> None:
-    """Make ``save_pretrained`` say what to do instead of writing operators' tensors, which nobody reads."""
+    """Make ``save_pretrained`` raise an error that says what to do; no loader reads operators' tensors."""
 
     def save_pretrained(*args: Any, **options: Any) -> None:
         raise UnsupportedError(f"{path}: {NOT_SAVED}")
@@ -271,18 +271,18 @@ def install_linears(
     reader: ReadAhead | None = None,
     timings: LoadTimings | None = None,
 ) -> dict[str, Decision]:
-    """Put what multiplies it into the place of every quantised projection of a model.
+    """Replace every quantised projection of a model by the module of its operator.
 
     Args:
-        instance: the model; what stands in those places is not looked at.
-        quantized: where the weights and biases are read from.
-        replaced: as from :func:`match_tensors`.
-        setting: where the model runs.
+        instance: the model; the modules that are replaced are ignored.
+        quantized: checkpoint with the weights and biases.
+        replaced: the checkpoint's names of quantised projections (:func:`match_tensors`).
+        setting: device and dtype of the model.
         operator: as in :func:`load`.
         compile_kernels: as in :func:`load`.
         progress: as in :func:`load`.
-        reader: reads the packed tensors, best told of them already; by default one of its own.
-        timings: seconds by stage, to which those of the load are added.
+        reader: reader of the packed tensors, which may be reading them already; by default a new one.
+        timings: seconds by stage, to which those of this load are added.
 
     Returns:
         The decision for every projection, by its name.
@@ -315,11 +315,12 @@ def install_linears(
                     instance.install(projection, module)
                     new[decision.operator].append(module)
                 else:
-                    # Not compiled for: a layer's experts are multiplied by kernels of their own.
+                    # Not compiled one by one: other kernels multiply a layer's experts together.
                     of_experts[projection.name] = module
             progress("loading", index + 1, len(order))
             if compile_kernels and index + 1 in (kinds, len(order)):
-                # The first of each kind come first: deciding and compiling runs beside the reading.
+                # The first module of each kind is read first, so that kernels are compiled while others are
+                # read.
                 with timings.stage("kernels"):
                     _compile_kernels(new, setting, progress)
     install_experts(instance.model, instance.blueprint, of_experts)
@@ -327,7 +328,7 @@ def install_linears(
 
 
 def _compile_kernels(new: Mapping[str, list[nn.Module]], setting: Setting, progress: ReportProgress) -> None:
-    """Compile what the modules of each operator need; they are not new any more afterwards."""
+    """Compile the kernels of the modules in ``new``, by operator, and empty its lists."""
     for name, modules in new.items():
         if modules:
             OPERATORS[name].compile(modules, setting, progress)
@@ -335,12 +336,12 @@ def _compile_kernels(new: Mapping[str, list[nn.Module]], setting: Setting, progr
 
 
 def _keeps(device: torch.device) -> bool:
-    """Whether what a start finds out is left for the next: on a GPU alone, as for a passed probe."""
+    """Whether notes are written for the next start of the same model: on a GPU only."""
     return device.type == "cuda"
 
 
 def _budget(quantized: QuantizedCheckpoint | None, setting: Setting) -> int:
-    """Bytes of tensors that may be read before somebody takes them."""
+    """Bytes of tensors that may be read ahead."""
     if setting.device.type == "cpu":
         return _HOST_AHEAD_BYTES
     as_stored = quantized is None or all(
@@ -350,7 +351,8 @@ def _budget(quantized: QuantizedCheckpoint | None, setting: Setting) -> int:
 
 
 def _reading_order(quantized: QuantizedCheckpoint) -> list[str]:
-    """The quantised modules as their words lie in the files, but the first of each kind before all others."""
+    """The quantised modules in the order of their words in the files, but the first of each kind before
+    others."""
     infos = quantized.checkpoint.tensors
     shards = {shard: index for index, shard in enumerate(quantized.checkpoint.shards)}
 
@@ -384,7 +386,7 @@ def _plain_tensors(blueprint: Blueprint, names: TensorNames, replaced: Mapping[s
 def stored_otherwise(
     blueprint: Blueprint, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None
 ) -> tuple[Conversion, ...]:
-    """What has to be converted of the tensors that are not packed (:func:`~marlinq.models.find_conversions`).
+    """Conversions of tensors that are not packed (:func:`~marlinq.models.find_conversions`).
 
     Raises:
         CheckpointError: stored tensors do not fit transformers' rule.
@@ -396,11 +398,11 @@ def stored_otherwise(
 def match_tensors(
     blueprint: Blueprint, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None
 ) -> tuple[Blueprint, dict[str, str]]:
-    """Give every tensor its place and every place a tensor of its shape; no tensor is read.
+    """Match stored tensors with the model's parameters, by name and shape; no tensor is read.
 
     Returns:
-        The blueprint without the ties of quantised projections, and the checkpoint's name of every quantised
-        projection by its own.
+        The blueprint without the ties of quantised projections; and the checkpoint's name of every quantised
+        projection, by its name in the model.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of the wrong shape.
@@ -425,7 +427,7 @@ def _bias(instance: ModelInstance, reader: ReadAhead, projection: Projection) ->
     stored = instance.names.own(name)
     if stored is None:
         return None
-    # Some writers give every quantised linear a bias, zeros where the model has none.
+    # Some writers store a bias of zeros for linears that have none.
     bias = reader.tensor(stored)
     return bias if bool(bias.any()) else None
 
@@ -459,7 +461,7 @@ def _check_tensors(
             take(names.own(name), shape)
     for name, shape in blueprint.buffers.items():
         take(names.own(name), shape)
-    # Computed by the model; what an old checkpoint stores of them is not read.
+    # Buffers that the model computes; old checkpoints store some, which are not read.
     used.update(stored for name in blueprint.computed if (stored := names.own(name)) is not None)
     if quantized is not None:
         for name, module in replaced.items():
@@ -477,7 +479,7 @@ def _check_tensors(
 def contradictions(
     blueprint: Blueprint, checkpoint: Checkpoint, generation_config: GenerationConfig | None
 ) -> list[str]:
-    """What the folder lacks or says that its tensors contradict, though it can be loaded; one line each."""
+    """Inconsistencies of a folder that can be loaded in spite of them; one line each."""
     names = TensorNames(blueprint, checkpoint.tensors.keys(), source=str(checkpoint.path))
     missing = [name for name in blueprint.buffers if names.own(name) is None]
     notes = []
@@ -498,7 +500,7 @@ def contradictions(
 
 
 def scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]:
-    """What is said of a checkpoint whose scales are not exact in ``dtype``; nothing of another."""
+    """A note for a checkpoint whose scales are not exact in ``dtype``; empty for others."""
     stored = {spec.scale_dtype for spec in quantized.modules.values()}
     rounded = sorted(dtype_name(found) for found in stored if not holds(dtype, found))
     if not rounded:

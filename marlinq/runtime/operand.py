@@ -1,9 +1,9 @@
-"""From a stored weight to what the kernel multiplies with: the kernel's layout in memory, any shape.
+"""Make the kernels' operand from a stored weight of any shape and layout.
 
-The kernel takes K and N that are multiples of 64, groups of 32, 64, 128 or one scale per channel, and no
-g_idx. 4-bit integers of such a shape keep their words: as stored where they are in the kernel's layout, else
-transcoded on the device, without ever being unpacked. Other elements are packed from their codes. What
-does not fit is made to, without changing a single weight:
+Kernels take K and N that are multiples of 64, groups of 32, 64, 128 or one scale per channel, and no g_idx.
+4-bit integers of such a shape keep their words: as stored if they are in the kernels' layout, else transcoded
+on the device without unpacking. Other elements are packed from their codes. All other weights are adapted
+without changing a value:
 
 * **Shape.** K grows to a multiple of 64 and of the group, N to a multiple of 64. Added rows of an existing
   group hold the group's zero point as code; added groups and columns have scale 0 and zero point and codes of
@@ -35,7 +35,7 @@ from marlinq.kernels.launch.tile_words import SOURCES as TILED_FROM
 from marlinq.kernels.launch.tile_words import tile_words
 
 KERNEL_LAYOUT = Marlin()
-"""The layout whose words and scales the kernel reads as they are."""
+"""The layout whose words and scales kernels read as stored."""
 
 KERNEL_FORMAT = weight_formats.INT4
 """The weight format whose words :data:`KERNEL_LAYOUT` holds."""
@@ -47,7 +47,7 @@ _REFINED = sorted((each for each in GRANULARITIES if each.kind == "group"), reve
 
 
 def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None:
-    """Why there is no operand that holds ``weight``, or None."""
+    """Why no operand can hold ``weight``, or None."""
     scheme = weight.scheme
     reason = scheme_refusal(scheme)
     if reason is not None:
@@ -96,14 +96,14 @@ def operand_shape(weight: StoredWeight | QuantizedWeight) -> tuple[int, int, Gra
 def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> Operand:
     """The operand that holds exactly the weights of ``stored``; scales are rounded to ``dtype``.
 
-    Words that are in the kernel's layout are taken as they are, and so are scales of the kernel's group size;
-    other words are transcoded on ``device``, on a GPU by one launch. Only padding, activation order and the
-    masks of sparse layouts need the codes one by one.
+    Words and scales in the kernels' layout and group size are used as stored. Other words are transcoded on
+    ``device``, on a GPU by one launch. Only padding, activation order and masks of sparse layouts need
+    unpacked codes.
 
     Args:
-        stored: any K and N, any layout.
+        stored: the weight, of any K, N and layout.
         dtype: dtype of the activations, and so of scales and zeros.
-        device: where the operand lives.
+        device: device of the operand.
 
     Raises:
         UnsupportedError: :func:`operand_refusal` has a reason, or a scale overflows ``dtype``.
@@ -141,7 +141,7 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
     """The operand that holds exactly the weights of ``q``, on its device; scales are rounded to ``dtype``.
 
     Args:
-        q: any K and N.
+        q: the weight, of any K and N.
         dtype: dtype of the activations, and so of scales and zeros.
         name: name of the module in error messages.
 
@@ -158,12 +158,12 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
     rows, columns, granularity = operand_shape(q)
     weight_format = format_of(q.scheme)
     _check_codes(q, name)
-    # Few operations take scales of eight bits.
+    # Widened, since few torch operations take 8-bit floats.
     wide = q.scales if q.scales.itemsize > 1 else q.scales.to(torch.float32)
     scales, zeros = (q.per_output(_regrouped(q, values, granularity)) for values in (wide, q.zeros))
     factor = weight_format.scale_factor(dtype)
     if q.tensor_scale is not None or factor != 1:
-        # Both levels are rounded once, to the dtype.
+        # The product of both levels is rounded only once, to the dtype.
         second = 1.0 if q.tensor_scale is None else q.tensor_scale.to(torch.float64)
         wide = scales.to(torch.float64) * factor
         scales = (wide / second if q.tensor_scale_divides else wide * second).to(torch.float32)
@@ -194,7 +194,7 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
 
 
 def _kernel_words(stored: StoredWeight, device: torch.device) -> Tensor:
-    """The words in the kernel's order, on ``device``; those of a weight that needs no padding."""
+    """The words in the kernels' order on ``device``, for a weight that needs no padding."""
     words, family = stored.words.to(device), stored.layout.family
     if device.type == "cuda" and family in TILED_FROM:
         return tile_words(words, family, stored.in_features, stored.out_features)
@@ -215,7 +215,7 @@ def _regrouped(q: QuantizedWeight | Grid, values: Tensor, granularity: Granulari
     """``values``, the scales or zero points of ``q``, a row for each group of ``granularity``."""
     if granularity.channels in (0, q.channels_per_group):
         return values
-    # A short last group of the weight has fewer parts than the others.
+    # Also right where the weight's last group is short.
     first_channels = torch.arange(0, q.in_features, granularity.channels, device=values.device)
     return values[first_channels // q.channels_per_group]
 
@@ -224,7 +224,7 @@ def _cast_scales(scales: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if scales.dtype == dtype:
         return scales
     cast = scales.to(dtype)
-    # A GPU is waited for only where the narrower range makes it necessary.
+    # The check waits for the GPU, so it is made only if the dtype's range is narrower.
     narrower = torch.finfo(dtype).max < torch.finfo(scales.dtype).max
     if narrower and bool((torch.isfinite(scales) & ~torch.isfinite(cast)).any()):
         largest = float(scales[torch.isfinite(scales)].abs().max())
@@ -235,7 +235,7 @@ def _cast_scales(scales: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _check_codes(q: QuantizedWeight, name: str) -> None:
-    """Refuse codes that stand for no value, which kernels would multiply as numbers."""
+    """Refuse codes of NaN, which kernels would multiply as numbers."""
     if q.element.table is None:
         return
     missing = [code for code, value in enumerate(q.element.table) if math.isnan(value)]
@@ -245,7 +245,7 @@ def _check_codes(q: QuantizedWeight, name: str) -> None:
 
 
 def _check_range(scales: Tensor, weight_format: WeightFormat, name: str) -> None:
-    """Refuse scales that kernels could not multiply by their power of two in bfloat16."""
+    """Refuse bfloat16 scales that would overflow when kernels multiply them by the format's power of two."""
     bound = weight_format.largest_bfloat16_scale
     if scales.dtype == torch.bfloat16 and math.isfinite(bound) and bool((scales.abs() >= bound).any()):
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Which device and dtype a model runs in, and why when that is not what its checkpoint names."""
+"""Choose a model's device and dtype, with the reason where the dtype is not the checkpoint's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model runs; ``reason`` says why the dtype differs from the checkpoint's, or is empty."""
+    """A model's device and dtype; ``reason`` says why the dtype differs from the checkpoint's, or is
+    empty."""
 
     device: torch.device
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""How many of torch's threads a small computation on a CPU takes."""
+"""Limit the number of torch's threads for a small computation on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def threads_at_most(threads: int | None) -> Iterator[None]:
-    """Compute with at most this many of torch's threads inside; None for all there are."""
+    """Use at most ``threads`` of torch's threads inside; None for all."""
     before = torch.get_num_threads()
     if threads is None or threads >= before:
         yield

@@ -1,4 +1,4 @@
-"""What the time of a load went into."""
+"""Seconds of a load by stage."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class LoadTimings:
     """Seconds of a load, stage by stage.
 
     Attributes:
-        stages: work of the loading thread, in order of the first time; a stage that comes again adds up.
+        stages: seconds of the loading thread by stage, in order of first use; repeated stages add up.
         read_bytes: bytes of the tensors that were read.
-        read_seconds: from the beginning of the first read to the end of the last, beside the stages.
+        read_seconds: seconds from the beginning of the first read to the end of the last, by other threads.
     """
 
     stages: dict[str, float] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class LoadTimings:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times what stands inside; not to be nested."""
+        """Add the time of the ``with`` block to the stage ``name``; not to be nested."""
         start = time.perf_counter()
         try:
             yield
@@ -37,7 +37,7 @@ class LoadTimings:
             self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - start
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Lines of text with the times."""
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.stages.items())
         rate = self.read_bytes / self.read_seconds / 1e9 if self.read_seconds else 0.0
         read = f"{self.read_bytes / 1e9:.2f} GB were read and copied in {self.read_seconds:.2f} s"

@@ -1,8 +1,9 @@
-"""A checkpoint's tokenizer for generation: made of its file at once, without transformers' work.
+"""A checkpoint's tokenizer for generation, made directly from its file, which is faster than transformers.
 
-transformers parses ``tokenizer.json``, copies the result, and goes through settings that change little or
-nothing; of a vocabulary of 128,000 tokens the parsing alone takes a third of the time. What it changes is
-found out once: the parsed file with these changes, written out, has to equal transformers' tokenizer.
+transformers parses ``tokenizer.json``, copies the result, and applies settings that change little or nothing;
+with a vocabulary of 128,000 tokens parsing is only a third of its time. The changes that it makes are
+determined once and kept: the parsed file with these changes must serialise to the same JSON as transformers'
+tokenizer.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _EMPTY: dict[str, object] = {
     "added_tokens": [],
     "model": {"type": "BPE", "vocab": {}, "merges": []},
 }
-# What transformers may read of a folder to make a tokenizer, its config included.
+# Suffixes of files that transformers may read to make a tokenizer, its config included.
 _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
-# How text becomes tokens and back; a class with its own way is left to transformers.
+# Methods that encode and decode; tokenizers of classes that override one are left to transformers.
 _METHODS = (
     "__call__",
     "_call_one",
@@ -47,14 +48,15 @@ _METHODS = (
 
 
 class FileTokenizer:
-    """transformers' tokenizer of a folder, as far as text becomes tokens and tokens text.
+    """Encodes and decodes like transformers' tokenizer of a folder.
 
-    Anything else, a chat template for one, is asked of transformers' tokenizer, which is loaded then.
+    All other methods, such as chat templates, are those of transformers' tokenizer, which is loaded on
+    demand.
 
     Args:
         folder: path of the checkpoint.
         content: bytes of its ``tokenizer.json``.
-        changes: transformers' values in place of the file's, by the file's keys.
+        changes: values that transformers uses instead of the file's, by key.
     """
 
     def __init__(self, folder: Path, content: bytes, changes: Mapping[str, object]) -> None:
@@ -89,17 +91,17 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False, kept: bool = 
     Args:
         folder: path of the checkpoint.
         trust_remote_code: run code that the checkpoint brings.
-        kept: a :class:`FileTokenizer` may stand for it where it is known to do the same, which is remembered
-            beside the compiled kernels (:mod:`marlinq.core.notes`).
+        kept: whether a :class:`FileTokenizer` may be returned where it is known to be equivalent, and whether
+            that may be noted in the cache folder (:mod:`marlinq.core.notes`).
 
     Raises:
-        CheckpointError: it can't be read.
+        CheckpointError: the tokenizer can't be read.
     """
     path = folder / _FILE
     if trust_remote_code or not kept or not path.is_file():
         return load_tokenizer(folder, trust_remote_code=trust_remote_code)
     with boundaries.tokenizer(folder):
-        # What is parsed later is what was looked at here.
+        # Read once: the bytes that are compared here are those that are parsed.
         content = path.read_bytes()
         others = [each for each in sorted(folder.iterdir()) if each.suffix in _SUFFIXES and each.is_file()]
         digests = [(each.name, _digest(each)) for each in others if each != path]
@@ -124,11 +126,11 @@ def _digest(path: Path) -> str:
 
 def _parsed(content: bytes, changes: Mapping[str, object]) -> Tokenizer:
     own = Tokenizer.from_buffer(content)
-    # As for every call of transformers' tokenizer that asks for neither.
+    # As transformers does for calls without truncation and padding.
     own.no_truncation()
     own.no_padding()
     if changes:
-        # The library has no other way from a part as it is written to the part.
+        # The library can make a part from JSON only as part of a whole tokenizer.
         made = Tokenizer.from_str(json.dumps({**_EMPTY, **changes}))
         for key in changes:
             setattr(own, key, getattr(made, key))
@@ -136,10 +138,10 @@ def _parsed(content: bytes, changes: Mapping[str, object]) -> Tokenizer:
 
 
 def _changes(content: bytes, loaded: Any) -> dict[str, object] | None:
-    """The parts that ``loaded``, transformers' tokenizer of its folder, has in place of the file's.
+    """The parts in which ``loaded``, transformers' tokenizer of the folder, differs from the file.
 
     Returns:
-        None where the file with these parts would not do the same.
+        None where the file with these parts is not equivalent.
     """
     kind, known = type(loaded), PreTrainedTokenizerFast
     if not isinstance(loaded, known) or not kind.__module__.startswith("transformers."):
@@ -154,6 +156,6 @@ def _changes(content: bytes, loaded: Any) -> dict[str, object] | None:
 
 
 def _written(tokenizer: Tokenizer) -> dict[str, object]:
-    """All that a tokenizer does, but for what a call sets anew."""
+    """A tokenizer as JSON values, without truncation and padding, which every call sets."""
     value = json.loads(tokenizer.to_str())
     return {key: each for key, each in value.items() if key not in ("truncation", "padding")}

@@ -1,13 +1,13 @@
-"""Text that a model writes itself, so that calibration and evaluation need none from outside.
+"""Let a model write text, so that calibration and evaluation need no other text.
 
-Two ways to begin a document:
+There are two ways to begin a document:
 
 * **plain**, the data-free recipe of LLM-QAT (Liu et al. 2023): a random token, which the model continues;
 * **chat**, that of Magpie (Xu et al. 2024): the chat template up to where a user's message begins. The model
   writes the message, the template closes it, and the model answers.
 
-Documents are written in rounds of equal batches, decoded together over one cache and, on a GPU, one captured
-step. A round ends early when few of its rows are still going: what they have written by then counts.
+Documents are written in rounds of equal batches, decoded together over one cache and, on a GPU, with one
+captured step. A round ends early when few of its rows have not ended; the text of those rows is kept.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _TEMPERATURE = 1.0
 _MOST_ROWS = 128
 _MESSAGE_TOKENS = 64
 _FEW = 4
-"""A round ends when less than one in this many of its rows is still going."""
+"""A round ends when less than 1 / _FEW of its rows have not ended."""
 _FEWEST_ROUNDS = 64
 _SMALL_SHARE = 8
-"""A model that fills less than one in this many of a round's places is given up."""
+"""Writing fails if a model fills less than 1 / _SMALL_SHARE of the positions of its rounds."""
 _PROBE_STEPS = 3
 _ENDED = 1200
 """Tokens by which three of four documents have ended: SmolLM2-135M-Instruct's, in documents of up to 2048."""
@@ -49,12 +49,12 @@ _MARK = "marlinq-message"
 
 @dataclass(frozen=True)
 class Written:
-    """What a model wrote.
+    """Documents that a model wrote.
 
     Attributes:
-        documents: token ids of each, with what they were begun with.
+        documents: token ids of each document, with its beginning.
         rounds: batches that were decoded.
-        seconds: seconds of all of it, compiling and capturing included.
+        seconds: seconds in all, with compiling and capturing.
         how: name of the forward that decoded, and why.
     """
 
@@ -118,15 +118,15 @@ class TextWriter:
         return f"{decision.mode}: {decision.reason}"
 
     def report_to(self, progress: ReportProgress) -> None:
-        """Report what is written from now on to another function."""
+        """Report further progress to another function."""
         self._progress = progress
 
     def close(self) -> None:
-        """Let others have the decoder."""
+        """Release the decoder."""
         self._decoder.stop()
 
     def seconds_a_step(self, behind: int = 2) -> float:
-        """How long one more token of every row takes: a short probe, which changes nothing.
+        """Seconds of one more token of every row, measured by a few steps that change nothing.
 
         Args:
             behind: tokens that every row holds already; at most three less than ``max_length``.
@@ -145,10 +145,11 @@ class TextWriter:
         return seconds
 
     def seconds_for(self, tokens: int) -> float:
-        """How long writing ``tokens`` will take, from a few steps behind nothing and behind a document.
+        """Estimated seconds to write ``tokens``, from steps measured behind no tokens and behind a whole
+        document.
 
-        Attention costs more behind more tokens, and rows whose documents have ended take steps that give no
-        text: these are taken to fall evenly to the share at which a round ends.
+        Attention costs more behind more tokens, and rows whose documents have ended still take steps. The
+        number of rows that have not ended is assumed to fall linearly to the share at which a round ends.
         """
         steps, length = expected_steps(tokens, self._rows, self._max_length, ends=bool(self._ends))
         last = max(2, self._max_length - _PROBE_STEPS - 1)
@@ -198,7 +199,7 @@ class TextWriter:
         def tick(written: int) -> None:
             self._progress(STAGE, min(total + written, tokens), tokens)
 
-        # Few tokens shared among all rows would leave each with too few to count.
+        # At least MIN_TOKENS a row, below which documents are not used.
         enough = max(tokens - total, self._rows * MIN_TOKENS)
         return self._continue(prompts, self._max_length, enough=enough, tick=tick)
 
@@ -211,13 +212,13 @@ class TextWriter:
         shortest: int = MIN_TOKENS,
         tick: Callable[[int], None] = lambda written: None,
     ) -> list[tuple[int, ...]]:
-        """The prompts, each with what the model adds until an end token or until it has ``max_length``.
+        """The prompts, each with a continuation up to an end token or ``max_length`` tokens.
 
-        It stops for all of them when few are left, or when there are ``enough`` tokens. An end token among
-        the first ``shortest`` is one like any other: text that ends there holds no context worth measuring.
+        All stop when few have not ended, or when there are ``enough`` tokens. An end token among the first
+        ``shortest`` tokens is ignored, since such a short text is of no use.
         """
         rows = [_Row(list(prompt)) for prompt in prompts]
-        # The decoder's rows take their steps together.
+        # All rows take the same number of steps, which the longest prompt limits.
         steps = max_length - max(map(len, prompts))
         written = sum(map(len, prompts))
         if steps > 0:
@@ -290,13 +291,13 @@ class TextWriter:
 
 
 def expected_steps(tokens: int, rows: int, max_length: int, *, ends: bool) -> tuple[float, float]:
-    """Steps that ``tokens`` tokens take, and the length of a round.
+    """Expected number of steps for ``tokens`` tokens, and steps of a round.
 
     Args:
         tokens: number of tokens of all documents.
         rows: number of rows written together.
         max_length: tokens of a document.
-        ends: whether the model can end one before.
+        ends: whether the model can end a document earlier.
     """
     share = min(1.0, max_length / _ENDED) if ends else 0.0
     going = 1 - share * (1 - 1 / _FEW) / 2
@@ -311,7 +312,7 @@ class _Row:
 
 
 class _Template:
-    """The model's chat template, taken apart around a user's message."""
+    """The model's chat template, split at a user's message."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded

@@ -1,4 +1,4 @@
-"""Every operator, one file each, and the registry that decisions are made from."""
+"""Operators, one file each, and their registry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from marlinq.runtime.operators.packed import Packed
 from marlinq.runtime.operators.sparse import Sparse
 
 OPERATORS: dict[str, Operator] = {}
-"""Every operator by name. Where nothing is known of two operators' times, the earlier one is taken."""
+"""Every operator by name. Of two operators without estimates the one registered first is chosen."""
 
 
 def register_operator(operator: Operator) -> Operator:

@@ -1,4 +1,4 @@
-"""What every operator offers: which weights it multiplies with, how fast, and the module that does it."""
+"""The protocol of operators: weights that one multiplies, its estimated time, and its module."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a module runs.
+    """Device, dtype and required precision of a module.
 
     Attributes:
         device: device of weights and activations.
-        dtype: dtype of the activations, and of what the module returns.
-        exact: products round no more than ``dtype`` makes them. Otherwise an operator may round operands
-            further, if its decision says so.
+        dtype: dtype of activations and results.
+        exact: whether products may round operands no further than to ``dtype``. Otherwise an operator may, if
+            the reason of its decision says so.
     """
 
     device: torch.device
@@ -36,11 +36,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long a product should take.
+    """The estimated time of a product.
 
     Attributes:
-        seconds: None where nobody has measured or modelled it.
-        reason: one clause, for people.
+        seconds: estimated seconds; None where they are neither measured nor modelled.
+        reason: one clause of text.
     """
 
     seconds: float | None
@@ -67,24 +67,23 @@ def kernel_refusal(setting: Setting) -> str | None:
 
 
 class Operator(ABC):
-    """One way to multiply activations with a quantised weight.
+    """A way to multiply activations with a quantised weight.
 
-    An operator looks at a weight's scheme, shape and layout through
-    :class:`~marlinq.formats.StoredWeight`; its module then multiplies without asking again.
+    An operator decides by the scheme, shape and layout of a :class:`~marlinq.formats.StoredWeight`.
     """
 
     name: str
     dense: bool = False
     """Whether it keeps the weight dequantised, which takes more memory than the checkpoint."""
     device_types: tuple[str, ...] | None = None
-    """The types of device that it is for; None for any. Elsewhere nobody has to hear why it is not taken."""
+    """Types of device that it is meant for; None for any. On others, decisions don't mention it."""
 
     def serves(self, device: torch.device) -> bool:
-        """Whether it is for devices of this type at all."""
+        """Whether it is meant for devices of this type."""
         return self.device_types is None or device.type in self.device_types
 
     def knows(self, stored: StoredWeight) -> bool:
-        """Whether it is for weights of this element at all; elsewhere nobody hears why it is not taken."""
+        """Whether it is meant for weights of this element; for others, decisions don't mention it."""
         return True
 
     @abstractmethod
@@ -106,7 +105,7 @@ class Operator(ABC):
         Args:
             stored: a weight that is not refused.
             bias: [N] of any float dtype, on any device, or None.
-            setting: where the module's buffers have to be.
+            setting: device and dtype of the module.
 
         Raises:
             UnsupportedError: the values themselves can't be held (a scale overflows the dtype).
@@ -115,10 +114,10 @@ class Operator(ABC):
     def compile(
         self, modules: Iterable[nn.Module], setting: Setting, progress: ReportProgress = no_progress
     ) -> int:
-        """Compile what those of ``modules`` that are this operator's need at their first use.
+        """Compile the kernels that this operator's modules, among ``modules``, need at their first use.
 
         Returns:
-            How many kernels were compiled.
+            Number of kernels compiled.
 
         Raises:
             EnvironmentProblem: a kernel does not compile.

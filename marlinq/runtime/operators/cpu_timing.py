@@ -1,4 +1,4 @@
-"""How long products take on this CPU: measured, on weights that no cache holds."""
+"""Measure the time of products on this CPU, with weights that are in no cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 Product = Callable[[], object]
 """One product with a weight of its own."""
 
-# A decode step reads every weight once, so each product finds its weight in memory. Copies of this size
-# together, read in turn, do too: they are larger than most last-level caches.
+# Bytes of all copies of a weight together, larger than most last-level caches. A decode step reads every
+# weight once, from memory; copies that are read in turn are read from memory, too.
 _COLD_BYTES = 64 << 20
 _MOST_TURNS = 96
 _LEAST_TURNS = 16
@@ -19,17 +19,16 @@ _ENOUGH_SECONDS = 0.3
 
 
 def cold_copies(tensor: Tensor) -> list[Tensor]:
-    """``tensor`` and copies of it. Read in turn they come from memory, unless that takes too many."""
+    """``tensor`` and copies of it, so many that they don't fit a cache together, within a limit."""
     copies = min(max(-(-_COLD_BYTES // max(tensor.nbytes, 1)), 1), _MOST_TURNS)
     return [tensor, *(tensor.clone() for _ in range(copies - 1))]
 
 
 def seconds_in_turn(*candidates: Sequence[Product]) -> tuple[float, ...]:
-    """The time of one product of each candidate, which take turns: the tenth percentile.
+    """Seconds of a product of each candidate: the tenth percentile of runs in which candidates alternate.
 
-    On a busy machine most products may wait for a thread that another process has displaced, a thousand times
-    longer than they compute, and would decide any mean. The very least is left out for a weight that a cache
-    held after all.
+    On a busy machine most products may wait for a displaced thread a thousand times longer than they compute,
+    so a mean would be useless. The minimum may come from a weight that was in a cache after all.
 
     Args:
         candidates: each a sequence of the same product with copies of its weight, run through again and again

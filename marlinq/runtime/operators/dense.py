@@ -9,9 +9,9 @@ from marlinq.formats import StoredWeight
 from marlinq.kernels import device_numbers
 from marlinq.runtime.operators.base import Estimate, Operator, Setting
 
-# What torch's product takes on a GPU however small the weight: a launch, and a kernel that fills and drains.
+# Seconds of torch's product on a GPU for the smallest weight.
 _LEAST_SECONDS = 3e-6
-# Beyond, arithmetic takes longer than reading the weight, and its rate is not known here.
+# Rows up to which reading the weight takes longer than arithmetic; beyond, there is no estimate.
 _MEMORY_BOUND_ROWS = 64
 
 

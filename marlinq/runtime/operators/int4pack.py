@@ -17,9 +17,8 @@ the same product runs scalar code, ten times slower than a dense one. So this op
 The operator therefore asks for a setting that is not exact, and is only taken where it is clearly faster than
 the dequantised weight, by a measurement on this machine.
 
-Small products run on one thread where more are measured to gain little: waking a thread that sleeps takes
-longer than the 20 us that a product of 576 x 576 computes, and waiting for one that another process has
-displaced takes milliseconds.
+Small products run on one thread where more threads measure little faster: waking a thread takes longer than
+the 20 us of a 576 x 576 product, and waiting for a displaced thread takes milliseconds.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ from marlinq.runtime.operators.cpu_timing import Product, cold_copies, seconds_i
 from marlinq.runtime.threads import threads_at_most
 
 GROUP_SIZES = (256, 128, 64, 32)
-"""What torch's product takes."""
+"""Group sizes of torch's product."""
 
 _COLUMNS = 16  # output channels of a block that torch packs
-_MIDPOINT = 8  # what the product takes off each code
+_MIDPOINT = 8  # number that the product subtracts from each code
 _DTYPES = (torch.float32, torch.bfloat16)
 _OPERATIONS = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
 
 _FEW_ROWS = 4
-"""Rows up to which a product takes the threads that one row is fastest with."""
+"""Rows up to which a product uses the number of threads that is fastest for one row."""
 
 _THREADS_GAIN = 1.2
-"""How many times faster all threads have to be than one: the others may be wanted elsewhere."""
+"""Speed-up of all threads over one from which they are used."""
 
 LEAST_GAIN = 1.2
-"""How many times faster than the dequantised weight it has to be, since it rounds to BF16."""
+"""Speed-up over the dequantised weight from which it is chosen, since it rounds to BF16."""
 
 
 class Int4PackLinear(nn.Module):
@@ -66,9 +65,9 @@ class Int4PackLinear(nn.Module):
     in BF16, the bias is added in x's dtype. Buffers are not part of a state dict.
 
     Args:
-        weight: one that :class:`Int4Pack` does not refuse.
+        weight: a weight that :class:`Int4Pack` does not refuse.
         bias: [N] in the dtype of the activations, or None.
-        threads: number of threads for up to four rows; None for all there are.
+        threads: number of threads for up to four rows; None for all threads.
     """
 
     words: Tensor
@@ -182,12 +181,12 @@ def product_group_size(granularity: Granularity, in_features: int) -> int | None
 
 
 class Measured(NamedTuple):
-    """What products with a packed weight take on this machine.
+    """Times of products on this machine.
 
     Attributes:
-        packed: seconds of a packed product, on as many threads as are fastest.
-        dense: seconds of one with the dequantised weight.
-        threads: 1 where more are hardly faster; None for all there are.
+        packed: seconds of a packed product, with the faster number of threads.
+        dense: seconds of a product with the dequantised weight.
+        threads: 1 where more threads are hardly faster; None for all threads.
     """
 
     packed: float
@@ -199,7 +198,7 @@ class Measured(NamedTuple):
 def measure(
     rows: int, in_features: int, out_features: int, group_size: int, dtype: torch.dtype, threads: int
 ) -> Measured:
-    """The times of packed products and of dequantised ones, once for each problem a process.
+    """Times of packed and of dense products, measured once a process for each set of arguments.
 
     Args:
         rows: number of rows of the activations.

@@ -1,4 +1,4 @@
-"""Our CUDA kernels for packed weights; on a CPU their reference."""
+"""Operators that multiply packed weights: CUDA kernels, on a CPU torch arithmetic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from marlinq.runtime.operators.base import Estimate, Operator, Setting, kernel_r
 
 
 def _eight_bits(problem: Problem, stored: StoredWeight, setting: Setting) -> str:
-    """From how many rows on activations are quantised, too, or why not."""
+    """Text that says from how many rows activations are quantised, or why they are not."""
     if setting.exact:
         return "activations stay in 16 bits: products are to round no more than the dtype"
     return decide_eight_bits(
@@ -58,7 +58,7 @@ class Packed(Operator):
         try:
             self.estimate(stored, setting, 1)
         except EnvironmentProblem as error:
-            # An old GPU: nothing the user could install would change it.
+            # The GPU is too old; the user can't install anything about it.
             return str(error)
         return None
 

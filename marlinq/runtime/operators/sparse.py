@@ -1,4 +1,4 @@
-"""Products with 2:4 sparse weights on sparse tensor cores; on a CPU their reference."""
+"""The operator for 2:4 sparse weights: sparse tensor cores, on a CPU torch arithmetic."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SparseLinear(nn.Module):
 
 
 class Sparse(Operator):
-    """:class:`SparseLinear` over the kept codes of a layout that says that its weights are sparse."""
+    """:class:`SparseLinear` over the kept codes of a layout of sparse weights."""
 
     name = "sparse-w4a16"
 
