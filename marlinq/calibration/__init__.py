@@ -1,4 +1,4 @@
-"""Calibration: where tokens come from, how they are batched, and the hidden states that blocks exchange."""
+"""Calibration text: sources, documents, batches, and the hidden states between decoder blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents of different lengths in batches of similar lengths."""
+"""Batches of documents with similar lengths."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ else:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Documents side by side, padded on the right.
+    """Documents of one batch, padded on the right.
 
     Attributes:
-        ids: int64 [B, T], token ids; 0 where a document has ended.
-        lengths: the number of real tokens in each row.
+        ids: int64 [B, T], token ids; 0 after the end of a document.
+        lengths: number of real tokens in each row.
     """
 
     ids: Tensor
@@ -29,7 +29,7 @@ class Batch:
 
     @property
     def padded(self) -> bool:
-        """True when some row is shorter than T."""
+        """Whether a row is shorter than T."""
         return min(self.lengths) < self.ids.shape[1]
 
     def mask(self) -> Tensor:
@@ -38,12 +38,12 @@ class Batch:
 
 
 def make_batches(documents: Sequence[Document], *, token_budget: int, pad: bool = True) -> list[Batch]:
-    """Batches of at most ``token_budget`` places each, padding included, the longest documents first.
+    """Batches of at most ``token_budget`` tokens with padding, the longest documents first.
 
     Args:
-        documents: at least one; an order that differs only among equal lengths gives the same shapes.
-        token_budget: places a batch has; a longer document gets a batch of its own.
-        pad: False puts only documents of equal length together, so that no batch has padding.
+        documents: at least one document; reordering those of equal length does not change the shapes.
+        token_budget: tokens per batch, with padding; a longer document gets a batch of its own.
+        pad: False batches only documents of equal length, so that there is no padding.
     """
     batches: list[Batch] = []
     rows: list[Document] = []

@@ -1,4 +1,4 @@
-"""Conversations as text: messages of a dataset through the model's own chat template."""
+"""Conversations: reads a dataset's messages and renders them with the model's chat template."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError
 
 _ROLES = {"human": "user", "gpt": "assistant"}
-"""What ShareGPT's ``from`` calls the roles that templates know; others have the same name in both."""
+"""Role in ShareGPT's ``from`` -> role in chat templates; other roles have the same name in both."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: messages of ``role`` and ``content``, with whatever else a template may ask for."""
+    """A conversation: messages with ``role``, ``content`` and further keys for the template."""
 
     messages: tuple[dict[str, Any], ...]
 
 
 def read_chat(cell: Sequence[Any]) -> Chat | None:
-    """The messages of a table's cell, as role and content or as from and value; None when it holds others."""
+    """The conversation in a table's cell, with keys role and content, or from and value; None for others."""
     messages = [_message(item) for item in cell]
     return None if None in messages else Chat(tuple(message for message in messages if message is not None))
 
@@ -29,7 +29,7 @@ def read_chat(cell: Sequence[Any]) -> Chat | None:
 def _message(item: Any) -> dict[str, Any] | None:
     if not isinstance(item, dict):
         return None
-    # A table gives every message the keys of all; templates ask which are there.
+    # Tables fill missing keys with None, but templates test whether a key exists.
     message = {key: value for key, value in item.items() if value is not None}
     if isinstance(message.get("from"), str) and "value" in message:
         speaker = message.pop("from")
@@ -38,13 +38,12 @@ def _message(item: Any) -> dict[str, Any] | None:
 
 
 def render_chat(chat: Chat, tokenizer: Any, source: str) -> str:
-    """The conversation as the model's chat template writes it, special tokens included.
+    """The conversation as text with special tokens, rendered by the model's chat template.
 
     Args:
         chat: the messages.
-        tokenizer: tokenizer of the model. Its template is a program of the checkpoint, which transformers
-            runs in a sandbox.
-        source: name of the text in error messages.
+        tokenizer: tokenizer of the model; transformers runs its template in a sandbox.
+        source: name of the text, for messages.
 
     Raises:
         UnsupportedError: the tokenizer has no chat template.

@@ -1,4 +1,4 @@
-"""Calibration documents: drawn from a source of text with a seed, tokenised at natural length."""
+"""Calibration documents: drawn at random from a source of text and tokenised."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
 
 MIN_TOKENS = 16
-"""Shorter documents (headings, blank fragments) are passed over: they hold no context worth measuring."""
+"""tokens below which a document (a heading, a fragment) is left out, because it has too little context"""
 
 _SPLIT = "train"
-# Rows that are held at a time for the draw, where only the number of tokens is known.
 _MOST_CANDIDATES = 20_000
-# Rows that are tokenised together: the tokenizer shares them out among the processor's cores.
+"""rows in memory for the draw, at most, where only the number of tokens is given"""
 _AT_ONCE = 32
-# Unusable rows before the first usable one after which no more are tried: a template may take seconds a row.
+"""rows that are tokenised at a time; the tokenizer uses all cores for them"""
 _MOST_UNUSABLE = 16
-# Unusable rows that a warning names.
+"""unusable rows at the start after which the source is refused; a template may take seconds per row"""
 _NAMED = 3
+"""unusable rows that a warning names"""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ def documents_hash(documents: Sequence[Document]) -> str:
 
 
 class Duplicates:
-    """Tells documents that were there before, whatever source they came from.
+    """Recognises repeated documents, over all sources.
 
-    Two are the same when their texts differ in white space and case only, or when what is left of them after
-    the cut has the same tokens.
+    Two documents are the same if their texts differ only in white space and case, or if they have the same
+    tokens after being cut.
 
     Attributes:
-        found: how many there were.
+        found: number of repeated documents so far.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Duplicates:
         self._seen: set[bytes] = set()
 
     def is_new(self, text: str | None, tokens: Sequence[int]) -> bool:
-        """Whether no document before had this text or these tokens; it counts from now on."""
+        """Whether no earlier document had this text or these tokens; remembers both."""
         keys = {hashlib.sha256(array("q", tokens).tobytes()).digest()}
         if text is not None:
             words = " ".join(text.casefold().split())
@@ -89,24 +89,24 @@ def read_documents(
 ) -> list[Document]:
     """Different documents drawn at random from ``source``, each cut to ``max_length`` tokens.
 
-    Rows that can't be used (no text, no JSON, messages that the chat template refuses, token ids beyond the
-    vocabulary) are skipped, with a warning that counts and names them, unless all are of that kind.
+    Unusable rows (without text, invalid JSON, messages that the chat template refuses, token ids beyond the
+    vocabulary) are skipped with a warning; if all rows are unusable, an error is raised.
 
     Args:
-        source: as :mod:`marlinq.calibration.sources` spells it; of a dataset the split ``train``, unless it
-            names another.
-        tokenizer: makes the model's tokenizer; called when there is text to tokenise.
-        samples: how many documents to draw; all of them, with a warning, when there are fewer. None for as
+        source: file or dataset, as :mod:`marlinq.calibration.sources` describes; a dataset's split is
+            ``train`` unless ``source`` names another.
+        tokenizer: function that makes the model's tokenizer; called only if there is text to tokenise.
+        samples: number of documents to draw; if there are fewer, all are taken, with a warning. None for as
             many as ``tokens`` take.
         max_length: tokens that a document is cut to.
         seed: seed of the draw.
         vocabulary: number of token ids that the model knows.
-        tokens: number of tokens of all documents together, at most; the last is cut. None for no bound.
+        tokens: largest number of tokens of all documents; the last one is cut. None for no limit.
         as_messages: put every text into the model's chat template, as a user's message.
-        duplicates: knows the documents of other sources, and learns these.
+        duplicates: documents of other sources so far; the drawn documents are added.
 
     Raises:
-        UsageError: the source is absent, of an unknown kind, or holds no usable document or row.
+        UsageError: the source does not exist, is of an unknown kind, or has no usable row.
         EnvironmentProblem: the source is on the Hub, which can't be reached.
         UnsupportedError: the source holds chats, and the tokenizer has no chat template.
         CheckpointError: a token id of tokenised text is beyond the vocabulary, or the chat template fails on
@@ -117,7 +117,7 @@ def read_documents(
     duplicates = duplicates or Duplicates()
     shortest = min(MIN_TOKENS, max_length)
     room = tokens if tokens is not None else (samples or 0) * max_length
-    # Some drawn documents turn out too short, so more are drawn than asked for.
+    # More are drawn than asked for, because some turn out too short.
     wanted = min(-(-room // shortest), _MOST_CANDIDATES) if samples is None else samples
     candidates = _draw(read_paragraphs(source, split=_SPLIT, seed=seed), 2 * wanted + 16, seed)
     documents: list[Document] = []
@@ -163,7 +163,7 @@ def read_documents(
 
 
 def _refuse_all(source: str, unusable: Sequence[tuple[int, Unusable | MarlinqError]]) -> NoReturn:
-    """Say why no row can be used, by the first."""
+    """Raises the error for a source without usable rows, with the first row's reason."""
     number, found = min(unusable, key=lambda each: each[0])
     if isinstance(found, MarlinqError):
         raise found
@@ -171,7 +171,7 @@ def _refuse_all(source: str, unusable: Sequence[tuple[int, Unusable | MarlinqErr
 
 
 def _known(ids: list[int], vocabulary: int, source: str) -> list[int] | CheckpointError:
-    """A row's own token ids, or why the model does not know them all."""
+    """The token ids of a row, or the error if the model does not know all of them."""
     try:
         check_tokens(ids, vocabulary, source)
     except CheckpointError as error:
@@ -184,10 +184,10 @@ def _why(found: Unusable | MarlinqError) -> str:
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, source: str) -> None:
-    """Makes sure that the model knows all ``tokens``.
+    """Checks that all ``tokens`` are in the model's vocabulary.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: one is not.
     """
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
         outside = min(tokens) if min(tokens) < 0 else max(tokens)
@@ -201,7 +201,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a checkpoint folder.
 
     Raises:
-        CheckpointError: there is none, or it can't be read.
+        CheckpointError: the folder has no tokenizer, or it can't be read.
     """
     from transformers import AutoTokenizer
 
@@ -217,8 +217,7 @@ def _encoded(
     *,
     as_messages: bool,
 ) -> Iterator[tuple[int, str | None, list[int] | Unusable | MarlinqError]]:
-    """Number, text and token ids of each row, as far as they are asked for, or why it has none; a row of ids
-    has no text."""
+    """(number, text, token ids) of each row in turn, or why it has none; rows of token ids have no text."""
     encoder: Any = None
     for start in range(0, len(rows), _AT_ONCE):
         part = rows[start : start + _AT_ONCE]
@@ -239,7 +238,7 @@ def _encoded(
                 continue
             if isinstance(row, Chat):
                 chats.add(place)
-        # A chat template has written its special tokens already.
+        # No special tokens are added to rendered chats, whose template has written them.
         for special, places in ((True, sorted(texts.keys() - chats)), (False, sorted(chats))):
             if places:
                 with boundaries.tokenizer(encoder):
@@ -255,8 +254,8 @@ def _encoded(
 
 
 def _draw(rows: Iterable[Row | Unusable], count: int, seed: int) -> list[tuple[int, Row | Unusable]]:
-    """A uniform sample in random order that never holds more than ``count`` rows (Vitter's algorithm R), each
-    with its number from 1 on."""
+    """A uniform sample of ``count`` rows in random order, each with its number from 1 on; at most ``count``
+    rows are in memory (Vitter's algorithm R)."""
     generator = random.Random(seed)
     kept: list[tuple[int, Row | Unusable]] = []
     for index, row in enumerate(rows):

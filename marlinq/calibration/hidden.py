@@ -1,4 +1,4 @@
-"""Hidden states of all calibration batches, between one decoder block and the next."""
+"""Stores the hidden states of all calibration batches between two decoder blocks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ else:
 
 
 class HiddenStates:
-    """One tensor a batch: on the device while they are few, else in host memory or, above a limit, in a file
-    that the system pages in and out.
+    """One tensor per batch: on the device, in host memory, or in a memory-mapped file, by their size.
 
     Args:
-        shapes: [B, T, hidden] of each batch.
+        shapes: shape of each batch's states, [B, T, hidden].
         dtype: dtype of the states.
-        device: where they are used; memory is pinned when that is a GPU.
-        device_bytes: states of at most this many bytes stay on the device.
-        limit_bytes: above it a file is used.
-        folder: where that file lies; it has no name and vanishes with the process.
+        device: device that uses them; for a GPU, host memory is pinned.
+        device_bytes: bytes up to which all states stay on the device.
+        limit_bytes: bytes above which a file is used instead of host memory.
+        folder: folder of that file, which has no name and vanishes with the process.
 
     Raises:
-        OutputError: the file can't be made, or the disk has too little room for it.
+        OutputError: the file can't be made, or the disk is too full for it.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class HiddenStates:
         return len(self._batches)
 
     def load(self, batch: int) -> Tensor:
-        """A copy of a batch's states on the device: a block may change its input in place."""
+        """A copy of a batch's states on the device, which a block may change in place."""
         return self._batches[batch].to(self._device, non_blocking=True, copy=True)
 
     def store(self, batch: int, states: Tensor) -> None:
@@ -80,7 +79,7 @@ def _mapped_file(folder: Path, nbytes: int) -> Any:
 
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            # A hole in the file would find the disk full when it is written to, which kills the process.
+            # Allocates the blocks now: writing to a sparse file on a full disk would kill the process.
             os.posix_fallocate(file.fileno(), 0, nbytes)
             return np.memmap(file, dtype=np.uint8, mode="r+")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Several sources of text with weights, and what of the whole each of them gives."""
+"""Several sources of text with weights, and the share of each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _WEIGHTED = re.compile(r"(?P<source>.+)=(?P<weight>\d+(?:\.\d+)?)")
 
 @dataclass(frozen=True)
 class Part:
-    """One source, as :mod:`marlinq.calibration.sources` spells it or ``self``, and its weight."""
+    """One source (as :mod:`marlinq.calibration.sources` describes, or ``self``) and its weight."""
 
     source: str
     weight: float = 1.0
 
 
 def read_part(spelling: str) -> Part:
-    """``SOURCE`` or ``SOURCE=WEIGHT``. A file of the whole name wins over a weight.
+    """Parses ``SOURCE`` or ``SOURCE=WEIGHT``; if a file with the whole name exists, there is no weight.
 
     Raises:
         UsageError: the weight is 0.
@@ -35,7 +35,7 @@ def read_part(spelling: str) -> Part:
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Integers in proportion to the weights whose sum is ``total``, by the largest remainder method."""
+    """Integers in proportion to ``weights`` with the sum ``total`` (largest remainder method)."""
     exact = [total * weight / sum(weights) for weight in weights]
     found = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda place: found[place] - exact[place])

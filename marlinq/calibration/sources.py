@@ -1,15 +1,15 @@
-"""Where text comes from: files, folders and datasets, read row by row for calibration and evaluation alike.
+"""Sources of text: files, folders and datasets, read row by row for calibration and evaluation.
 
-A source is spelled
+The syntax of a source is
 
     FILE                                any text in UTF-8
     TABLE[#COLUMN]                      .jsonl, .json (a list of rows), .parquet or .csv
     NAME[:CONFIG][@SPLIT][#COLUMN]      a dataset: a folder of such files, or a name on the Hub
 
-and read as a stream, so that neither memory nor a cache holds it: a file called ``.txt`` or ``.jsonl`` by
-Python, all else by the ``datasets`` library, which also unpacks compressed files and takes a second to
-import. Without ``#COLUMN`` the column is ``input_ids`` (token ids), ``text``, ``messages`` or
-``conversations`` (chats), or else the only one that holds strings.
+A source is read as a stream and never held in memory or in a cache. Python reads ``.txt`` and ``.jsonl``
+files; the ``datasets`` library, which takes a second to import, reads everything else, also compressed files.
+Without ``#COLUMN`` the column is ``input_ids`` (token ids), ``text``, ``messages`` or ``conversations``
+(chats), or else the only column with strings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from marlinq.core.plain_values import load_json
 
 @dataclass(frozen=True)
 class Unusable:
-    """A row that holds no text, and why."""
+    """A row without text, with the reason."""
 
     reason: str
 
@@ -54,14 +54,14 @@ _SHUFFLE_BUFFER = 10_000
 
 @dataclass(frozen=True)
 class Source:
-    """What a spelling means; build it with :meth:`parse`.
+    """A parsed source; build it with :meth:`parse`.
 
     Attributes:
-        spelling: as given, for messages.
+        spelling: text as given, for messages.
         request: arguments of ``datasets.load_dataset``.
-        column: the column to read; None finds it.
-        plain: the file is text, not a table.
-        dataset: the name on the Hub; empty for a file or folder.
+        column: column to read; None for the default column.
+        plain: whether the file is text and not a table.
+        dataset: name on the Hub; empty for a file or folder.
     """
 
     spelling: str
@@ -72,10 +72,10 @@ class Source:
 
     @classmethod
     def parse(cls, spelling: str, *, split: str) -> Source:
-        """Reads the spelling; ``split`` is that of a dataset which names none.
+        """Parses a source; ``split`` is the default split of a dataset.
 
         Raises:
-            UsageError: there is no such file, or the spelling is none.
+            UsageError: there is no such file, or the syntax is wrong.
         """
         text, column = spelling, None
         try:
@@ -96,7 +96,7 @@ class Source:
             raise UsageError(
                 f"text {spelling}: no such file, and not a dataset as NAME[:CONFIG][@SPLIT][#COLUMN]"
             )
-        # As an absolute path a folder called "text" is not taken for the reader of that name.
+        # An absolute path, because ``datasets`` would take a folder called "text" for its own text reader.
         name = str(folder.absolute()) if folder else match["name"]
         request = {"path": name, "name": match["config"], "split": match["split"] or split}
         return cls(spelling, request, match["column"], dataset="" if folder else name)
@@ -108,14 +108,14 @@ class Source:
             raise UsageError(f"text {path}: a text file has no column {column!r}")
         if path.stat().st_size == 0:
             raise UsageError(f"text {path}: the file is empty")
-        # A name is meant as it stands, though the library takes patterns.
+        # Escaped, because ``datasets`` takes patterns.
         request: dict[str, Any] = {
             "path": kind or "text",
             "data_files": [glob.escape(str(path))],
             "split": "train",
         }
         if kind == "csv":
-            # A cell of "NA" is text like any other, and a row of too many cells does not move the columns.
+            # A cell "NA" stays text, and a row with too many cells does not shift the columns.
             request |= {"keep_default_na": False, "index_col": False}
         elif kind is None:
             request["keep_linebreaks"] = True
@@ -123,19 +123,20 @@ class Source:
 
 
 def read_paragraphs(spelling: str, *, split: str, seed: int) -> Iterator[Row | Unusable]:
-    """A source for calibration: the paragraphs of a text file, which blank lines part, or rows.
+    """Reads a source for calibration: the rows of a table, or the paragraphs of a text file (separated by
+    blank lines).
 
-    Files come whole and in order. Of a dataset, which can be endless, comes the first part, shuffled. Rows
-    that hold no text come too, as :class:`Unusable`.
+    A file is read completely and in order. Of a dataset, which may be endless, the first part is read and
+    shuffled. Rows without text are returned as :class:`Unusable`.
 
     Args:
-        spelling: spelling of the source.
-        split: split of a dataset that names none.
+        spelling: the source.
+        split: default split of a dataset.
         seed: seed of the shuffling.
 
     Raises:
-        UsageError: the source can't be read, or holds no text.
-        EnvironmentProblem: the Hub would have to be asked and can't be.
+        UsageError: the source can't be read, or has no text.
+        EnvironmentProblem: the Hub is needed and can't be reached.
     """
     source = Source.parse(spelling, split=split)
     if source.plain:
@@ -154,10 +155,12 @@ def read_paragraphs(spelling: str, *, split: str, seed: int) -> Iterator[Row | U
 
 
 def read_passages(spelling: str, *, split: str) -> Iterator[Row]:
-    """A source in order, for evaluation: a text file in one piece, or rows, each text with a blank line.
+    """Reads a source in order, for evaluation: a text file in one piece, or rows, each text followed by a
+    blank line.
 
     Raises:
-        UsageError, EnvironmentProblem: as :func:`read_paragraphs`, or a row holds no text.
+        UsageError: the source can't be read, or a row has no text.
+        EnvironmentProblem: the Hub is needed and can't be reached.
     """
     source = Source.parse(spelling, split=split)
     if source.plain:
@@ -170,14 +173,15 @@ def read_passages(spelling: str, *, split: str) -> Iterator[Row]:
 
 
 def _may_be_on_the_hub(name: str) -> bool:
-    # A file that is not there is no dataset; "text" and "csv" are readers, which would take all files around.
+    # Names with a file's suffix are missing files; "text" and "csv" are readers of ``datasets``, which would
+    # read all files of the current folder.
     is_file = name.endswith((".txt", *_TABLES))
     is_reader = name.isidentifier() and find_spec(f"datasets.packaged_modules.{name}") is not None
     return HUB_NAME.fullmatch(name) is not None and not is_file and not is_reader
 
 
 def _lines(source: Source) -> Iterator[str]:
-    """The lines of a plain text file, with their ends."""
+    """The lines of a plain text file, with their line ends."""
     path = Path(source.spelling)
     if path.suffix == ".txt":
         return _own_lines(path)
@@ -218,7 +222,7 @@ def _rows(source: Source, seed: int | None) -> Iterator[Row | Unusable]:
 
 
 def _own_rows(source: Source) -> Iterator[dict[str, Any] | Unusable]:
-    """The rows of a file of JSON lines; blank lines are none."""
+    """The rows of a file of JSON lines; blank lines are skipped."""
     path = Path(source.spelling if source.column is None else source.spelling.rpartition("#")[0])
     try:
         with path.open("rb") as file:
@@ -264,13 +268,13 @@ def _find_column(row: Mapping[str, Any], source: Source) -> str:
 
 
 def _stream(source: Source, seed: int | None) -> Iterator[dict[str, Any]]:
-    """The rows as ``datasets`` reads them; with a seed those of a dataset are shuffled and bounded."""
+    """The rows from ``datasets``; with a seed, those of a Hub dataset are shuffled, and limited in number."""
     import datasets
 
     online = bool(source.dataset) and _is_on_the_hub(source)
     checks = checked_answers() if online else nullcontext()
     with tempfile.TemporaryDirectory() as unused, _settings(datasets, online), checks:
-        # Streams fill no cache, but leave lock files in its folder.
+        # Streams don't fill the cache but leave lock files in its folder, so they get a temporary one.
         request = source.request if source.dataset else {**source.request, "cache_dir": unused}
         try:
             rows = datasets.load_dataset(**request, streaming=True)
@@ -282,7 +286,7 @@ def _stream(source: Source, seed: int | None) -> Iterator[dict[str, Any]]:
         except UnicodeDecodeError as error:
             raise _not_utf8(source.spelling, error) from None
         except Exception as error:
-            # Readers of several libraries and a network raise all there is.
+            # The readers of several libraries and the network raise errors of many types.
             raise UsageError(f"text {source.spelling}: can't be read ({reason(error)})") from error
 
 
@@ -291,10 +295,10 @@ def _not_utf8(spelling: str, error: UnicodeDecodeError) -> UsageError:
 
 
 def _is_on_the_hub(source: Source) -> bool:
-    """False when the dataset has to come from the cache, for the Hub can't be reached.
+    """Whether the Hub can be reached; if False, the dataset is in the cache.
 
     Raises:
-        EnvironmentProblem: it is not there either.
+        EnvironmentProblem: the Hub can't be reached and the cache does not have the dataset.
     """
     obstacle = why_unreachable()
     if not obstacle:
@@ -311,10 +315,8 @@ def _is_on_the_hub(source: Source) -> bool:
 
 @contextmanager
 def _settings(datasets: Any, online: bool) -> Iterator[None]:
-    """Lets the library speak through its exceptions alone, and off the network unless ``online``.
-
-    Left alone it counts its users at a server even when it reads a local file.
-    """
+    """Inside, ``datasets`` prints nothing and stays off the network unless ``online``; by default it reports
+    its use to a server even for local files."""
     from huggingface_hub.utils import logging as hub_logging
 
     was_offline = datasets.config.HF_HUB_OFFLINE

@@ -1,4 +1,5 @@
-"""What a decoder-only model is made of, a live copy of it, and running that one block at a time."""
+"""Structure of decoder-only models, a copy in memory whose parts are loaded on demand, and block-wise
+runs."""
 
 from __future__ import annotations
 

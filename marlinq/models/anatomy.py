@@ -1,7 +1,7 @@
-"""What a decoder computes, in values: the vocabulary that recognition writes and executors read.
+"""Anatomy: a description of a decoder's computation that recognition writes and executors read.
 
-Names in here are full module names of the transformers model that was recognised, so that an executor can
-fetch weights from it. Nothing in here runs a model.
+Names are full module names in the recognised transformers model, from which an executor takes the weights.
+Nothing here runs a model.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Rotary:
     Attributes:
         module: full name of the module whose buffers hold the frequencies.
         frequencies: name of that buffer, float [channels / 2].
-        channels: channels of each head, from its first; the others pass unchanged.
-        interleaved: pairs are neighbours (0, 1), instead of (0, channels / 2).
+        channels: number of rotated channels of each head, from its first; the others pass unchanged.
+        interleaved: whether rotated pairs are neighbours (0, 1) and not (0, channels / 2).
         scaling: factor on cosines and sines.
-        limit: positions that the frequencies hold for; None for all. Some models compute others once a
-            sequence is longer.
+        limit: number of positions for which the frequencies are valid; None for all. Some models compute
+            other frequencies for longer sequences.
     """
 
     module: str
@@ -58,16 +58,16 @@ class Attention:
     """Causal self-attention with grouped queries.
 
     Attributes:
-        qkv: the projections of queries, keys and values.
-        output: full name of the projection behind the attention.
+        qkv: projections of queries, keys and values.
+        output: full name of the output projection.
         heads, kv_heads, head_dim: H, KV and D; H is a multiple of KV.
         scale: factor on the dot products.
-        window: positions that a query sees at most, its own included; None for all.
+        window: largest number of positions that a query sees, its own included; None for all.
         softcap: dot products become ``softcap * tanh(product / softcap)``; None for no cap.
-        query_norm, key_norm: applied per head, or over all heads, before the rotary embedding.
-        rotary: None where positions are not rotated.
-        gated: each head of queries is followed by as many columns of gates, so ``qkv`` has 2 H D columns of
-            queries; attention's result is multiplied by the gates' sigmoid.
+        query_norm, key_norm: norms before the rotary embedding, per head or over all heads; None without one.
+        rotary: rotary embedding; None without one.
+        gated: whether attention's result is multiplied by the sigmoid of gates. Each head of queries is then
+            followed by as many columns of gates, and ``qkv`` has 2 H D columns of queries.
     """
 
     qkv: Slices
@@ -103,15 +103,15 @@ class MLP:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of neighbouring experts, of which a token first chooses some.
+    """Groups of neighbouring experts. A token chooses some groups first, and experts only inside them.
 
-    A group counts as much as the two highest ``score + correction`` in it together.
+    The value of a group is the sum of its two highest ``score + correction``.
 
     Attributes:
-        count: groups, all of one size.
-        kept: those that count most; a token's experts are chosen in them.
-        zeroed: experts of the other groups take part with 0 instead of ``score + correction``. It makes a
-            difference where all that is left is negative.
+        count: number of groups, all of one size.
+        kept: number of groups with the highest values, in which a token's experts are chosen.
+        zeroed: whether experts of the other groups take part with 0 instead of being excluded, which matters
+            where all remaining ``score + correction`` are negative.
     """
 
     count: int
@@ -119,7 +119,8 @@ class Groups:
     zeroed: bool = False
 
     def limited(self, decisive: Tensor) -> Tensor:
-        """``decisive``, the ``score + correction`` [..., experts], with -inf or 0 for what is left out."""
+        """``decisive``, the ``score + correction`` [..., experts], with -inf or 0 for experts of groups that
+        are not kept."""
         apart = decisive.view(*decisive.shape[:-1], self.count, -1)
         kept = apart.topk(2, -1).values.sum(-1).topk(self.kept, -1).indices
         left_out = torch.ones_like(apart[..., 0], dtype=torch.bool).scatter_(-1, kept, False)
@@ -128,23 +129,24 @@ class Groups:
 
 @dataclass(frozen=True)
 class Router:
-    """Which experts a token goes to, and how much each counts.
+    """The choice of a token's experts, and their weights.
 
-    With ``logits = W x`` and their ``scores``, the ``top`` experts of the highest scores are taken; their
-    weights are ``scale * score``, or ``scale * score / (sum of the scores taken)`` where ``normalised``.
-    A softmax over the logits that were taken is the same as a normalised one over all. With a ``correction``
-    those are taken whose ``score + correction`` is highest; weights are made of scores alone all the same.
+    ``logits = W x`` become ``scores``. The ``top`` experts with the highest score, or with a correction the
+    highest ``score + correction``, are chosen. The weight of a chosen expert is ``scale * score``, or
+    ``scale * score / (sum of the chosen scores)`` if ``normalised``; a correction does not change it. (A
+    softmax over the chosen logits equals a normalised one over all.)
 
     Attributes:
         module: full name of the module whose ``weight`` [experts, hidden] makes the logits, in its dtype.
-        experts: rows of that weight.
-        top: experts of a token.
+        experts: number of experts.
+        top: number of experts per token.
         scoring: ``softmax`` over all experts, or ``sigmoid`` of each.
-        normalised, scale: as above.
-        correction: full name of the buffer [experts] that is added to scores where experts are chosen; None
-            without one.
-        groups: limit the choice; only with a correction. None without groups.
-        wide: logits are a product in float32, of which none is rounded to the activations' dtype.
+        normalised: whether weights are divided by their sum.
+        scale: factor on the weights.
+        correction: full name of the buffer [experts] that is added to scores for the choice; None without
+            one.
+        groups: groups that limit the choice (only with a correction); None without groups.
+        wide: whether logits are computed and kept in float32, without rounding to the activations' dtype.
     """
 
     module: str
@@ -160,15 +162,15 @@ class Router:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A routed MLP: ``sum_s weight_s * expert_s(x)``, and what every token gets beside it.
+    """A routed MLP: ``sum_s weight_s * expert_s(x)``, plus a shared MLP for every token.
 
     Attributes:
-        router: chooses.
-        experts: full name of the module of the gated experts. It takes hidden states [T, hidden], the chosen
-            experts' numbers [T, top] and their weights.
-        activation: between the products of an expert.
-        shared: an MLP that every token passes, whose result is added; None without one.
-        shared_gate: full name of a linear with one column, whose sigmoid multiplies what ``shared`` gives;
+        router: choice of the experts.
+        experts: full name of the module of gated experts, which takes hidden states [T, hidden], the numbers
+            of the chosen experts [T, top] and their weights.
+        activation: activation between the products of an expert.
+        shared: MLP for every token, whose result is added; None without one.
+        shared_gate: full name of a linear with one output, whose sigmoid multiplies the result of ``shared``;
             None for a factor of 1.
     """
 
@@ -188,15 +190,16 @@ class Layer:
         a = attention(attention_norm(x));  x = x + residual_scale * post_attention_norm(a)
         m = mlp(mlp_norm(x));              x = x + residual_scale * post_mlp_norm(m)
 
-    In a parallel block both read the same x, and ``x + a + m`` follows. A norm that is None is left out.
+    In a parallel block both read the same x, and the result is ``x + a + m``. A norm that is None is left
+    out.
 
     Attributes:
-        name: the block's full module name.
-        attention: attention, or the delta net in its place.
-        mlp: an MLP, or routed experts.
-        attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: as above.
-        parallel: attention and MLP read the same x.
-        residual_scale: factor on what is added.
+        name: full module name of the block.
+        attention: attention, or a delta net in its place.
+        mlp: MLP, or routed experts.
+        attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: norms of the formulas above.
+        parallel: whether attention and MLP read the same x.
+        residual_scale: factor on the results of attention and MLP before they are added.
     """
 
     name: str
@@ -216,15 +219,15 @@ class Anatomy:
 
     Attributes:
         embedding: full name of the token embedding.
-        embedding_scale: factor on its rows, as the model applies it in its dtype.
+        embedding_scale: factor on the embedding's rows, applied in the model's dtype.
         positions: full name of a learned position embedding, or None.
-        positions_offset: added to a position before it is looked up there.
-        embedding_norm: behind the embedding, or None.
+        positions_offset: number added to a position before it is looked up there.
+        embedding_norm: norm after the embedding, or None.
         layers: the blocks in order.
-        final_norm: before the head, or None.
+        final_norm: norm before the head, or None.
         head: full name of the output head (its weight may be tied to the embedding).
         logit_scale: factor on the logits.
-        logit_softcap: as :attr:`Attention.softcap`, for the logits, after ``logit_scale``.
+        logit_softcap: cap of the logits after ``logit_scale``, as :attr:`Attention.softcap`; None for no cap.
     """
 
     embedding: str
@@ -241,11 +244,11 @@ class Anatomy:
 
 @dataclass(frozen=True)
 class Unrecognised:
-    """Why a model has no anatomy.
+    """Why a model could not be recognised.
 
     Attributes:
-        part: the module or config entry, by its full name.
-        reason: one clause, for people.
+        part: full name of the module or config entry that is not understood.
+        reason: the reason in one clause.
     """
 
     part: str

@@ -1,4 +1,4 @@
-"""The model that a config describes, built by transformers with its parameters on the meta device."""
+"""Builds the model that a config describes, with parameters on the meta device (without memory)."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def build_on_meta(
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Every parameter that a module gets inside goes to the meta device at once, buffers stay real.
+    """Inside, new parameters go to the meta device at once; buffers stay real.
 
-    The parameters carry the mark that transformers gives to those that are loaded: it draws no initial values
-    for them, which for parameters without memory takes longer than building the modules.
+    Parameters get transformers' mark of loaded ones, so that it does not initialise them, which on the meta
+    device takes longer than building the modules.
     """
 
     def to_meta(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -90,7 +90,7 @@ def parameters_on_meta() -> Iterator[None]:
         moved._is_hf_initialized = True  # type: ignore[attr-defined]
         return moved
 
-    # What a hook returns takes the parameter's place; its type says nothing of that.
+    # The hook's return value replaces the parameter, which its declared type does not say.
     handle = hooks.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         with _LargeOnMeta():
@@ -100,7 +100,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Large parameters never take memory, not even until their registration: no buffer is as large."""
+    """Makes large parameters on the meta device before they are registered, so that they never take memory.
+    Their size tells them from buffers."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -114,14 +115,14 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 _LARGE_PARAMETER = 1 << 26
-"""Values of a parameter that is made on the meta device at once; smaller ones cost little."""
+"""number of values from which a tensor counts as a large parameter"""
 
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def _plain(value: Any) -> Any:
-    """A value of a config with the numbers for what JSON has none for: transformers writes them as
-    ``{"__float__": "Infinity"}``, Nemotron-H's limit of time steps for one."""
+    """A config value in which ``{"__float__": "Infinity"}``, transformers' JSON for infinity and NaN, is
+    replaced by the number (Nemotron-H has one)."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):

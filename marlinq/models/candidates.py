@@ -1,4 +1,4 @@
-"""What a norm, an activation or a rotary embedding computes, found by trying it on random numbers.
+"""Recognises norms, activations and rotary embeddings by running them on random numbers.
 
 A name says little about a module: the same ``RMSNorm`` adds one to its weight in one model and rounds at
 another place in the next. Each function here compares the module with formulas and returns the one that fits.
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 TOLERANCE = 1e-5
-"""Of values that were computed in float32 in another order: some 80 roundings of 2^-24."""
+"""largest relative difference between float32 results in another order of operations: 80 roundings of
+2**-24"""
 
 _ROWS = 16
 _SEED = 20_260
@@ -43,7 +44,7 @@ class NormFormula:
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors of one shape differ by rounding only, relative to the greatest value."""
+    """Whether two tensors of one shape differ only by rounding, relative to the largest value."""
     if found.shape != expected.shape or not bool(torch.isfinite(found).all()):
         return False
     bound = TOLERANCE * float(expected.abs().max().clamp_min(1e-30))
@@ -51,7 +52,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def factor(found: Tensor, base: Tensor) -> float | None:
-    """The number c with ``found = c * base`` up to rounding, or None; both of one shape."""
+    """The number c with ``found = c * base`` up to rounding, or None; both have one shape."""
     if found.shape != base.shape:
         return None
     wide, narrow = found.double(), base.double()
@@ -63,7 +64,7 @@ def factor(found: Tensor, base: Tensor) -> float | None:
 
 
 def tidy(value: float) -> float:
-    """``value``, or the number of few digits that it differs from by rounding alone."""
+    """``value``, or a number with few digits that differs from it only by rounding."""
     for digits in range(1, 6):
         short = float(f"{value:.{digits}g}")
         if abs(short - value) <= 1e-7 * abs(value):
@@ -72,9 +73,9 @@ def tidy(value: float) -> float:
 
 
 def norm_formula(module: nn.Module, width: int) -> NormFormula | None:
-    """What ``module`` computes on [..., width], or None when it is no norm that is known here.
+    """The formula of the norm ``module`` on [..., width], or None for anything else.
 
-    The rows of the input are of very different size, so that a wrong ``eps`` shows.
+    The input's rows have very different sizes, so that a wrong ``eps`` shows.
     """
     generator = torch.Generator().manual_seed(_SEED)
     parameters = {
@@ -99,15 +100,15 @@ def _run(module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Tens
         with torch.no_grad():
             found = functional_call(module, dict(parameters), (x,))
     except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):
-        # A module that does not take one tensor is no norm.
+        # A norm takes a single tensor.
         return None
     return found if isinstance(found, Tensor) else None
 
 
 def _small_numbers(module: nn.Module) -> list[float]:
-    """What may be an epsilon among a module's attributes."""
+    """Numbers among a module's attributes that may be an epsilon, and the usual ones."""
     numbers = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.1}
-    # Olmo keeps its epsilon in its code, and a weightless norm may do the same.
+    # Usual epsilons too, because Olmo's is not an attribute.
     return [*sorted(numbers), *sorted({1e-5, 1e-6} - numbers)]
 
 
@@ -134,7 +135,8 @@ def normalise(
 def _rounding(
     module: nn.Module, formula: NormFormula, parameters: Mapping[str, Tensor], x: Tensor
 ) -> NormFormula:
-    """Whether the normalised value is rounded before the weight: the order that agrees in more places."""
+    """Whether the normalised value is rounded before it is multiplied by the weight: the order of rounding
+    that agrees with the module in more elements."""
     narrow = torch.bfloat16
     rounded = {name: value.to(narrow) for name, value in parameters.items()}
     found = _run(module, rounded, x.to(narrow))
@@ -155,7 +157,7 @@ def rotate(x: Tensor, frequencies: Tensor, positions: Tensor, *, interleaved: bo
 
     Args:
         x: heads, float.
-        frequencies: [C / 2] for the first C channels; radians a position.
+        frequencies: [C / 2], radians per position, for the first C channels.
         positions: [T].
         interleaved, scaling: as in :class:`marlinq.models.anatomy.Rotary`.
     """

@@ -1,4 +1,4 @@
-"""Which of transformers' classes a checkpoint is: the one that its config names, if there is one."""
+"""Finds the transformers class of a checkpoint: the one that its config names, if it names one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import (
 
 from marlinq.core.errors import UnsupportedError
 
-# The first that knows a config decides, where the config names no class.
+# In this order of preference where the config names no class.
 _AUTO_CLASSES: tuple[Any, ...] = (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
@@ -72,7 +72,7 @@ def _named(raw: Mapping[str, Any]) -> str | None:
 
 
 def _reads_text(auto: Any, config: PretrainedConfig) -> bool:
-    """Whether the class without a head takes token ids; those with a language head all do."""
+    """Whether the class takes token ids; classes with a language head always do."""
     if auto is not AutoModel:
         return True
     model_class = auto._model_mapping[type(config)]

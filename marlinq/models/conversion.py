@@ -1,9 +1,9 @@
-"""Stored tensors that become parameters of the model by more than a new name.
+"""Converts stored tensors to parameters where more than a name differs.
 
-Files of some families hold matrices that the module tree has in parts, joined, transposed or with their rows
-in another order: a ``qkv`` of a vision tower, the three short convolutions of a delta net. transformers has
-a rule for each (``WeightConverter``). Here the rules are run as they are, tensor by tensor, behind a view of
-the checkpoint whose tensors are the model's parameters; so nobody else has to know of them.
+Files of some families hold matrices split, joined, transposed or in another row order than the model, such as
+a vision tower's ``qkv`` or the three short convolutions of a delta net. transformers has a rule for each
+(``WeightConverter``). These rules are run tensor by tensor behind a view of the checkpoint whose tensors are
+the model's parameters, so that no other file needs to know of them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from marlinq.models.blueprint import Blueprint
 from marlinq.models.names import TensorNames, name_in_memory
 
 Read = Callable[[str], Tensor]
-"""The stored tensor of a name."""
+"""Function from a name to the stored tensor."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Stored tensors that together make some parameters of the model.
+    """A conversion of some stored tensors to some parameters of the model.
 
     Attributes:
         stored: names of the stored tensors, in the order of their numbers.
-        parameters: dtype and shape of every parameter that they make, by full name.
-        convert: makes the parameters from the stored tensors, in the order of :attr:`stored`.
+        parameters: full name of each resulting parameter -> dtype and shape.
+        convert: function from the stored tensors, in the order of :attr:`stored`, to the parameters.
     """
 
     stored: tuple[str, ...]
@@ -50,15 +50,15 @@ class Conversion:
 def find_conversions(
     blueprint: Blueprint, tensors: Mapping[str, TensorInfo], *, source: str, packed: Collection[str] = ()
 ) -> tuple[Conversion, ...]:
-    """What has to be converted of a checkpoint; nothing of one that is stored as the module tree is.
+    """The conversions that a checkpoint needs; none where tensors are stored as the model has them.
 
-    Fused experts whose matrices are stored one by one are left out: :meth:`TensorNames.places` has them.
+    Fused experts whose matrices are stored one by one are left out: :meth:`TensorNames.places` finds them.
 
     Args:
         blueprint: the model.
         tensors: all stored tensors.
         source: folder of the checkpoint, for messages.
-        packed: tensors of quantised modules, which no rule is about.
+        packed: names of quantised modules' tensors, to which no rule applies.
 
     Raises:
         CheckpointError: stored tensors do not fit their rule.
@@ -74,13 +74,13 @@ def find_conversions(
     for stored in sorted(set(tensors) - set(packed), key=dot_natural_key):
         rule, pattern, parameter = _matching_rule(blueprint, stored, places)
         if rule is None or pattern is None or parameter not in places:
-            # A layer that the model does not run is carried as it is stored.
+            # Tensors of a layer that the model does not have stay as they are stored.
             continue
         names = names or TensorNames(blueprint, tensors, source=source)
         if names.in_parts(parameter):
             continue
         if names.own(parameter) == stored and tensors[stored].shape == places[parameter]:
-            # Stored as the module tree has it, under a name that the rule takes too.
+            # Stored as the model has it, under a name that the rule matches too.
             continue
         found.setdefault(parameter, (rule, []))[1].append((pattern, stored))
     return tuple(
@@ -90,8 +90,8 @@ def find_conversions(
 
 
 def converted(checkpoint: Checkpoint, conversions: Iterable[Conversion]) -> Checkpoint:
-    """``checkpoint`` with the parameters that ``conversions`` make, each computed when it is read, in the
-    place of the stored tensors that they are made from."""
+    """A view of ``checkpoint`` with the results of ``conversions`` in the place of the tensors that they are
+    made from; each is computed when it is read."""
     by_first = {each.stored[0]: each for each in conversions}
     if not by_first:
         return checkpoint
@@ -114,12 +114,12 @@ def converted(checkpoint: Checkpoint, conversions: Iterable[Conversion]) -> Chec
 
 
 class ConvertedTensors:
-    """What :func:`converted` is for a checkpoint, for whatever else gives tensors by name.
+    """The same view as :func:`converted`, over any function that reads tensors by name.
 
     Args:
         path: folder of the checkpoint, for messages.
-        tensors: as :func:`converted` has them.
-        read: gives stored tensors.
+        tensors: tensors of the view.
+        read: function that reads a stored tensor.
         conversions: conversions to apply.
     """
 
@@ -139,7 +139,7 @@ class ConvertedTensors:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """What the rules ask a model for: the shapes of its parameters."""
+    """Stands for a model in transformers' rules, which ask it only for the shapes of parameters."""
 
     places: Mapping[str, tuple[int, ...]]
 
@@ -150,7 +150,7 @@ class _Shapes:
 def _matching_rule(
     blueprint: Blueprint, stored: str, places: Mapping[str, object]
 ) -> tuple[Any, str | None, str]:
-    """The first rule that takes a stored tensor to a parameter: rule, pattern, and the parameter's name."""
+    """(rule, pattern, parameter's name) of the first rule that applies to a stored tensor, or None."""
     renamed = name_in_memory(stored, blueprint.renamings)
     prefix = f"{blueprint.base_prefix}."
     for rule in blueprint.converters:
@@ -174,7 +174,7 @@ def _conversion(
     shapes = _Shapes(places)
 
     def convert(values: Sequence[Tensor]) -> dict[str, Tensor]:
-        # ``add_tensor`` leaves tensors in the rule; a copy keeps those of one call out of the next.
+        # A copy, because ``add_tensor`` leaves tensors in the rule.
         own: Any = deepcopy(rule)
         for (pattern, stored), value in zip(members, values, strict=True):
             own.add_tensor(parameter, stored, pattern, value)

@@ -1,7 +1,7 @@
-"""Gated delta nets: what one is, in values, and its arithmetic in torch.
+"""Gated delta nets: their description, and their arithmetic in torch.
 
-A head keeps a matrix S [key channels, value channels] instead of keys and values. A token lets it decay, and
-corrects what it answers to the token's key::
+A head keeps a matrix S [key channels, value channels] instead of keys and values. Each token decays S, and
+then corrects the value that S gives for the token's key::
 
     S = exp(decay) S;   S = S + k (beta (v - S^T k))^T;   o = S^T q
 
@@ -21,9 +21,9 @@ from torch import Tensor
 from marlinq.models.parts import Norm, Slices
 
 _LENGTH_EPS = 1e-6
-"""Added to the squared length of queries and keys, as every implementation does."""
+"""number added to the squared length of queries and keys, the same in all implementations"""
 _CHUNK = 64
-"""Tokens whose corrections are solved for together."""
+"""tokens whose corrections are solved together"""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,16 @@ class DeltaNet:
 
     Attributes:
         inputs: projections of queries, keys, values and gates.
-        rates: projections of ``beta`` before its sigmoid and of the step, one column a head of values each.
-        convolution: full name of the depthwise convolution over queries, keys and values side by side.
-        taps: tokens that it sees, the newest included.
+        rates: projections of ``beta`` before its sigmoid and of the step, one column per value head each.
+        convolution: full name of the depthwise convolution over the concatenated queries, keys and values.
+        taps: number of tokens that the convolution sees, the newest included.
         decay: full name of the parameter [value heads] whose exponential multiplies the steps.
         step_bias: full name of the parameter [value heads] that is added to the step before its softplus.
         norm: norm of each head's result, before it is multiplied by ``silu(gate)``.
-        output: full name of the projection behind.
-        key_heads, value_heads: heads of queries and keys, and of values; the latter is a multiple.
-        key_dim, value_dim: channels of a head.
+        output: full name of the output projection.
+        key_heads: number of heads of queries and of keys.
+        value_heads: number of heads of values, a multiple of ``key_heads``.
+        key_dim, value_dim: channels of a key head and of a value head.
     """
 
     inputs: Slices
@@ -63,8 +64,8 @@ class DeltaNet:
 
 
 class Heads(NamedTuple):
-    """What the rule takes, float32: queries and keys [B, T, value heads, key channels], values [B, T, value
-    heads, value channels], decays (logarithms) and betas [B, T, value heads]."""
+    """Inputs of the delta rule, float32: queries and keys [B, T, value heads, key channels], values [B, T,
+    value heads, value channels], logarithms of decays and betas [B, T, value heads]."""
 
     q: Tensor
     k: Tensor
@@ -74,9 +75,9 @@ class Heads(NamedTuple):
 
 
 def convolve(x: Tensor, before: Tensor, weight: Tensor) -> Tensor:
-    """``silu`` of the causal convolution of ``x`` [B, T, C] behind ``before`` [B, taps - 1, C].
+    """``silu`` of the causal convolution of ``x`` [B, T, C], which follows ``before`` [B, taps - 1, C].
 
-    ``weight`` is float32 [C, taps], the newest token's last.
+    ``weight`` is float32 [C, taps]; the last tap is the newest token's.
     """
     tokens = x.shape[1]
     seen = torch.cat((before, x), 1).float()
@@ -105,8 +106,10 @@ def _to_length_one(x: Tensor) -> Tensor:
 
 
 def delta_step(heads: Heads, state: Tensor) -> Tensor:
-    """One token: T is 1; ``state`` float32 [B, value heads, key channels, value channels] is replaced in
-    place. Returns [B, 1, value heads, value channels]."""
+    """The delta rule for one token (T = 1); returns [B, 1, value heads, value channels].
+
+    ``state``, float32 [B, value heads, key channels, value channels], is updated in place.
+    """
     q, k, v, decay, beta = (x[:, 0] for x in heads)
     state *= decay.exp()[..., None, None]
     correction = beta[..., None] * (v - (k[..., None, :] @ state)[..., 0, :])
@@ -115,11 +118,12 @@ def delta_step(heads: Heads, state: Tensor) -> Tensor:
 
 
 def delta_rule(heads: Heads, state: Tensor) -> Tensor:
-    """All tokens, chunk by chunk; otherwise as :func:`delta_step`, with [B, T, value heads, value channels].
+    """The delta rule for all tokens, chunk by chunk; returns [B, T, value heads, value channels].
 
-    Within a chunk that begins with S, and with the sums c of decays, the corrections d satisfy
-    ``d_i = beta_i (v_i - exp(c_i) S^T k_i - sum over j < i of exp(c_i - c_j) (k_i . k_j) d_j)``, a triangular
-    system; with them everything else is a product of matrices.
+    ``state`` is updated in place as in :func:`delta_step`. In a chunk that starts with S, and with the
+    cumulated decays c, the corrections d solve the triangular system
+    ``d_i = beta_i (v_i - exp(c_i) S^T k_i - sum over j < i of exp(c_i - c_j) (k_i . k_j) d_j)``. All else are
+    matrix products.
     """
     results = []
     for start in range(0, heads.v.shape[1], _CHUNK):

@@ -1,15 +1,15 @@
-"""Fused experts: what transformers keeps in two 3-D parameters, found in a module and proved by running it.
+"""Fused experts: finds the layout of transformers' two 3-D parameters and proves it by running the module.
 
-A module of fused experts holds ``gate_up_proj`` (or ``up_proj`` where nothing is gated) and ``down_proj``,
-one matrix an expert, in one of these layouts (E experts, H hidden channels, I intermediate ones):
+A module of fused experts holds ``gate_up_proj`` (or ``up_proj`` without a gate) and ``down_proj`` with one
+matrix per expert, in one of these layouts (E experts, H hidden channels, I intermediate channels):
 
-    ``gate_up_proj`` [E, 2I, H]   gate rows, then up rows, or in turns (interleaved); transposed: [E, H, 2I]
-    ``up_proj``      [E, I, H]    transposed: [E, H, I]
-    ``down_proj``    [E, H, I]    transposed: [E, I, H]
+    ``gate_up_proj`` [E, 2I, H]   gate rows, then up rows, or alternating (interleaved); transposed: [E, H,
+    2I] ``up_proj``      [E, I, H]    transposed: [E, H, I] ``down_proj``    [E, H, I]    transposed: [E, I,
+    H]
 
-The layout is read from the shapes and from what transformers says of the class, and then held against the
-module's own forward on random weights of a small I: experts whose products, activation or weighting are
-otherwise are refused by name. So a gate that is really an up projection can't be written under a wrong name.
+The layout is taken from the shapes and from transformers' attributes of the class, and then compared with the
+module's own forward on random weights with a small I. Experts with other products, activations or weighting
+are refused by name, so that gate and up can't be confused.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from marlinq.models.candidates import close
 from marlinq.models.projection import Projection, fused_experts
 
 Multiply = Callable[[int, int, Tensor], Tensor]
-"""(expert, product, x): x [T, H] to [T, I] or, gated, [T, 2I] with the gate first for product 0, and
-x [T, I] to [T, H] for product 1; biases are added."""
+"""Function of (expert, product, x), biases included. Product 0: x [T, H] to [T, I], or with a gate to [T,
+2I], gate first. Product 1: x [T, I] to [T, H]."""
 
 FIRST, SECOND = 0, 1
-"""The two products of an expert: into the intermediate channels, and back."""
+"""Numbers of an expert's two products: into the intermediate channels, and out of them."""
 
 _GATED, _PLAIN, _BACK = "gate_up_proj", "up_proj", "down_proj"
 _PARTS = (("gate_proj", "up_proj"), ("down_proj",))
@@ -49,16 +49,15 @@ class Experts:
     Attributes:
         name: full name of the module.
         count: E.
-        hidden: H, the channels that come in and go out.
+        hidden: H, channels of the input and of the output.
         intermediate: I.
         parameters: full names of the parameters of the two products.
         biases: full names of their biases [E, 2I] and [E, H], or None.
-        transposed: each matrix is stored [K, N].
-        interleaved: rows of gate and up take turns.
-        gated: the first product has a gate.
-        routed: the forward takes hidden states [T, H], each token's choice of experts [T, top-k] and their
-            weights; otherwise the hidden states of every expert, already weighted, one expert after the
-            other: [E * T, H].
+        transposed: whether each matrix is stored [K, N].
+        interleaved: whether rows of gate and up alternate.
+        gated: whether the first product has a gate.
+        routed: whether the forward takes hidden states [T, H], each token's experts [T, top-k] and their
+            weights. Otherwise it takes every expert's weighted hidden states, concatenated: [E * T, H].
         projections: gate, up and down of expert 0, then of expert 1, ...
     """
 
@@ -76,16 +75,17 @@ class Experts:
 
     @property
     def parts(self) -> int:
-        """Matrices of the first product: gate and up, or up alone."""
+        """Number of matrices in the first product: 2 for gate and up, 1 for up alone."""
         return 2 if self.gated else 1
 
     def of(self, expert: int) -> tuple[tuple[Projection, ...], Projection]:
-        """The projections of one expert: those of the first product, and the second's."""
+        """(projections of the first product, projection of the second product) of one expert."""
         members = self.projections[expert * (self.parts + 1) : (expert + 1) * (self.parts + 1)]
         return members[:-1], members[-1]
 
     def activation(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """What stands between the products of ``module``: [T, 2I], gate first, or [T, I], to [T, I]."""
+        """The function between the products of ``module``: [T, 2I] with the gate first, or [T, I], to [T,
+        I]."""
         if not self.gated:
             return module.act_fn  # type: ignore[return-value]
         own = getattr(module, "_apply_gate", None)
@@ -104,21 +104,21 @@ class Experts:
 def find_experts(
     name: str, module: nn.Module, rules: Sequence[Any], proved: set[tuple[object, ...]]
 ) -> Experts | None:
-    """The fused experts that ``module`` is, or None when it holds no parameter of three axes.
+    """The description of fused experts in ``module``, or None if it has no 3-D parameter.
 
     Args:
-        name: its full name.
-        module: on any device; what it holds is not looked at.
-        rules: transformers' rules from files to memory, which say what one expert's matrices are called.
-        proved: classes and layouts that were run already; this one is added.
+        name: full name of the module.
+        module: module on any device; its weights are not read.
+        rules: transformers' rules from names in files to names in memory, for the names of single matrices.
+        proved: classes and layouts that were proved already; this one is added.
 
     Raises:
-        UnsupportedError: it holds fused weights of another kind; the message says what was expected.
+        UnsupportedError: the module holds fused weights of another kind.
     """
     fused = {
         key: tuple(parameter.shape)
         for key, parameter in module.named_parameters(recurse=False)
-        # Embedding-like mixing vectors and convolutions of one channel are 3-D too.
+        # Mixing vectors and one-channel convolutions are 3-D too, but have axes of length 1.
         if sum(size > 1 for size in parameter.shape) >= 3
     }
     if not fused:
@@ -136,7 +136,8 @@ def find_experts(
         transposed: (first[2], first[1]) if transposed else (first[1], first[2])
         for transposed in (False, True)
     }
-    # Unless told, by the shapes: they agree with one layout only, but for square matrices without a gate.
+    # Without the attribute the shapes decide; they fit a single layout, except for square matrices without a
+    # gate.
     told = getattr(module, "is_transposed", None)
     fitting = [
         transposed
@@ -192,7 +193,7 @@ def _projections(
     """All matrices, expert by expert."""
     usual = dict(zip((_GATED, _BACK), _PARTS, strict=True)) | {_PLAIN: ("up_proj",)}
     if name.rpartition(".")[0].endswith("block_sparse_moe"):
-        # What loaders of this family call the experts where files don't say.
+        # Names that loaders use for such experts where the files have none.
         usual = {_GATED: ("w1", "w3"), _PLAIN: ("w3",), _BACK: ("w2",)}
     by_parameter = [
         fused_experts(f"{name}.{key}", shape, _part_names(rules, f"{name}.{key}") or usual[key], **layout)
@@ -209,7 +210,7 @@ def _projections(
 
 
 def _part_names(rules: Sequence[Any], parameter: str) -> tuple[str, ...] | None:
-    """What files with a tensor an expert call the parts of a fused parameter, by transformers' own rules."""
+    """Names, by transformers' rules, of a fused parameter's parts in files with one tensor per expert."""
     for rule in rules:
         targets = [target.replace("\\", "") for target in rule.target_patterns]
         if len(targets) != 1 or not parameter.endswith(targets[0].strip("^$")):
@@ -231,17 +232,17 @@ def run_experts(
     index: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """What the experts' forward computes, one expert after the other, in the order of their numbers.
+    """Computes the experts' forward, one expert after the other, in the order of their numbers.
 
     Args:
         experts: the layout.
-        activate: as from :meth:`Experts.activation`.
+        activate: function between the products, from :meth:`Experts.activation`.
         multiply: the products.
-        hidden: [T, H], or [E * T, H] where not ``routed``.
-        index, weights: [T, top-k] where ``routed``; an index of E or more is nobody's.
+        hidden: [T, H], or [E * T, H] if not ``routed``.
+        index, weights: [T, top-k] if ``routed``; an index of E or more chooses no expert.
 
     Returns:
-        [T, H] summed over each token's experts, in the dtype of ``hidden``; [E * T, H] where not ``routed``.
+        [T, H] summed over each token's experts, in the dtype of ``hidden``; [E * T, H] if not ``routed``.
     """
     if index is None or weights is None:
         batched = hidden.view(experts.count, -1, experts.hidden)
@@ -258,10 +259,10 @@ def run_experts(
 
 
 def chosen(count: int, index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The experts that ``index`` [T, top-k] chooses, by number: the expert, its tokens and their slots."""
+    """(expert, its tokens, their slots) for each expert that ``index`` [T, top-k] chooses, in order."""
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    # The one place where the device is waited for.
+    # tolist() waits for the device, the only place here that does.
     counts = torch.bincount(flat, minlength=count).tolist()
     start = 0
     for expert, size in enumerate(counts[:count]):
@@ -293,18 +294,18 @@ def dense_products(experts: Experts, module: nn.Module) -> Multiply:
 
 
 class Reached(BaseException):
-    """Ends a block's forward when the experts' inputs are known; no handler on the way takes it for an
-    error."""
+    """Ends a block's forward once the experts' inputs are known. A BaseException, so that no error handler
+    catches it."""
 
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """What the experts of a layer are given.
+    """The input of a layer's experts.
 
     Attributes:
-        hidden: [T, H], or [E, T, H] where the layer is not ``routed``: zero for the experts that a token did
-            not choose.
-        index: [T, top-k], each token's experts; None where not ``routed``.
+        hidden: [T, H], or [E, T, H] if the layer is not ``routed``, with zeros for the experts that a token
+            did not choose.
+        index: each token's experts, [T, top-k]; None if not ``routed``.
     """
 
     hidden: Tensor
@@ -312,7 +313,7 @@ class ExpertTokens:
 
     @property
     def nbytes(self) -> int:
-        """Of both."""
+        """Bytes of both tensors."""
         return self.hidden.nbytes + (0 if self.index is None else self.index.nbytes)
 
     @classmethod
@@ -328,14 +329,12 @@ class ExpertTokens:
 def tapped_layer(
     model: nn.Module, experts: Experts, receive: Callable[[ExpertTokens], None]
 ) -> Iterator[None]:
-    """Calls ``receive`` with what the experts are given when their layer runs.
-
-    The layer's forward ends with :class:`Reached`: only the inputs are of interest.
+    """Inside, a run of the experts' layer calls ``receive`` with their input and ends with :class:`Reached`.
 
     Args:
         model: module from which the experts' names start.
         experts: experts of one layer.
-        receive: told of the input once a forward.
+        receive: called with the input, once per forward.
     """
     module = model.get_submodule(experts.name)
 
@@ -349,8 +348,8 @@ def tapped_layer(
         yield
 
 
-# Rows that an expert multiplies at once, so that what is between its products stays small.
 _ROWS = 1 << 15
+"""rows that an expert multiplies at a time, to keep its intermediate results small"""
 
 
 def expert_inputs(
@@ -364,16 +363,16 @@ def expert_inputs(
     """The inputs of both products of the ``wanted`` experts.
 
     Args:
-        model: module from which the experts' names start; their parameters are materialised.
+        model: module from which the experts' names start; the experts' weights must be in memory.
         experts: experts of one layer.
-        given: to the layer.
-        wanted: numbers of experts.
-        all_tokens: each of them gets every token of the layer instead of those that chose it. Where tokens
-            come weighted (not ``routed``), with the weight of the experts that they chose.
+        given: input of the layer.
+        wanted: numbers of the experts.
+        all_tokens: whether each expert gets every token of the layer and not only those that chose it. Where
+            tokens come weighted (not ``routed``), they keep the weight of the experts that they chose.
 
     Yields:
-        (expert, product, x [T, K]): the tokens that are routed to the expert, in their order, perhaps in
-        several parts. An expert without tokens is left out.
+        (expert, product, x [T, K]) with the expert's tokens in order, possibly in several parts. An expert
+        without tokens is left out.
     """
     module = model.get_submodule(experts.name)
     activate, multiply = experts.activation(module), dense_products(experts, module)
@@ -389,7 +388,7 @@ def _tokens(
     hidden, index = given.hidden, given.index
     if index is None:
         if all_tokens:
-            # A token is zero for the experts that it did not choose.
+            # Sums each token over the experts; it is zero for those that it did not choose.
             whole = hidden.sum(dim=0)
             yield from ((expert, whole) for expert in wanted)
             return
@@ -409,7 +408,7 @@ def _tokens(
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module's ``forward`` is another for the length of a ``with`` statement."""
+    """Inside, ``forward`` replaces the module's own."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -421,8 +420,8 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 def _contradiction(experts: Experts, module: nn.Module) -> str | None:
-    """How the module's own forward differs from :func:`run_experts`, or None; tried on random weights."""
-    # transformers builds models on the meta device and in another default dtype.
+    """How the module's forward differs from :func:`run_experts` on random weights, or None if it does not."""
+    # Sets device and dtype, because transformers builds models with other defaults.
     with torch.device("cpu"):
         return _tried(experts, module)
 
@@ -466,8 +465,8 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _shrunk(experts: Experts, key: str, shape: tuple[int, ...]) -> Iterator[int]:
-    """``shape`` with a few intermediate channels; the axis of E stays."""
-    # H may equal I, so an axis is told by its place.
+    """``shape`` with few intermediate channels; E and H stay."""
+    # By the axis' position, because H may equal I.
     first = not key.startswith(_BACK)
     bias = key.endswith("_bias")
     wide = experts.parts * _PROBE_CHANNELS
@@ -483,7 +482,7 @@ def _shrunk(experts: Experts, key: str, shape: tuple[int, ...]) -> Iterator[int]
 
 @contextmanager
 def _eager(module: nn.Module) -> Iterator[None]:
-    """The class's own forward instead of another implementation of it."""
+    """Inside, the class's own forward runs, not an optimised implementation of transformers."""
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "_experts_implementation"):
         yield
@@ -497,7 +496,8 @@ def _eager(module: nn.Module) -> Iterator[None]:
 
 
 def _gate_is_first(activate: Callable[[Tensor], Tensor], generator: torch.Generator) -> bool:
-    """Whether the result is affine or odd in the second part, which a cap keeps, and in the first is not."""
+    """Whether the first half is the gate: the result is affine (or odd, with a cap) in the other half
+    only."""
     size = (_PROBE_TOKENS, _PROBE_CHANNELS)
     gate, up, one, other = (0.7 * _normal(size, generator) for _ in range(4))
 

@@ -1,4 +1,4 @@
-"""Sizes of attention heads, where layers may differ in them."""
+"""Sizes of attention heads, which may differ between layers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from typing import Any
 
 
 def key_channels(config: Any, layers: int) -> int:
-    """Channels of one token's keys in all layers together.
+    """Channels of one token's keys, summed over all layers.
 
-    Gemma 4 has heads of two sizes, so transformers answers for a layer at a time
-    (``config.per_layer_config``); a part without attention counts its residual stream, and one that says
-    nothing of either counts nothing.
+    Gemma 4 has heads of two sizes, for which transformers has a config per layer (``per_layer_config``). A
+    layer without heads counts its hidden size, and one whose config has neither counts 0.
 
     Args:
         config: transformers' config of a language model (``get_text_config()``).
-        layers: decoder blocks that have keys.
+        layers: number of decoder blocks that have keys.
     """
-    # Model code that a checkpoint brings may have a config without them.
+    # The config of a checkpoint's own model code may lack these attributes.
     layered = isinstance(getattr(config, "num_hidden_layers", None), int)
     each = getattr(config, "per_layer_config", ()) if layered else ()
     count = min(layers, len(each))

@@ -1,4 +1,4 @@
-"""Between the parameter names of a module tree and the tensor names of a checkpoint."""
+"""Maps parameter names of a model to tensor names of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _BLOCK = re.compile(r"\.\d+\.")
 
 
 class TensorNames:
-    """Finds the checkpoint tensor of a module parameter.
+    """Finds the stored tensor of a model's parameter.
 
-    Checkpoints of one model exist with and without the prefix of the base model (``transformer.h.0...`` and
-    ``h.0...`` for GPT-2 and Falcon), leave out one of two tied tensors, and some architectures have other
-    names in files than in memory, which transformers knows (GPT-NeoX stores ``lm_head`` as ``embed_out``).
-    A name is looked up exactly, then without and with that prefix, then under the names it is tied to.
+    Checkpoints of one model exist with and without the base model's prefix (``transformer.h.0...`` and
+    ``h.0...`` for GPT-2 and Falcon), and may omit one of two tied tensors. Some architectures have other
+    names in files than in memory, for which transformers has renamings (GPT-NeoX stores ``lm_head`` as
+    ``embed_out``). A name is looked up exactly, then without and with the prefix, then under the names that
+    it is tied to.
 
     Args:
         blueprint: the model.
@@ -43,7 +44,7 @@ class TensorNames:
             self._ties.setdefault(name, []).append(owner)
 
     def find(self, parameter: str) -> str | None:
-        """The checkpoint's name of ``parameter``, or None when no such tensor is stored."""
+        """Name of the stored tensor for ``parameter``, or None."""
         candidates = (parameter, *self._ties.get(parameter, ()))
         return next((found for name in candidates if (found := self.own(name)) is not None), None)
 
@@ -53,9 +54,9 @@ class TensorNames:
         return next((self._stored[name] for name in spellings if name in self._stored), None)
 
     def stem(self, projection: Projection, suffix: str) -> str | None:
-        """What the checkpoint calls the module of ``projection``, where it stores ``<that>.<suffix>`` of it.
+        """The checkpoint's name of the module of ``projection``, if a tensor ``<name>.<suffix>`` is stored.
 
-        An expert of a fused parameter is a module of its own in checkpoints that store it so.
+        This also finds experts of a fused parameter in checkpoints that store each as a module.
         """
         return self._stem(projection.name, suffix)
 
@@ -64,14 +65,14 @@ class TensorNames:
         return None if stored is None else stored.removesuffix(f".{suffix}")
 
     def quantized(self, module: str, view: QuantizedCheckpoint) -> str | None:
-        """What ``view`` calls the linear ``module`` of the model; None where it is not quantised there."""
+        """Name in ``view`` of the model's linear ``module``; None where it is not quantised there."""
         stems = (self._stem(module, key) for key in view.format.keys)
         return next((stem for stem in stems if stem in view.modules), None)
 
     def places(self, parameter: str, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The stored tensors of a parameter of ``shape``, with the shapes that they have to have.
+        """(name, expected shape) of the stored tensors of a parameter of ``shape``.
 
-        One, but for fused experts whose matrices are stored one by one: those, in the order of
+        One tensor; for fused experts whose matrices are stored one by one, all of them in the order of
         :attr:`Blueprint.fused`.
 
         Raises:
@@ -85,17 +86,16 @@ class TensorNames:
         )
 
     def in_parts(self, parameter: str) -> bool:
-        """Whether the matrices of a fused parameter are stored one by one, at least one of them."""
+        """Whether at least one matrix of a fused parameter is stored as a tensor of its own."""
         if parameter not in self._fused or self.own(parameter) is not None:
             return False
         return any(self.own(f"{part.name}.weight") is not None for part in self._fused[parameter])
 
     def module(self, projection: Projection) -> str:
-        """What files that hold the module of ``projection`` by itself call it.
+        """The name of ``projection`` as a module in the output's files.
 
-        That is how this checkpoint spells it; a head that is tied keeps the tree's name. An expert of a
-        parameter that is stored whole gets the name that files of its family have for it, beside the
-        parameter's own.
+        It is this checkpoint's name; a tied head has the model's name. An expert of a parameter that is
+        stored whole gets the name that files of its family use, with the parameter's prefix.
         """
         stored = self.own(f"{projection.name}.weight")
         if stored is not None and stored.endswith(".weight"):
@@ -107,7 +107,7 @@ class TensorNames:
         for module in self._spellings(projection.module):
             if stored.startswith(module.rpartition(".")[0] + "."):
                 return f"{module}.{inner}" if inner else module
-        # A prefix that is renamed between files and memory; what lies in the block may be, too.
+        # The prefix may be renamed between files and memory, and so may names inside the block.
         beside = ".".join(part for part in (stored.rpartition(".")[0], inner) if part)
         in_file, in_tree = _BLOCK.search(stored), _BLOCK.search(projection.name)
         if in_file is None or in_tree is None:
@@ -116,12 +116,12 @@ class TensorNames:
         return next((each for each in (beside, block) if self._means(each, projection)), projection.name)
 
     def _means(self, module: str, projection: Projection) -> bool:
-        """Whether transformers takes what files call ``module`` for ``projection``."""
+        """Whether transformers maps the stored name ``module`` to ``projection``."""
         name = name_in_memory(f"{module}.weight", self._renamings)
         return name in self._spellings(f"{projection.name}.weight")
 
     def require(self, parameter: str) -> str:
-        """Like :meth:`find`.
+        """The result of :meth:`find`, which must exist.
 
         Raises:
             CheckpointError: no stored tensor belongs to the parameter.
@@ -145,8 +145,8 @@ class TensorNames:
 def without_false_ties(blueprint: Blueprint, checkpoint: Checkpoint) -> Blueprint:
     """The blueprint without ties between parameters whose stored tensors differ.
 
-    A config may say that the head is the embedding of a file that holds both; what is stored counts.
-    Tensors are read only where both are stored, which few checkpoints do.
+    A config may tie head and embedding although the file has different tensors for them; the tensors count.
+    They are read only if both are stored, as in few checkpoints.
 
     Raises:
         CheckpointError: the checkpoint was changed or ends early.

@@ -1,4 +1,4 @@
-"""Linear layers whose products are rounded to fewer bits, in a model that stays float32 otherwise."""
+"""Linear layers that multiply in a narrow dtype, in a model that stays float32 otherwise."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class NarrowLinears(TorchFunctionMode):
-    """Inside, float32 linear layers multiply in another dtype and give float32: operands and results are
-    rounded to it. Norms, attention, activation functions and the residual stream keep their digits, which
-    autocast would take from some of them.
+    """Inside, float32 linear layers round inputs, weights and results to another dtype and return float32.
+    Unlike with autocast, norms, attention, activations and the residual stream stay float32.
 
     Args:
         dtype: dtype of the products.

@@ -1,4 +1,4 @@
-"""What attention, delta nets and MLPs are all described with: norms, and columns of joined projections."""
+"""Descriptions shared by attention, delta nets and MLPs: norms, and columns of joined projections."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Norm:
     Attributes:
         module: full name of the module; its ``weight`` and ``bias`` are parameters where it has them.
         kind: ``rms`` divides by the root of the mean square; ``layer`` subtracts the mean first.
-        eps: added to the mean square or the variance.
-        offset: added to the weight: 1 where a model stores ``weight - 1``.
+        eps: number added to the mean square or the variance.
+        offset: number added to the weight: 1 where a model stores ``weight - 1``.
         narrow_first: whether the normalised value is rounded to the activations' dtype before it is
-            multiplied with the weight (Llama), instead of after (Gemma).
-        width: channels that are normalised together; of a query or key norm the head's width, or that of
-            all heads.
+            multiplied by the weight (Llama) and not after (Gemma).
+        width: number of channels that are normalised together; for query and key norms that of a head, or
+            of all heads.
     """
 
     module: str
@@ -34,14 +34,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class Slices:
-    """Where the outputs of several projections come from.
+    """Positions of several projections' outputs (q, k, v or gate, up) in the outputs of one or more linears.
 
     Attributes:
         modules: full names of the linears; a single one where the model fuses them.
-        widths: output columns of each part, in the order of the executor's parts (q, k, v or gate, up).
-        turns: the columns of all modules, side by side, are this many runs of equal length, and each run
-            holds its share of every part. 1 where the parts lie one behind the other; GPT-NeoX keeps q, k
-            and v of one head together.
+        widths: output columns of each projection, in order.
+        turns: number of equal runs in the concatenated columns of all modules, each of which holds a share of
+            every projection. 1 where the projections follow each other; the number of heads in GPT-NeoX,
+            which keeps q, k and v of a head together.
     """
 
     modules: tuple[str, ...]
@@ -49,7 +49,7 @@ class Slices:
     turns: int = 1
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """The parts, each [..., width], of the outputs of all modules side by side [..., sum of widths]."""
+        """The projections' outputs, [..., width] each, from the modules' concatenated outputs."""
         if self.turns == 1:
             return list(torch.split(joined, list(self.widths), -1))
         runs = joined.reshape(*joined.shape[:-1], self.turns, -1)

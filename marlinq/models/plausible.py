@@ -1,8 +1,8 @@
-"""Is the model that a config describes one that the stored tensors can fill? Decided before it is built.
+"""Refuses configs of models that the stored tensors can't fill, before such a model takes memory.
 
-A config of a few hundred bytes can describe a million layers or a table of terabytes. Some numbers are
-refused as they stand; then the model is built once without any memory, and the count of its modules,
-parameters and buffers is bounded as it grows by what the tensors could hold.
+A config of a few hundred bytes can describe a million layers or a table of terabytes. Absurd counts are
+refused first. Then the model is built once on the meta device, and its modules, parameters and buffers are
+counted against limits that follow from the stored tensors.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from torch.nn.modules import module as hooks
 
 from marlinq.core.errors import CheckpointError
 
-# transformers makes lists of these lengths as it reads a config, before there is a module to count.
+# Keys of counts for which transformers makes lists as soon as it reads a config.
 _COUNTS = re.compile(r"(?:n|num)_(?:\w+_)?(?:layers?|blocks?)|(?:\w+_)?layers|depth|num_labels")
 _COUNT_SLACK = 1_024
-# A stored byte holds two 4-bit weights, and a tied head is built as a matrix of its own.
 _PARAMETERS_PER_BYTE = 4
+"""parameters per stored byte, at most: two 4-bit weights, times two because a tied head is built
+separately"""
 _PARAMETER_SLACK = 1 << 20
-# Of masks and rotary tables; those of real models take a few hundred megabytes at most.
 _BUFFER_BYTES = 1 << 30
+"""bytes of buffers, at most; masks and rotary tables of real models take a few hundred megabytes"""
 _MODULES_PER_TENSOR = 16
 
 
 class StoredTensor(Protocol):
-    """What is known of a stored tensor without reading it."""
+    """A stored tensor's size, known without reading it."""
 
     @property
     def nbytes(self) -> int: ...
 
 
 def check_counts(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], source: str) -> None:
-    """Refuse a count of layers above the number of tensors: every layer has at least one.
+    """Checks that no count of layers is above the number of tensors, since every layer has at least one.
 
     Raises:
-        CheckpointError: the key, its value and the number of tensors.
+        CheckpointError: one is; the message names the key, its value and the number of tensors.
     """
     most = len(tensors) + _COUNT_SLACK
     for key, value in _integers(config):
@@ -52,7 +53,7 @@ def check_counts(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor],
 
 
 def _integers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Keys and values of all integers, those of inner objects too."""
+    """(key, value) of all integers in a config, also in nested objects."""
     levels = [config]
     while levels:
         for key, value in levels.pop().items():
@@ -64,7 +65,7 @@ def _integers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def bounded(tensors: Mapping[str, StoredTensor], source: str) -> Iterator[None]:
-    """Building a model inside stops when it outgrows ``tensors``; everything is built on the meta device.
+    """Inside, models are built on the meta device, and one that ``tensors`` can't fill is refused.
 
     Raises:
         CheckpointError: the model has too many modules or parameters, or too large buffers.

@@ -1,7 +1,7 @@
-"""One matrix that can be quantised, wherever the model keeps it.
+"""Projection: one weight matrix that can be quantised, in any kind of module.
 
-An ``nn.Linear``, GPT-2's ``Conv1D`` and one expert of a fused 3-D parameter are the same thing to everybody
-else: a weight [N, K] that can be read, replaced, and tapped for its inputs.
+An ``nn.Linear``, GPT-2's ``Conv1D`` and one expert of a fused 3-D parameter all are a weight [N, K] that can
+be read and replaced, and whose inputs can be recorded.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 from torch import Tensor, nn
 
 Receive = Callable[[str, Tensor], None]
-"""Called with the name of a projection and its input, float [..., K]."""
+"""Function of the name of a projection and its input, float [..., K]."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Where one weight [N, K] is.
+    """The place of one weight [N, K] in a model.
 
     Attributes:
-        name: the module's full name, for example ``model.layers.0.self_attn.q_proj``; of an expert, the name
-            that checkpoints with one module an expert give it. Rules are matched against it.
+        name: full name of the module, such as ``model.layers.0.self_attn.q_proj``; for an expert, its name in
+            checkpoints with one module per expert. Rules are matched against it.
         parameter: full name of the parameter that holds the weight.
         in_features: K.
         out_features: N.
         bias: whether a bias [N] is added.
-        transposed: the parameter holds [K, N]: GPT-2's ``Conv1D``, and some fused experts.
+        transposed: whether the parameter is [K, N], as in GPT-2's ``Conv1D`` and some fused experts.
         expert: index along the first axis of a 3-D parameter; None where the parameter is the weight.
-        part, parts: the weight is one of several of N rows each that lie in the same matrix, such as the gate
-            and up projections of an expert.
-        interleaved: the parts' rows take turns, instead of following each other.
+        part, parts: index and number of the weights of N rows each in one matrix, such as gate and up of an
+            expert.
+        interleaved: whether the rows of these weights alternate and don't follow each other.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Projection:
         return matrix[self.part * self.out_features : (self.part + 1) * self.out_features]
 
     def as_parameter(self, weight: Tensor) -> Tensor:
-        """``weight`` [N, K] laid out as the parameter of a :attr:`whole` projection is."""
+        """``weight`` [N, K] in the layout of the parameter of a :attr:`whole` projection."""
         return weight.t().contiguous() if self.transposed else weight
 
 
@@ -84,9 +84,9 @@ def fused_experts(
     """The projections of a fused parameter, expert by expert.
 
     Args:
-        parameter: its full name, for example ``model.layers.0.mlp.experts.gate_up_proj``.
-        shape: [experts, parts * N, K], or [experts, K, parts * N] where ``transposed``.
-        parts: names of the parts as modules of their own: ``gate_proj``, ``up_proj``.
+        parameter: full name, such as ``model.layers.0.mlp.experts.gate_up_proj``.
+        shape: [experts, parts * N, K], or [experts, K, parts * N] if ``transposed``.
+        parts: names of the parts as modules, such as ``gate_proj`` and ``up_proj``.
         transposed, interleaved, bias: as in :class:`Projection`.
     """
     experts, rows, columns = shape
@@ -112,14 +112,13 @@ def fused_experts(
 
 @contextmanager
 def tapped(model: nn.Module, projections: Iterable[Projection], receive: Receive) -> Iterator[None]:
-    """Calls ``receive`` with the input of each projection whenever it is multiplied.
+    """Inside, ``receive`` is called with the input of each projection whenever the projection runs.
 
     Args:
-        model: module from which the projections' names start; their parameters are materialised.
-        projections: modules of their own, to listen to.
-        receive: told about each input.
-
-    One expert of a fused parameter is no module: :func:`marlinq.models.experts.expert_inputs` has its inputs.
+        model: module from which the projections' names start; their weights must be in memory.
+        projections: projections that are modules; for experts of a fused parameter see
+            :func:`marlinq.models.experts.expert_inputs`.
+        receive: function that gets each input.
     """
     with ExitStack() as stack:
         for projection in projections:
@@ -135,19 +134,19 @@ def shared_inputs(
     run: Callable[[], object],
     receive: Receive | None = None,
 ) -> list[tuple[str, ...]]:
-    """Names of projections that read the very same input tensor, in the order of their first use.
+    """Groups of projections that read the same input tensor, in the order of their first use.
+
+    Projections that did not run (experts that no token chose) follow, each as a group of its own.
 
     Args:
         model: module from which names start.
-        projections: projections of one materialised block.
-        run: runs the block once.
-        receive: called with each group's first projection and its input whenever that is multiplied.
-
-    Projections that did not run (an expert no token chose) follow, each in a group of its own.
+        projections: projections of one block, whose weights are in memory.
+        run: function that runs the block once.
+        receive: called with each group's first projection and its input whenever that projection runs.
     """
     wanted = list(projections)
     groups: dict[tuple[object, ...], list[str]] = {}
-    # The tensors stay referenced until the end, so no memory address can be reused within the block.
+    # Keeps every tensor alive, so that no two inputs have the same memory address.
     alive: list[Tensor] = []
 
     def note(name: str, x: Tensor) -> None:

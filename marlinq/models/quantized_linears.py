@@ -1,4 +1,4 @@
-"""Which linear of a model each quantised module of a checkpoint is."""
+"""Matches the quantised modules of a checkpoint with the linears of its model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from marlinq.models.names import TensorNames
 
 
 def quantized_linears(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str, str]:
-    """Projection name -> the checkpoint's name for it, for every projection that is quantised there.
+    """Name of each quantised projection -> its name in the checkpoint.
 
-    Modules that the architecture tells loaders to ignore, such as the draft layers of some families, are
-    left out.
+    Modules that the model class ignores, such as draft layers of some families, are left out.
 
     Raises:
-        CheckpointError: a quantised module is no linear of the model, or a linear of another shape.
+        CheckpointError: a quantised module is no linear of the model, or has another shape.
     """
     names = TensorNames(blueprint, view.checkpoint.tensors.keys(), source=str(view.checkpoint.path))
     found: dict[str, str] = {}
@@ -44,13 +43,13 @@ def quantized_linears(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[s
 
 
 def check_linears(view: QuantizedCheckpoint) -> str | None:
-    """Refuse quantised modules that are no linears of the model that ``config.json`` describes.
+    """Checks that every quantised module is a linear of the model that ``config.json`` describes.
 
     Returns:
-        None, or why it can't be told: the model can't be built.
+        None, or why that can't be checked (the model can't be built).
 
     Raises:
-        CheckpointError: as :func:`quantized_linears`.
+        CheckpointError: a quantised module is no linear of the model, or has another shape.
     """
     checkpoint = view.checkpoint
     try:
@@ -66,13 +65,13 @@ def check_linears(view: QuantizedCheckpoint) -> str | None:
 
 
 def is_ignored(blueprint: Blueprint, view: QuantizedCheckpoint, module: str) -> bool:
-    """Whether every tensor of a quantised module is one that the architecture has no place for."""
+    """Whether the model class ignores all tensors of a quantised module."""
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in blueprint.ignored))
     return all(ignored.search(name) for name in view.tensor_names(module).values())
 
 
 def _instead(blueprint: Blueprint, names: TensorNames, view: QuantizedCheckpoint, module: str) -> str:
-    """What the model has in the place of ``module``, and what to do."""
+    """End of a message: what the model has under the name ``module``, and what to do."""
     for kept, keep in blueprint.kept.items():
         if names.quantized(kept, view) == module:
             return (

@@ -1,8 +1,8 @@
-"""What modules of a decoder block are for, where that decides whether they are quantised.
+"""Finds modules of a decoder block that are not quantised because of their role.
 
-Found by what a module does, never by the name of a model. Routers are never quantised. Others stay in 16 bits
-unless an override names them: they are small, and servers build them without looking at the quantisation
-(``operations/inspect/servers.toml`` has the facts that no rule on shapes covers).
+Roles are found by a module's structure, never by the name of a model. Routers are never quantised. Other
+small modules stay in 16 bits unless an override names them, because servers always build them in 16 bits
+(``operations/inspect/servers.toml`` lists the cases that no rule on shapes covers).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import nn
 from marlinq.models.linears import is_linear, linear_shape
 
 _LEAST_K, _LEAST_N = 32, 8
-"""Input channels of the smallest group of weights, and output channels that a 32-bit word of codes holds."""
+"""least K (the smallest group) and N (codes in a 32-bit word) of a linear that is quantised by default"""
 
 
 def routers(block: nn.Module, experts: Mapping[str, int], hidden: int) -> dict[str, str]:
-    """Modules that choose among experts or weigh a shared one, by name inside the block, with the reason.
+    """Name inside the block -> reason, for modules that choose experts or weigh a shared expert.
 
-    A router reads the hidden states and never makes hidden states: of the modules beside the experts, or
-    beside the module that holds them, it is the one with a matrix of one row an expert (some have rows for
-    experts that do nothing besides) and none of ``hidden`` rows. All of it stays, whatever else it holds.
+    A router reads hidden states and makes none: it is the module beside the experts, or beside their parent,
+    with a matrix of one row per expert (or more, for experts that do nothing) and none of ``hidden`` rows.
+    The whole module stays unquantised.
 
     Args:
         block: a decoder block.
-        experts: numbers of experts by the name, inside the block, of the module that holds them.
+        experts: name inside the block of a module with experts -> their number.
         hidden: channels of the residual stream.
     """
     found: dict[str, str] = {}
@@ -55,7 +55,7 @@ def routers(block: nn.Module, experts: Mapping[str, int], hidden: int) -> dict[s
 
 
 def usually_kept(block: nn.Module, hidden: int) -> dict[str, str]:
-    """Linears that stay in 16 bits unless an override names them, by name inside the block, with the reason.
+    """Name inside the block -> reason, for linears that stay in 16 bits unless an override names them.
 
     Args:
         block: a decoder block.
@@ -87,7 +87,7 @@ def _chooses(module: nn.Module, count: int, hidden: int) -> bool:
 
 
 def _matrices(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """N and K of every matrix in ``module``."""
+    """(N, K) of every matrix in ``module``."""
     for inner in module.modules():
         if is_linear(inner):
             k, n = linear_shape(inner)
@@ -105,7 +105,7 @@ def _with_matrices(module: nn.Module) -> Iterator[str]:
 
 
 def _head_counts(owner: nn.Module) -> Iterator[int]:
-    """How many heads a module says that it has, or has a decay for."""
+    """Numbers of heads of a module, from its attributes and the length of its decay."""
     for key, value in vars(owner).items():
         if isinstance(value, int) and not isinstance(value, bool) and value > 1:
             words = key.split("_")

@@ -1,13 +1,12 @@
-"""Where projections write to the residual stream of a decoder block.
+"""Finds the projections that write to the residual stream of a decoder block.
 
-Most blocks hand a hidden state through, the residual stream, to which the output projections of attention and
-of the MLP add what they make of it: h + W x. The sum shows itself as the input of a norm, or as what the
-block puts out. A projection whose output is scaled, normed or gated before it is added, as in Gemma 2, does
-not write to the stream in this sense.
+In most blocks the output projections of attention and of the MLP add to a hidden state h, the residual
+stream: h + W x. The sum is the input of a norm, or the output of the block. A projection whose output is
+scaled, normed or gated before the addition, as in Gemma 2, does not write to the stream in this sense.
 
-Nothing is known of a model's modules beforehand: one run of a block is watched, and a projection writes to
-the stream if what some module gets afterwards, or the block puts out, is the sum of the projection's output
-and of what a module got before, up to rounding.
+Modules are not known by name. One run of a block is recorded, and a projection writes to the stream if the
+input of a later module, or the block's output, is the sum of the projection's output and an earlier module's
+input, up to rounding.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 
 from marlinq.models.projection import Projection
 
-# A sum that holds for all channels of this many tokens is no coincidence.
 _ROWS = 64
+"""tokens on which a sum is checked in all channels, so many that it can't hold by chance"""
 
 
 @dataclass(frozen=True)
@@ -33,24 +32,25 @@ class _Seen:
 
 
 class StreamFinder:
-    """Watches one run of a block for projections that write to its residual stream.
+    """Records one run of a block to find the projections that write to its residual stream.
 
     Args:
         model: module from which names start.
         block: name of the block.
-        projections: projections of the block. Only those with a module of their own are looked at.
+        projections: projections of the block; those that are no modules are left out.
     """
 
     def __init__(self, model: nn.Module, block: str, projections: Iterable[Projection]) -> None:
         self._model, self._block = model, block
         self._projections = [each for each in projections if each.whole]
-        # What modules got, in the order of the calls, and how many had when a projection made its output.
+        # Inputs of modules, in the order of calls; and for each projection its output and the number of
+        # inputs recorded before it.
         self._got: list[_Seen] = []
         self._made: dict[str, tuple[int, Tensor]] = {}
 
     @contextmanager
     def watching(self, hidden: Tensor) -> Iterator[None]:
-        """Watches while the block runs on ``hidden``, [B, T, H]."""
+        """Inside, run the block on ``hidden`` [B, T, H] to record it."""
         self._got, self._made = [_Seen(self._block, hidden)], {}
         inside = tuple(f"{projection.module}." for projection in self._projections)
         with ExitStack() as stack:
@@ -64,14 +64,14 @@ class StreamFinder:
             yield
 
     def found(self, output: Tensor) -> tuple[dict[str, str], dict[str, Tensor]]:
-        """What the run has shown.
+        """The projections that write to the residual stream.
 
         Args:
-            output: result of the block, [B, T, H].
+            output: output of the block, [B, T, H].
 
         Returns:
-            For each projection that writes to the stream, by its name, the name of the module whose input the
-            stream is then, or the block's, where it is the block's output; and these streams by that name.
+            name of each such projection -> module whose input is the stream after it (the block itself if it
+            is the block's output); and name of this module -> that stream.
         """
         got = [*self._got, _Seen(self._block, output)]
         names = [seen.name for seen in got[1:]]
@@ -80,7 +80,7 @@ class StreamFinder:
         for projection, (count, made) in self._made.items():
             before = [_rows(seen.value) for seen in got[:count]]
             for seen in got[count:]:
-                # Of a module that is called twice it would not be known which call is meant.
+                # A module that is called twice is left out, since its calls can't be told apart later.
                 if names.count(seen.name) == 1 and _adds_up(before, made, _rows(seen.value)):
                     places[projection], streams[seen.name] = seen.name, seen.value
                     break
@@ -97,7 +97,7 @@ class StreamFinder:
     def _makes(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if isinstance(output, Tensor) and _fits(output, self._got[0].value):
-                # The output itself may be changed in place when the sum is made.
+                # A copy, because the sum may be computed in place.
                 self._made[name] = (len(self._got), _rows(output).clone())
 
         return after
@@ -107,7 +107,7 @@ class StreamFinder:
 def streams_at(
     model: nn.Module, modules: Iterable[str], receive: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
-    """Calls ``receive`` with the name and the input of each of ``modules`` whenever it is called."""
+    """Inside, ``receive`` is called with the name and the input of each of ``modules`` whenever it runs."""
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -122,7 +122,7 @@ def streams_at(
 
 
 def _fits(x: Tensor, hidden: Tensor) -> bool:
-    """Whether ``x`` holds as many tokens and channels; some models flatten the tokens."""
+    """Whether ``x`` has as many tokens and channels as ``hidden``; some models flatten the tokens."""
     return x.dim() > 1 and x.shape[-1] == hidden.shape[-1] and x.numel() == hidden.numel()
 
 
@@ -131,14 +131,14 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _adds_up(before: Sequence[Tensor], made: Tensor, after: Tensor) -> bool:
-    """Whether ``after`` is the sum of ``made``, which is not zero, and of one of ``before``."""
+    """Whether ``after`` is the sum of ``made``, which must not be zero, and one of ``before``."""
     if not bool(made.any()):
         return False
     step = max(torch.finfo(each.dtype).eps for each in (made, after))
     y, total = made.to(torch.float32), after.to(torch.float32)
     for each in before:
         h = each.to(torch.float32)
-        # The sum is rounded once, or twice where it is made in a wider type: half a step each.
+        # The sum is rounded once, or twice if it is computed in a wider dtype: half a step each.
         if bool(((h + y - total).abs() <= step * (h.abs() + y.abs())).all()):
             return True
     return False
