@@ -18,7 +18,7 @@ import torch
 from marlinq.checkpoint import Checkpoint
 from marlinq.models import build_blueprint
 from marlinq.operations.quantize import Recipe
-from marlinq.operations.quantize.text import text_by_the_model
+from marlinq.operations.quantize.own_text import text_by_the_model
 
 
 def main() -> None:

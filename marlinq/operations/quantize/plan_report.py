@@ -26,11 +26,16 @@ from marlinq.operations.quantize.budget import tuning_work, writing_dtype
 from marlinq.operations.quantize.counting import local_tokens
 from marlinq.operations.quantize.estimate import Estimate, estimate
 from marlinq.operations.quantize.numerics import described_dtype
+from marlinq.operations.quantize.planned_text import (
+    PlannedText,
+    planned_text,
+    planned_tuning_text,
+    stored_dtype,
+)
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.prepare import open_source, plan_run
 from marlinq.operations.quantize.recipe import Recipe, as_recipe
 from marlinq.operations.quantize.solve import TOKEN_BUDGET
-from marlinq.operations.quantize.text import PlannedText, planned_text, planned_tuning_text, stored_dtype
 from marlinq.operations.quantize.tuning import tuning_bytes
 from marlinq.operations.quantize.watch import duration
 from marlinq.runtime.operand import format_of, kernel_granularity, scheme_refusal

@@ -36,11 +36,12 @@ from marlinq.operations.quantize.allocation.sizes import check_allocation
 from marlinq.operations.quantize.allocation.units import fuses
 from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of
+from marlinq.operations.quantize.planned_text import PlannedText, longest, planned_text, writes_text
 from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_output, split_notes
 from marlinq.operations.quantize.ranks import Ranks
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.solves import try_solver
-from marlinq.operations.quantize.text import PlannedText, TextGatherer, longest, planned_text, writes_text
+from marlinq.operations.quantize.text import TextGatherer
 from marlinq.operations.quantize.tuning import TuningSettings, check_head, settings_that_fit
 
 

@@ -17,8 +17,8 @@ from marlinq.methods.imatrix import Imatrix, InputPower
 from marlinq.models import BlockReplay
 from marlinq.operations.quantize import plan_quantize, quantize
 from marlinq.operations.quantize.blocks import BlockQuantizer
+from marlinq.operations.quantize.planned_text import recipes_of_parts, tokens_looked_at
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.text import recipes_of_parts, tokens_looked_at
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
 

@@ -132,7 +132,7 @@ def test_gptq_loses_less_than_rounding(tmp_path: Path) -> None:
 
 
 def calibration_tokens(source: Path) -> list[list[int]]:
-    from marlinq.operations.quantize.text import text_by_the_model
+    from marlinq.operations.quantize.own_text import text_by_the_model
 
     checkpoint = Checkpoint.open(source)
     blueprint = build_blueprint(checkpoint.config, source=str(source), tensors=checkpoint.tensors)
@@ -394,7 +394,7 @@ def test_a_model_too_large_to_write_its_own_text_is_told_what_to_do(
     class Memory:
         available = 1000
 
-    monkeypatch.setattr("marlinq.operations.quantize.text.psutil.virtual_memory", lambda: Memory)
+    monkeypatch.setattr("marlinq.operations.quantize.own_text.psutil.virtual_memory", lambda: Memory)
     with pytest.raises(EnvironmentProblem, match="pass --calibration FILE"):
         run(source, tmp_path / "out")
 

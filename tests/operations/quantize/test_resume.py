@@ -139,7 +139,7 @@ def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch:
 
     with pytest.raises(Killed):
         quantize(source, tmp_path / "out", recipe=READ, device="cpu", progress=stop)
-    from marlinq.operations.quantize import text
+    from marlinq.operations.quantize import own_text
 
     solved: list[str] = []
     solve = METHODS["gptq"].solve
@@ -152,7 +152,7 @@ def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch:
         raise AssertionError("the text was written again")
 
     monkeypatch.setattr(METHODS["gptq"], "solve", noting)
-    monkeypatch.setattr(text, "TextWriter", unexpected)
+    monkeypatch.setattr(own_text, "TextWriter", unexpected)
     report = quantize(source, tmp_path / "out", recipe=READ, device="cpu", resume=True)
     assert {name.split(".")[2] for name in solved} == {"2"}
     assert report.resumed_blocks == 2

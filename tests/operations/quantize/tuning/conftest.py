@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from marlinq.operations.quantize import text
+from marlinq.operations.quantize import own_text
 from marlinq.operations.quantize.recipe import Recipe
 from tests.operations.quantize.tuning.runs import TUNED
 
@@ -15,7 +15,7 @@ from tests.operations.quantize.tuning.runs import TUNED
 @pytest.fixture(autouse=True)
 def same_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written to be tuned on is drawn from all tokens; here all text is, so that runs compare."""
-    monkeypatch.setattr(text, "TOP_K", 0)
+    monkeypatch.setattr(own_text, "TOP_K", 0)
 
 
 @pytest.fixture(scope="module")

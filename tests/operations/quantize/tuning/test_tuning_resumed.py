@@ -12,7 +12,7 @@ import torch
 
 from marlinq.checkpoint import CheckpointWriter
 from marlinq.core.errors import OutputError
-from marlinq.operations.quantize import gather_text, quantize, text
+from marlinq.operations.quantize import gather_text, own_text, quantize
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.tuning import loop, run
@@ -55,7 +55,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("undisturbed")
     source = save_tiny("llama", folder / "model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "TOP_K", 0)
+        patch.setattr(own_text, "TOP_K", 0)
         patch.setattr(run, "_SAVE_SECONDS", 0.0)
         patch.setattr(run, "_SAVE_RATE", math.inf)
         quantize(source, folder / "whole", recipe=INTERRUPTED, device="cpu")

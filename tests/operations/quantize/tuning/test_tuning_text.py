@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from marlinq.calibration import Batch, Document, make_batches
-from marlinq.operations.quantize import gather_text, plan_quantize, quantize, solve, text
+from marlinq.operations.quantize import gather_text, own_text, plan_quantize, quantize, solve
+from marlinq.operations.quantize.planned_text import tokens_drawn_anew
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.text import tokens_drawn_anew
 from marlinq.operations.quantize.tuning import run, teacher
 from marlinq.operations.quantize.tuning.rows import NOISE, REDRAWN, hold_out, new_rows, random_rows, redraw
 from tests.operations.quantize.tuning.runs import TUNED, Killed, dies, nine_documents, tuned
@@ -22,7 +22,7 @@ from tests.testing.original_folders import folder_bytes, save_tiny
 
 
 def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
+    monkeypatch.setattr("marlinq.operations.quantize.planned_text._CALIBRATED_WITH", 1000)
     monkeypatch.setattr("marlinq.operations.quantize.budget._MOST_TOKENS", 8192)
     source = save_tiny("llama", tmp_path / "model")
     text = nine_documents(tmp_path / "text.jsonl")
@@ -70,7 +70,7 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pyte
 def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
+    monkeypatch.setattr("marlinq.operations.quantize.planned_text._CALIBRATED_WITH", 1000)
     source = save_tiny("llama", tmp_path / "model")
     text = nine_documents(tmp_path / "text.jsonl")
     recipe = TUNED.replace(calibration=str(text), samples=9, tune_steps=2)
@@ -164,7 +164,7 @@ def test_the_quantiser_does_not_see_what_is_held_out(
 
     monkeypatch.setattr(gather_text, "hold_out", divided)
     monkeypatch.setattr(solve, "own_batches", noted)
-    monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
+    monkeypatch.setattr("marlinq.operations.quantize.planned_text._CALIBRATED_WITH", 1000)
     monkeypatch.setattr("marlinq.operations.quantize.budget._MOST_TOKENS", 8192)
     ids = tmp_path / "ids.jsonl"
     rows = [{"input_ids": [(7 * row + place) % 50 for place in range(40)]} for row in range(12)]
@@ -198,8 +198,8 @@ def test_text_to_be_tuned_on_is_drawn_from_all_tokens(
     def writer(loaded: object, **options: Any) -> None:
         raise Seen(options["top_k"])
 
-    monkeypatch.setattr(text, "TOP_K", 7)
-    monkeypatch.setattr(text, "TextWriter", writer)
+    monkeypatch.setattr(own_text, "TOP_K", 7)
+    monkeypatch.setattr(own_text, "TextWriter", writer)
     source = save_tiny("llama", tmp_path / "model")
     with pytest.raises(Seen, match=str(top_k)):
         quantize(source, tmp_path / "out", recipe=TUNED.replace(tune_steps=steps), device="cpu")

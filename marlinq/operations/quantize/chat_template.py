@@ -1,0 +1,48 @@
+"""A model's tokenizer, with the chat template that a recipe names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from marlinq.calibration import (
+    load_tokenizer,
+)
+from marlinq.core.errors import UsageError
+from marlinq.core.files import read_regular
+from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe
+
+OWN_TEMPLATE = "model"
+_MOST_TEMPLATE_BYTES = 1_000_000
+
+
+def own_tokenizer(folder: Path, recipe: Recipe, *, trust_remote_code: bool) -> Any:
+    """The model's tokenizer, with the chat template from the recipe's file where it names one.
+
+    Raises:
+        CheckpointError: the model has no tokenizer, or it can't be read.
+        UsageError: the template's file can't be read.
+    """
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    template = read_template(recipe)
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def read_template(recipe: Recipe) -> str | None:
+    """The text of the recipe's template file; None where it names no file.
+
+    Raises:
+        UsageError: the file can't be read.
+    """
+    if recipe.chat_template in (NO_TEMPLATE, OWN_TEMPLATE):
+        return None
+    path = Path(recipe.chat_template)
+    try:
+        return read_regular(path, _MOST_TEMPLATE_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--chat-template {path}: can't be read ({error}); expected {NO_TEMPLATE}, {OWN_TEMPLATE} or a "
+            "file with a Jinja template"
+        ) from None
