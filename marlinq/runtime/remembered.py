@@ -1,9 +1,7 @@
-"""A note of what recognition came to (:mod:`marlinq.core.notes`).
+"""Keep recognised anatomies in notes of the cache folder (:mod:`marlinq.core.notes`).
 
-Nothing decodes on its word alone: an anatomy that was read from here is compared with transformers' forward
-as one that was just found is, since the note of a passed comparison
-(:mod:`marlinq.runtime.step.probe_results`) is
-named for the anatomy, too.
+An anatomy from a note is trusted no more than a newly recognised one: it is compared with transformers'
+forward, unless a comparison of this anatomy has passed (:mod:`marlinq.runtime.step.probe_results`).
 """
 
 from __future__ import annotations
@@ -36,14 +34,15 @@ _KINDS = {
     kind.__name__: kind
     for kind in (Anatomy, Attention, DeltaNet, Groups, Layer, Mixture, MLP, Norm, Rotary, Router, Slices)
 }
-# No field of a part is called so.
+# Key of the class's name in JSON; no field has this name.
 _KIND = "class"
 
 
 def recognise_once(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognised:
-    """As :func:`marlinq.models.recognise.recognise`, whose anatomy is remembered; a refusal never is.
+    """:func:`marlinq.models.recognise.recognise`, with its anatomy kept in a note; refusals are not kept.
 
-    Code that a checkpoint brings is recognised every time: what it is, its name does not tell.
+    Models of code that a checkpoint brings are always recognised anew, since a class name does not identify
+    the code.
     """
     kind = type(model)
     if not kind.__module__.startswith("transformers."):
@@ -62,7 +61,7 @@ def recognise_once(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unreco
 
 
 def _plain(value: object) -> object:
-    """Dataclasses as objects that name their kind, tuples as lists."""
+    """Dataclasses as JSON objects with the name of their class, tuples as lists."""
     if is_dataclass(value):
         parts = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
         return {_KIND: type(value).__name__, **parts}
@@ -72,7 +71,7 @@ def _plain(value: object) -> object:
 
 
 def _made(value: Any) -> Any:
-    """The opposite of :func:`_plain`."""
+    """The inverse of :func:`_plain`."""
     if isinstance(value, dict):
         parts = {key: _made(each) for key, each in value.items()}
         return _KINDS[parts.pop(_KIND)](**parts)

@@ -1,4 +1,5 @@
-"""The next token of every row of a batch: the most likely one, or one drawn from what the filters leave.
+"""Choose the next token of every row of a batch: the most likely one, or a random one among those that
+filters keep.
 
 The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p. All of it is
 computed in float32 on the distance of a logit from the row's largest, in units of 2^-19: logits closer than
@@ -32,20 +33,20 @@ FARTHEST = 2**25 - 2
 RING = 64
 """Tokens of a row that the ring holds until the host has fetched them."""
 FAULT = -1
-"""Stands in the ring where a row's logits were NaN or infinite."""
+"""Value in the ring instead of a token where a row's logits were NaN or infinite."""
 _MOST_EQUAL = 32
-"""Logits beyond top-k that are looked at, in case they equal the last of it."""
+"""Logits beyond top-k that are compared with the k-th, since equal logits are kept together."""
 _LOW_32 = 0xFFFFFFFF
 _NEVER_ONE = 1.0 - 2.0**-24
 
 
 class SamplerShape(NamedTuple):
-    """What a sampler's kernel is compiled for, and a graph captured with.
+    """Kinds of work of a sampler, for which its kernel is compiled and a graph captured.
 
     Attributes:
-        draws: tokens are drawn; else the most likely one is taken.
-        filters: top-k, top-p or min-p is on.
-        penalty: tokens of the prompt and of the text so far are penalised.
+        draws: whether tokens are drawn at random; else the most likely one is taken.
+        filters: whether top-k, top-p or min-p is on.
+        penalty: whether tokens of the prompt and of the text so far are penalised.
     """
 
     draws: bool
@@ -85,7 +86,7 @@ class Sampling:
                 raise UsageError(f"{name}: expected {expected}, found {getattr(self, name)}")
 
         temperature, penalty = self.temperature, self.repetition_penalty
-        # Below 1e-3 nothing but the most likely token is ever drawn, and its reciprocal would overflow.
+        # Below 1e-3 only the most likely token would ever be drawn, and the reciprocal could overflow.
         check(
             "temperature",
             temperature is None or 1e-3 <= temperature <= 1e3,
@@ -103,7 +104,7 @@ class Sampling:
 
     @property
     def shape(self) -> SamplerShape:
-        """What has to be compiled and captured for it."""
+        """The kinds of work that these settings need."""
         filters = bool(self.top_k) or self.top_p not in (None, 1.0) or bool(self.min_p)
         return SamplerShape(self.temperature is not None, filters, self.repetition_penalty not in (None, 1.0))
 

@@ -1,1 +1,1 @@
-"""The decode step, put together from an anatomy."""
+"""Decode steps: forwards built from a model's anatomy, and the choice among them."""

@@ -1,4 +1,4 @@
-"""A layer of an anatomy with the weights, norms and caches that kernels take; or why they can't take it."""
+"""Layers of an anatomy bound to weights, norms and caches for the kernels; and why a layer can't be bound."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from marlinq.runtime.step.products import Product, single_product
 
 
 def chain_refusal(model: nn.Module, anatomy: Anatomy) -> Unrecognised | None:
-    """Which part of ``anatomy`` the kernels can't compute, and why; None if they can compute all of it."""
+    """The first part of ``anatomy`` that the kernels can't compute, and why; None if there is none."""
     embedding = model.get_submodule(anatomy.embedding).get_parameter("weight")
     hidden = embedding.shape[1]
     if embedding.dtype not in ELEMENTS:
@@ -154,7 +154,7 @@ class BoundMLP:
 
     @property
     def arrangement(self) -> Arrangement:
-        """How gate and up lie in the product."""
+        """Order of the columns of gate and up in the product."""
         if not self.anatomy.gated:
             return "plain"
         return "tiles" if self.inputs.tiles else "halves"
@@ -169,11 +169,13 @@ class BoundMixture:
     """A routed MLP with its weights.
 
     Attributes:
-        router: module that chooses experts, with its weight [E, H].
-        correction: float32 [E], where the choice has one.
-        experts: the packed experts.
-        shared: expert that every token passes.
-        shared_gate: [H], whose product's sigmoid says how much that counts; None for 1.
+        router: description of the router.
+        weight: weight of the router, [E, H].
+        correction: float32 [E], added to scores to choose experts; or None.
+        experts: packed experts.
+        shared: expert that every token passes; or None.
+        shared_gate: [H]; the sigmoid of its product is the factor of the shared expert. None for a factor of
+            1.
     """
 
     router: Router
@@ -190,12 +192,12 @@ class BoundMixture:
 
 @dataclass(frozen=True, eq=False)
 class BoundDelta:
-    """A gated delta net with its weights and what it keeps.
+    """A gated delta net with its weights and its state.
 
     Attributes:
-        net: what to compute.
-        rates: product of betas and steps.
-        weights: beside the products.
+        net: description of the net.
+        rates: product that gives betas and steps.
+        weights: parameters other than those of products.
         ring: [B, taps, channels], inputs of the convolution, position p at p modulo taps.
         state: float32 [B, value heads, key channels, value channels].
     """
@@ -209,15 +211,15 @@ class BoundDelta:
 
 @dataclass(frozen=True, eq=False)
 class BoundLayer:
-    """A layer with what it is multiplied and normalised by.
+    """A layer with its products, norms and cache.
 
     Attributes:
-        anatomy: the layer's parts.
-        qkv: product of queries, keys and values; of all inputs of a delta net.
-        output: product behind attention, or the delta net.
+        anatomy: description of the layer.
+        qkv: product that gives queries, keys and values; in a delta net all its inputs.
+        output: product behind attention or the delta net.
         mlp: the MLP or the routed experts.
-        attention_norm, mlp_norm, post_attention_norm, post_mlp_norm: as in the anatomy.
-        heads: what is done with new heads; nothing in a delta net.
+        attention_norm, mlp_norm, post_attention_norm, post_mlp_norm: norms as in the anatomy.
+        heads: norms and rotation of queries and keys; none in a delta net.
         keys, values: the cache [B, KV, L, D]; empty in a delta net.
         delta: the delta net in the place of attention, or None.
     """
@@ -237,7 +239,7 @@ class BoundLayer:
 
     @property
     def attention(self) -> Attention:
-        """Of a layer without a delta net."""
+        """The attention of a layer without a delta net."""
         assert isinstance(self.anatomy.attention, Attention)
         return self.anatomy.attention
 

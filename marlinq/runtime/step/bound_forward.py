@@ -1,4 +1,4 @@
-"""A forward whose layers are bound to what kernels take: weights, norms, caches and tables."""
+"""A forward whose layers are bound to weights, norms, caches and tables for the kernels."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from marlinq.runtime.step.products import Product, find_product, single_product
 
 
 class BoundForward(Forward):
-    """What the kernels of a step and of prompts read of a model.
+    """The weights, norms, caches and tables of a model, for the kernels of steps and prompts.
 
     Projections that share an input are joined in ``model``.
 
     Args:
-        model: where the anatomy's names lead; all on one GPU.
-        anatomy: not refused by :func:`marlinq.runtime.step.bound.chain_refusal`.
+        model: the model with the modules that the anatomy names; all on one GPU.
+        anatomy: an anatomy that :func:`marlinq.runtime.step.bound.chain_refusal` does not refuse.
         batch: B.
         capacity: L, tokens that a row can hold.
 
     Attributes:
         anatomy: the model's parts.
         embedding: [vocabulary, hidden].
-        places: learned embeddings of positions, or None.
+        places: learned embeddings of positions; or None.
         dtype: dtype of activations.
         hidden: channels of the residual stream.
         device_index: index of the GPU; 0 on a CPU.
@@ -52,8 +52,8 @@ class BoundForward(Forward):
         final_norm: norm before the head, or None.
         head: product that gives the logits.
         divisions: for each layer, how its attention is divided among blocks.
-        workspace: memory through which the blocks of an attention meet.
-        together: whether the rows are neighbouring tokens of one sequence, whose cache the layers hold.
+        workspace: memory through which the blocks of an attention exchange sums.
+        together: whether the rows are neighbouring tokens of one sequence.
         multiplied_apart: reasons why projections with the same input were not joined.
 
     Raises:
@@ -101,7 +101,7 @@ class BoundForward(Forward):
         return self.embedding.shape[0]
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Launches go to the device of the cache."""
+        """Make the cache's device the current one, for launches."""
         return on_device(self.device_index) if self.lengths.is_cuda else nullcontext()
 
     def _layer(
@@ -201,8 +201,8 @@ class BoundForward(Forward):
         self.workspace = Workspace.of(divided, self.lengths.device)
 
     def neighbours(self, rows: int) -> BoundForward:
-        """The same layers and cache of a batch of one, with ``rows`` neighbouring tokens as its rows. Its
-        lengths are its own."""
+        """A forward over the layers and cache of this batch of one, whose rows are ``rows`` neighbouring
+        tokens. It has its own lengths."""
         assert self.batch == 1
         other = copy(self)
         other.batch, other.together = rows, True

@@ -23,23 +23,24 @@ from marlinq.runtime.step.prompts import MOST_ROWS, read_prompts
 from marlinq.runtime.step.recorded_step import RecordedStep
 from marlinq.runtime.step.walk import Walk, finish
 
-# Up to this batch products overlap with their neighbours, which at 16 rows saves 9 % of a step of
-# Llama-3-8B's shape on an H200, and at 64 rows costs 2 %.
+# Rows up to which products are launched dependently. Measured on an H200 with Llama-3-8B's shape: saves 9 %
+# of a step at 16 rows, costs 2 % at 64.
 _OVERLAPPING_ROWS = 32
 
-# Tokens of a verification, and the steps that it takes as long as: 1.34 for Llama-3-8B's shape on an H200,
-# whose products have the same tiles for up to eight rows. Each row's experts are read apart.
+# Tokens of a verification, and its time in steps: measured 1.34 for Llama-3-8B's shape on an H200, whose
+# products have the same tiles for up to eight rows. In a mixture each row reads other experts.
 _VERIFIED = 8, 1.35
 _ROUTED_VERIFIED = 4, 1.6
-# Products of other rows round otherwise, and experts of nearly equal scores change places: 0.056 with random
-# weights of Qwen3-30B-A3B's shape. A row that sees wrong positions changes logits by tens of percent.
+# Largest relative difference between the logits of a verification and of steps in a mixture. Products of more
+# rows round differently, so that experts of nearly equal scores change places: 0.056 measured with random
+# weights of Qwen3-30B-A3B's shape. A row with wrong positions would change logits by tens of per cent.
 _ROUTED_TOLERANCE = 0.15
 
 _prepared_for_prompts: WeakSet[nn.Module] = WeakSet()
 
 
 class ChainForward(BoundForward):
-    """What ``anatomy`` says, on a GPU, in kernels that overlap with their neighbours.
+    """Computes ``anatomy`` on a GPU by kernels that overlap with their neighbours.
 
     Projections that share an input are joined in ``model``. A step's launches are prepared at construction,
     and its kernels compiled.
@@ -79,7 +80,7 @@ class ChainForward(BoundForward):
         self.reason = f"{len(self.recorded.starts)} dependent launches a step"
         self._progress = progress
         self._verification: RecordedStep | None = None
-        # Of a delta net there is no way back to an earlier token.
+        # A delta net's state can't return to an earlier token.
         if batch == 1 and not any(layer.delta is not None or _wide(layer) for layer in self.layers):
             routed = any(isinstance(layer.mlp, BoundMixture) for layer in self.layers)
             self.most_verified, self.verification_cost = _ROUTED_VERIFIED if routed else _VERIFIED
@@ -89,7 +90,7 @@ class ChainForward(BoundForward):
             self.reason += f"; multiplied apart: {'; '.join(self.multiplied_apart)}"
 
     def use(self, recorded: RecordedStep, reason: str) -> None:
-        """Steps are ``recorded`` from now on, for this reason."""
+        """Use ``recorded`` for all further steps; ``reason`` replaces the forward's reason."""
         self.recorded = recorded
         self.reason = reason
 
@@ -103,7 +104,7 @@ class ChainForward(BoundForward):
         """
         counts = self.check_prompts(ids, lengths)
         batch, width = ids.shape
-        # The kernel that embeds tokens reads wherever they point.
+        # Checked here: the kernel that embeds tokens does not check ids.
         lowest, highest = (int(found) for found in ids.aminmax())
         if lowest < 0 or highest >= self.embedding.shape[0]:
             raise ValueError(f"ids {lowest}..{highest}: expected 0..{self.embedding.shape[0] - 1}")
@@ -153,5 +154,6 @@ class ChainForward(BoundForward):
 
 
 def _wide(layer: BoundLayer) -> bool:
-    """Whether queries or keys are normalised over all heads, which attention does for one row alone."""
+    """Whether queries or keys are normalised over all heads, which attention supports only for single
+    rows."""
     return any(norm is not None and norm.wide for norm in (layer.heads.query_norm, layer.heads.key_norm))

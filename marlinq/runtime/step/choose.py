@@ -1,4 +1,4 @@
-"""Which forward decodes a model, decided in one place."""
+"""Choose the forward that decodes a model."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from marlinq.runtime.step.transformers_forward import TransformersForward, holds
 if TYPE_CHECKING:
     from marlinq.runtime.loading import LoadedModel
 
-# Another order of sums in 16 bits stays below it: products that round to BF16 turn the least difference into
-# their own rounding's, 3.4 percent of a small model's logits. A row that sees padding, or a step that misses
-# its cache, changes logits by tens of percent.
+# Largest relative difference of logits between caches of fixed and of growing size. Another order of sums
+# stays below it: where products round to BF16, the least difference grows to 3.4 per cent of a small model's
+# logits. A row that sees padding, or a step that misses its cache, changes logits by tens of per cent.
 _TOLERANCE = 0.1
 _PROBE = (5, 3)
 """Tokens of the probe's two prompts."""
@@ -51,7 +51,7 @@ def take_decoder(
     graphs: bool = True,
     progress: ReportProgress = no_progress,
 ) -> Decoder:
-    """A decoder of ``loaded`` that is kept, or a new one; see :meth:`marlinq.runtime.decoding.Decoders.take`.
+    """A kept or new decoder of ``loaded`` (:meth:`marlinq.runtime.decoding.Decoders.take`).
 
     Args:
         loaded: the model.
@@ -72,7 +72,7 @@ def take_decoder(
         make,
         batch=batch,
         tokens=tokens,
-        # Where a few tokens more would be computed in another way, they are not asked for.
+        # The capacity is not rounded up beyond the positions that the anatomy is right for.
         limit=limit,
         shape=shape,
         graphs=graphs,
@@ -84,9 +84,9 @@ def choose_forward(
 ) -> Forward:
     """The forward that decodes ``batch`` rows of up to ``capacity`` tokens; its ``reason`` says why.
 
-    A forward of ours, if the model is recognised, its kernels can compute it, and its logits are those of
-    transformers (:func:`marlinq.runtime.step.probe.own_forward_refusal`); else transformers' own. Kernels are
-    compiled here for the forward that is taken, of which ``progress`` is told.
+    marlinq's own forward if the model is recognised, the kernels can compute it, and its logits equal those
+    of transformers (:func:`marlinq.runtime.step.probe.own_forward_refusal`); else transformers' forward.
+    Kernels of the chosen forward are compiled, with calls of ``progress``.
     """
     own = _own_forward(loaded, batch, capacity, progress)
     if isinstance(own, Forward):
@@ -102,7 +102,7 @@ def choose_forward(
 
 
 def _own_forward(loaded: LoadedModel, batch: int, capacity: int, progress: ReportProgress) -> Forward | str:
-    """Our forward, or why there is none."""
+    """marlinq's own forward; or text that says why it can't be used."""
     model = loaded.model
     found = _anatomy(loaded)
     if isinstance(found, Unrecognised):
@@ -140,10 +140,10 @@ def _anatomy(loaded: LoadedModel) -> Anatomy | Unrecognised:
 
 @contextmanager
 def compiled_meanwhile(loaded: LoadedModel, shape: SamplerShape, progress: ReportProgress) -> Iterator[None]:
-    """The kernel that chooses tokens is compiled on another thread while the forward is made.
+    """Compile the sampling kernel in another thread during the ``with`` block, in which the forward is made.
 
     Raises:
-        EnvironmentProblem: it does not compile.
+        EnvironmentProblem: the kernel does not compile.
     """
     vocabulary = loaded.model.config.get_text_config().vocab_size
     if loaded.device.type != "cuda" or not isinstance(vocabulary, int):
@@ -161,10 +161,10 @@ def compiled_meanwhile(loaded: LoadedModel, shape: SamplerShape, progress: Repor
 
 
 def fixed_cache_refusal(model: PreTrainedModel) -> str:
-    """Why the library's cache of fixed size does not serve this model; empty where it does.
+    """Why transformers' cache of fixed size can't be used for this model; empty if it can.
 
-    Found out once for each model: two prompts of different length, and some steps, have to give the logits
-    that each prompt has alone with the model's own growing cache.
+    Tested once for each model: two prompts of different length and some steps must give the logits that each
+    prompt gives alone with the model's own growing cache.
     """
     if model not in _fixed_cache_refusals:
         _fixed_cache_refusals[model] = _try_fixed_cache(model)

@@ -1,4 +1,4 @@
-"""A gated delta net of a forward in torch: its projections' results, and the state that it keeps."""
+"""A gated delta net in torch, with its state."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ Parts = Callable[[Tensor], Sequence[Tensor]]
 
 
 class DeltaLayer:
-    """Of every row of a batch the last inputs of the convolution and the matrices of all heads.
+    """A gated delta net with its state: for every row the last inputs of the convolution and a matrix for
+    each head.
 
     Args:
-        model: where the net's names lead.
-        net: what to compute.
-        inputs, rates: its projections.
-        norm: its norm, of activations of ``dtype``.
+        model: the model with the modules that ``net`` names.
+        net: description of the net.
+        inputs, rates: functions of its projections.
+        norm: function of its norm, for activations of ``dtype``.
         batch: B.
         dtype: dtype of activations.
     """
@@ -46,7 +47,8 @@ class DeltaLayer:
         self.state = torch.zeros((batch, net.value_heads, net.key_dim, net.value_dim), device=device)
 
     def prompts(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Forget everything and read x [B, T, hidden], of which a row has its first ``lengths`` [B].
+        """Clear the state and read prompts x [B, T, hidden]; each row has ``lengths`` [B] tokens, then
+        padding.
 
         Returns:
             [B, T, value heads, value channels].
@@ -58,7 +60,7 @@ class DeltaLayer:
         heads = heads_of(
             net, convolve(joined, self.before, self._weight), beta, step, self._decay, self._step_bias
         )
-        # What pads a row neither lets the state decay nor changes it.
+        # Padding must neither decay nor change the state.
         there = (torch.arange(tokens, device=x.device) < lengths[:, None])[..., None]
         heads = heads._replace(
             decay=heads.decay.masked_fill(~there, 0.0), beta=heads.beta.masked_fill(~there, 0.0)

@@ -1,4 +1,4 @@
-"""Prompts of a gated delta net behind the chain's products, in torch."""
+"""Prompts through a gated delta net of the chain, in torch, behind its projections."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from marlinq.runtime.step.bound import BoundDelta
 def read_delta(
     delta: BoundDelta, joined: Tensor, rates: Tensor, part: slice, start: int, ends: Tensor
 ) -> Tensor:
-    """The result of a piece of prompts, whose ring and state go on from the piece before.
+    """The result of a piece of prompts; ring and state continue from the piece before.
 
     Args:
         delta: the net.
-        joined: [b, T, columns], of its inputs; columns behind are padding.
-        rates: [b, T, columns].
+        joined: [b, T, columns], results of its input projections; further columns are padding.
+        rates: [b, T, columns], betas and steps.
         part: the b rows of the batch.
         start: position of the first token; at 0 the ring and the state are emptied.
         ends: int64 [b], tokens of each prompt.
@@ -39,7 +39,7 @@ def read_delta(
     heads = heads_of(
         net, convolve(inputs, before, weights.weight), beta, step, weights.decay, weights.step_bias
     )
-    # What pads a row neither lets the state decay nor changes it.
+    # Padding must neither decay nor change the state.
     there = (ends - start).clamp(0, tokens)
     padding = (torch.arange(tokens, device=joined.device) >= there[:, None])[..., None]
     heads = heads._replace(

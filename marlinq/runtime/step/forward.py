@@ -1,4 +1,4 @@
-"""What a decoder runs, whoever computes it."""
+"""The protocol of forwards, which decoders run: prompts, steps and verifications."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 class Forward(ABC):
     """The forward passes of decoding over a cache of fixed capacity.
 
-    Every row of the batch has a length of its own, kept on the device, and sees its own tokens only.
+    Every row of the batch has a length of its own, kept on the device, and sees only its own tokens.
 
     Attributes:
         batch: B.
         capacity: L, tokens that a row can hold.
         lengths: int32 [B], tokens in each row's cache.
-        reason: one clause, for people: who computes, and why.
+        reason: one clause of text: name of the forward, and why it was chosen.
         capturable: whether :meth:`step` may be captured into a CUDA graph.
-        observe: where set, it is called with the index of each layer and the hidden states behind it, in
-            order; [B, T, hidden] of a prefill, [B, 1, hidden] of a step. An executor that keeps them to
-            itself calls nothing. Never set while a step is captured.
-        most_verified: tokens that :meth:`verify` takes at once; 0 where it can't be called.
-        verification_cost: about how many steps take as long as one :meth:`verify`.
-        verification_tolerance: relative distance of a verification's logits from those of steps that
-            rounding explains.
-        observe_routing: where set, it is called with the index of each routed layer and the experts' numbers
-            and weights, both [B, T, top], before they are multiplied.
+        observe: function, if set, called behind each layer with its index and the hidden states: [B, T,
+            hidden] of a prefill, [B, 1, hidden] of a step. Forwards without separate layers don't call it.
+            Not set while a step is captured.
+        most_verified: tokens that :meth:`verify` takes at once; 0 where it is not supported.
+        verification_cost: time of one :meth:`verify`, in steps.
+        verification_tolerance: relative difference between the logits of a verification and of steps that
+            rounding can explain.
+        observe_routing: function, if set, called with the index of each routed layer, and the numbers and
+            weights of the chosen experts, both [B, T, top], before the experts are multiplied.
     """
 
     batch: int
@@ -44,7 +44,7 @@ class Forward(ABC):
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Forget everything and read prompts.
+        """Clear the cache and read prompts.
 
         Args:
             ids: int64 [B, T], padded on the right with any token.
@@ -65,12 +65,12 @@ class Forward(ABC):
     def verify(self, tokens: Tensor) -> Tensor:
         """Append ``tokens``, int64 [R] on the device, to the only row of a batch of one, all at once.
 
-        The row's length stays what it was; :meth:`keep` then says how many of them count. The cache must have
-        room for all.
+        The row's length does not change; call :meth:`keep` with the new length. The cache must have room for
+        all tokens.
 
         Returns:
-            logits [R, vocabulary] behind each of them, those that :meth:`step` would give one by one; on a
-            GPU the same memory every time.
+            logits [R, vocabulary] behind each token, as :meth:`step` would give them one by one; on a GPU the
+            same memory every time.
 
         Raises:
             NotImplementedError: ``most_verified`` is 0.
@@ -78,19 +78,20 @@ class Forward(ABC):
         raise NotImplementedError(f"{type(self).__name__} computes one token of a row at a time")
 
     def keep(self, length: int) -> None:
-        """Let every row's cache end behind its first ``length`` tokens."""
+        """Truncate every row's cache to its first ``length`` tokens."""
         self.lengths.fill_(length)
 
     def assume(self, length: int) -> None:
-        """Let every row's cache count as holding ``length`` tokens, whatever lies there.
+        """Set every row's length to ``length``, whatever the cache holds.
 
-        For timing: steps take as long as they would behind so many tokens, and their results mean nothing
-        until the next :meth:`prefill`. A forward whose cache can't be set so ignores the call.
+        For timing: steps take as long as behind so many tokens, and their results are meaningless until the
+        next
+        :meth:`prefill`. Forwards that can't set their length ignore the call.
         """
         self.keep(length)
 
     def check_prompts(self, ids: Tensor, lengths: Tensor) -> list[int]:
-        """The lengths as numbers, where :meth:`prefill` can read the prompts.
+        """Check the arguments of :meth:`prefill`; returns the lengths as numbers.
 
         Raises:
             ValueError: ``ids`` is of another batch or longer than the capacity, or a length is not 1..T.
@@ -104,5 +105,5 @@ class Forward(ABC):
         return counts
 
     def device(self) -> torch.device:
-        """Where the cache is."""
+        """The device of the cache."""
         return self.lengths.device

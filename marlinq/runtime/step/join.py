@@ -1,7 +1,7 @@
-"""Projections that share an input as one operand, and the slices that they leave in the model.
+"""Join projections that share an input into one product; modules in the model become slices of it.
 
-Columns of q, k and v lie side by side; those of gate and up take turns in tiles of 64. The words exist once:
-what was a module of its own becomes a slice of the joined product.
+Columns of q, k and v lie side by side; those of gate and up alternate in tiles of 64. The words are stored
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from marlinq.runtime.linear import QuantLinear
 
 
 def join_refusal(operands: Sequence[Operand], *, interleave: bool) -> str | None:
-    """Why ``operands`` can't be one, in one clause, or None.
+    """Why ``operands`` can't be joined, in one clause, or None.
 
     Args:
         operands: operands of projections with the same input, in the order of their columns.
@@ -49,18 +49,18 @@ def join_refusal(operands: Sequence[Operand], *, interleave: bool) -> str | None
 
 
 def join_operands(operands: Sequence[Operand], *, interleave: bool) -> Operand:
-    """One operand whose product holds the products of ``operands``.
+    """One operand whose product contains the products of ``operands``.
 
     Side by side, product column j of part p is column ``sum(N of the parts before) + j``. Interleaved, it is
     column ``64 * (len(operands) * (j // 64) + p) + j % 64``, and columns that pad a part's last tile are
     columns of the result.
 
     Args:
-        operands: not refused by :func:`join_refusal`.
-        interleave: as there.
+        operands: operands that :func:`join_refusal` does not refuse.
+        interleave: whether tiles of 64 columns of the parts alternate, instead of lying side by side.
 
     Raises:
-        ValueError: they are refused.
+        ValueError: :func:`join_refusal` refuses them.
     """
     reason = join_refusal(operands, interleave=interleave)
     if reason is not None:
@@ -69,12 +69,12 @@ def join_operands(operands: Sequence[Operand], *, interleave: bool) -> Operand:
     columns = sum(operand.padded_shape[1] for operand in operands)
     zeros = [operand.zeros for operand in operands if operand.zeros is not None]
     alike = len({operand.activations for operand in operands}) == 1
-    # Parts have the same inputs: the largest scale holds those of all.
+    # All parts have the same input, so the largest of their input scales fits.
     inputs = [operand.input_scale for operand in operands if operand.input_scale is not None]
     return Operand(
         format=first.format,
         words=_joined([operand.words for operand in operands], first.format.tile_words, interleave),
-        # The stored order of scales permutes columns within tiles only.
+        # Whole tiles may be moved: the stored order of scales permutes columns only within tiles.
         scales=_joined([operand.scales for operand in operands], TILE_N, interleave),
         zeros=_joined(zeros, TILE_N, interleave) if zeros else None,
         order=None,
@@ -129,12 +129,12 @@ class JoinedLinear(QuantLinear):
     def part(self, x: Tensor, index: int) -> Tensor:
         """The product of part ``index``, [..., widths[index]].
 
-        Siblings that ask one after another with the same tensor share one product.
+        Parts that are requested one after another with the same ``x`` share one product.
         """
         return self._slice(self._product(x, index), index)
 
     def _product(self, x: Tensor, index: int) -> Tensor:
-        # Inference tensors count no changes, and a compiler traces each use by itself.
+        # No sharing: inference tensors have no version counter, and a compiler traces each use by itself.
         if torch.compiler.is_compiling() or x.is_inference():
             return self(x)  # type: ignore[no-any-return]
         wanted = 1 << index
@@ -191,9 +191,9 @@ class JoinedSlice(nn.Module):
 
 
 def join_modules(model: nn.Module, names: Sequence[str], *, interleave: bool) -> JoinedLinear | str:
-    """Replace projections of ``model`` by slices of one product; repeated calls give the same one.
+    """Replace projections of ``model`` by slices of one product; repeated calls return the same one.
 
-    Peak memory is that of the parts once more: their words are freed when nothing else holds them.
+    While they are joined, the words exist twice.
 
     Args:
         model: the whole model.
@@ -201,7 +201,7 @@ def join_modules(model: nn.Module, names: Sequence[str], *, interleave: bool) ->
         interleave: as in :func:`join_operands`.
 
     Returns:
-        The joined product, or why there is none, in one clause; then the model is unchanged.
+        The joined product; or why there is none, in one clause, with the model unchanged.
     """
     modules = [model.get_submodule(name) for name in names]
     slices = [module for module in modules if isinstance(module, JoinedSlice)]

@@ -1,8 +1,8 @@
-"""Where the residual stream and its norm need no kernel between two products.
+"""Find norms of the residual stream that two products compute between them, without a kernel of their own.
 
-The product in front adds its results to the residual stream, and leaves the norm's weight times the sum
-together with sums of squares; the one behind multiplies its results by the reciprocal root
-(``cuda/epilogue/rows.cuh``).
+The product before the norm adds its results to the residual stream, and stores the norm's weight times the
+sum, and sums of squares. The product behind the norm multiplies its results by the reciprocal root mean
+square (``cuda/epilogue/rows.cuh``).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from marlinq.runtime.step.products import Product
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """A norm between two products.
+    """A norm that two products compute between them.
 
     Attributes:
-        before, behind: the products.
-        weight: float32 [hidden], the norm's, divided by ``unit``.
-        unit: a power of two, with which no weight is greater than one: 16 bits then hold ``weight * x``
-            wherever they hold x.
-        eps: the norm's.
-        kernels: both products' variants.
-        squared_columns: columns that a sum of squares is of, which the one leaves and the other takes.
+        before, behind: the products before and behind the norm.
+        weight: weight of the norm, divided by ``unit``, float32 [hidden].
+        unit: power of two that makes all weights at most one, so that ``weight * x`` does not overflow 16
+            bits.
+        eps: epsilon of the norm.
+        kernels: kernels of both products.
+        squared_columns: columns that each partial sum of squares spans.
     """
 
     before: Product
@@ -75,30 +75,30 @@ class RowLinks:
         for before, norm, behind in _pairs(layers):
             link = self._link(before, norm, behind)
             if link is not None:
-                # Of equal norms each has its own products.
+                # By identity: norms of equal values belong to different products.
                 self._links[id(norm)] = link
         self.before = frozenset(link.before for link in self._links.values())
         self._squares: list[Tensor] = []
         self._parts = hidden // min((link.squared_columns for link in self._links.values()), default=1)
 
     def found(self, norm: RowNorm | None) -> Link | None:
-        """The link that takes the place of this norm's kernel."""
+        """The link that replaces this norm's kernel; or None."""
         return None if norm is None else self._links.get(id(norm))
 
     def precompile(self, progress: ReportProgress) -> int:
-        """Compile, in parallel, what the cache lacks; returns how many kernels those were."""
+        """Compile in parallel the kernels that the cache lacks; returns their number."""
         if not self._links:
             return 0
         wanted = (kernel for link in self._links.values() for kernel in link.kernels)
         return precompile_instantiations(wanted, self._index, progress)
 
     def work(self, link: Link, residual: Tensor, stored: Tensor, factor: float) -> tuple[Added, Normed]:
-        """What the products in front and behind do: ``stored = residual + factor * result``."""
+        """Work of the products before and behind the norm; ``stored = residual + factor * result``."""
         parts = self._hidden // link.squared_columns
         if len(self._squares) < 2:
             squares = torch.zeros(self._rows * self._parts, dtype=torch.float32, device=residual.device)
         else:
-            # The product before the one in front has read these.
+            # Reused: the product that reads these squares runs before the next one writes them.
             squares = self._squares.pop(0)
         self._squares.append(squares)
         squares = squares[: self._rows * parts].view(self._rows, parts)

@@ -1,7 +1,7 @@
 """A step of one sequence whose layers are a single launch (``kernels/launch/persistent/``).
 
-It takes the place of the chain's launches between the embedding and the last norm, where the model is one
-that the kernel knows and where a few steps give the logits that the chain gives.
+It replaces the chain's launches between the embedding and the last norm, if the kernel supports the model and
+a few steps give the same logits as the chain.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from marlinq.runtime.step.products import Product
 from marlinq.runtime.step.recorded_step import RecordedStep
 from marlinq.runtime.step.walk import Pending
 
-# As the probe allows between our forward and transformers' (runtime/step/probe.py): the kernel keeps other
-# values in float32 than the chain does, so both round independently.
+# Allowed difference in units of the expected rounding error, as in runtime/step/probe.py: the kernel keeps
+# other values in float32 than the chain, so both round independently.
 _ALLOWED = 3.0
 _PROMPT = 3
 _STEPS = 2
@@ -43,21 +43,21 @@ _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}
 
 
 class _Given(NamedTuple):
-    """What the kernel is made for."""
+    """Operands of all layers, and what the layers share."""
 
     layers: list[LayerOperands]
     model: Model
 
 
 class _UnknownPartError(Exception):
-    """A part that the kernel does not compute, in one clause."""
+    """The kernel does not support a part of the model; the message names it in one clause."""
 
 
 def join_layers(chain: ChainForward, progress: ReportProgress = no_progress) -> str | None:
-    """Have the steps of ``chain`` run all layers in one launch; why not, in one clause, or None.
+    """Make the steps of ``chain`` run all layers in one launch; returns why not, in one clause, or None.
 
-    A single sequence is worth it; for more, the chain is faster
-    (docs/lab-notes/decode.md, "All layers in one kernel").
+    Only for a single sequence; for more the chain is faster (docs/lab-notes/decode.md, "All layers in one
+    kernel").
     """
     if chain.batch > 1:
         return f"{chain.batch} sequences, for which single kernels are faster"
@@ -108,7 +108,7 @@ class _Joined(RecordedStep):
 
 @torch.no_grad()
 def _difference(chain: ChainForward, joined: RecordedStep) -> float:
-    """Relative distance of the logits of a few steps."""
+    """Relative difference between the logits of a few steps."""
     ids = torch.arange(_PROMPT + _STEPS, device=chain.device())[None] % chain.vocabulary
     lengths = torch.tensor([_PROMPT], dtype=torch.int32)
     found = []
@@ -135,7 +135,7 @@ def _given(chain: ChainForward) -> _Given:
 
 
 def _halves(table: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines."""
+    """Cosines and sines [positions, D / 2] of a rotation table."""
     if table is None:
         raise _UnknownPartError("no rotary embedding")
     return table[..., 0].contiguous(), table[..., 1].contiguous()
@@ -232,7 +232,7 @@ def _operand(product: Product) -> BiasedOperand:
 
 
 def _grouped(weight: Operand) -> Operand:
-    """The weight with its scales of whole channels repeated for groups, which is what the kernel reads."""
+    """The weight with scales per channel repeated for groups, since the kernel reads scales of groups."""
     if weight.scales.shape[0] > 1:
         return weight
     group = Granularity.group(128 if weight.in_features % 128 == 0 else 64)

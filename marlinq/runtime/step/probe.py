@@ -1,7 +1,7 @@
-"""Is a forward of ours the model's own? Random tokens through both, compared layer by layer.
+"""The probe: compare marlinq's own forward with transformers', layer by layer, on random tokens.
 
-Recognition explains every value of a recorded pass, but nothing runs on its word alone: before a model's
-first use, prompts of different length and a few steps go through our forward and through transformers'.
+Recognition is not trusted: before a model's first use, prompts of different length and a few steps go through
+both forwards.
 """
 
 from __future__ import annotations
@@ -28,37 +28,39 @@ PROBE_LENGTHS = (11, 4)
 PROBE_STEPS = 3
 
 Build = Callable[[int, int], Forward]
-"""Makes the forward to be checked, of a batch and a capacity."""
+"""Function (batch, capacity) -> the forward to be checked."""
 
-# A value that is rounded to a dtype is wrong by 0.2 eps (root of the mean square). In a layer some twelve
-# values on the way are rounded, by both sides, which makes 0.2 * sqrt(24) = 1 eps, and independent layers add
-# like roots. Three times that is allowed. Only where the dtype is float32 are the sums of products rounded in
-# it as well; there it is three times as much.
+# Allowed relative difference behind layer i is this times eps * sqrt(i + 1). Rounding a value to a dtype
+# gives an error of 0.2 eps (root mean square). In a layer about twelve values are rounded, by both forwards,
+# which gives 0.2 * sqrt(24) = 1 eps, and errors of independent layers add as squares. Three times that is
+# allowed. In float32 sums of products are rounded to the dtype, too, so three times as much is allowed.
 _ALLOWED = 3.0
 _ALLOWED_FLOAT32 = 9.0
-# Both sides solve for a delta net's corrections in chunks, in float32: as many roundings again.
+# Factor for models with gated delta nets in float32: both forwards solve for corrections in chunks, with
+# about as many roundings again.
 _DELTA_NETS_FLOAT32 = 2.0
 
 Routes = tuple[Tensor, Tensor]
 """Numbers and weights of the experts that tokens chose, both [T, top]."""
 
-# Of a random choice far fewer agree; rounding exchanges one of hundreds.
+# Share of chosen experts that must be the same: rounding exchanges one in hundreds, a wrong router nearly
+# all.
 _SAME_EXPERTS = 0.8
 _LOGIT_SIZE = 4.0
 
-# Of models that passed. Who fails may have broken weights, which says nothing about the next model.
+# Premises of probes that passed. Failures are not kept: they may come from broken weights of one checkpoint.
 _passed: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two forwards are apart behind one layer.
+    """Difference between two forwards behind one layer.
 
     Attributes:
-        layer: its index; the number of layers stands for the logits.
-        name: the block's full name, or ``logits``.
-        found: relative distance of a token's vector, root of the mean square over all tokens.
-        allowed: by rounding.
+        layer: index of the layer; the number of layers for the logits.
+        name: full name of the block, or ``logits``.
+        found: relative distance between a token's vectors, root mean square over all tokens.
+        allowed: largest distance that rounding explains.
     """
 
     layer: int
@@ -72,7 +74,7 @@ class Difference:
         return self.found <= self.allowed
 
     def reason(self) -> str:
-        """What is off, as one clause."""
+        """The difference in one clause."""
         return (
             f"{self.name} differs from transformers' by {self.found:.2g}, where rounding explains "
             f"{self.allowed:.2g}"
@@ -88,18 +90,18 @@ def own_forward_refusal(
     capacity: int,
     kept: bool = False,
 ) -> str | None:
-    """Why ``model`` runs through transformers' forward instead of ours, or None when ours may be used.
+    """Why ``model`` must run through transformers' forward, or None if marlinq's own may be used.
 
-    A comparison that succeeds is not made again in this process for the same executor, architecture, config,
+    A comparison that passed is not repeated in this process for the same executor, architecture, config,
     dtype and device.
 
     Args:
-        model: with its weights, on its device.
+        model: the model with its weights, on its device.
         found: result of recognition.
-        build: makes the forward in question.
-        executor: its name, for the record of comparisons.
+        build: function that makes the forward to check.
+        executor: name of that forward, as part of the key of passed comparisons.
         capacity: tokens that a sequence will hold at most.
-        kept: agreement is noted in the cache of kernels, and holds for later processes
+        kept: whether a passed comparison is noted in the cache folder, for later processes
             (:mod:`marlinq.runtime.step.probe_results`).
     """
     if isinstance(found, Unrecognised):
@@ -115,7 +117,7 @@ def own_forward_refusal(
     if key in _passed:
         return None
     premises = (*key, found)
-    # What code a checkpoint brings, its name does not tell.
+    # Not noted for code that a checkpoint brings, which a class name does not identify.
     noted = kept and type(model).__module__.startswith("transformers.")
     if not (noted and was_passed(premises)):
         wrong = next((each for each in compare(model, found, build) if not each.holds), None)
@@ -155,20 +157,22 @@ def compare(
     steps: int = PROBE_STEPS,
     seed: int = 0,
 ) -> list[Difference]:
-    """The distance behind every layer that the forward lets observe, then that of the logits.
+    """The difference behind every layer that the forward lets observe, then that of the logits.
 
-    Transformers computes each row on its own, without padding and without a cache, with its ``eager``
-    attention: the others leave out soft caps.
+    transformers computes each row alone, without padding and cache, with its ``eager`` attention, since its
+    other implementations leave out soft caps.
 
-    Experts whose scores are nearly equal change places by rounding alone, after which everything behind
-    them differs. So transformers' experts get the numbers and weights that ours chose, and its own choice is
-    compared with them (:func:`_same_routes`).
+    Experts of nearly equal scores change places by rounding alone, and then everything behind them differs.
+    So transformers' experts are given the numbers and weights that marlinq's router chose, and the routers'
+    choices are compared separately (:func:`_same_routes`).
 
     Args:
-        model: with its weights, on its device.
-        anatomy: names its blocks.
-        build: makes the forward in question; it gets random prompts of ``lengths`` and ``steps`` tokens more.
-        lengths, steps, seed: as above.
+        model: the model with its weights, on its device.
+        anatomy: anatomy of the model, with the names of its blocks.
+        build: function that makes the forward to check.
+        lengths: tokens of the random prompts.
+        steps: further random tokens.
+        seed: seed of the tokens.
     """
     layers = len(anatomy.layers)
     vocabulary = model.get_submodule(anatomy.embedding).get_parameter("weight").shape[0]
@@ -211,13 +215,13 @@ def compare(
 
 
 def _rounded_to(model: PreTrainedModel) -> torch.dtype:
-    """The coarsest dtype that values are rounded to: a CPU's packed products round to BF16 in any model."""
+    """The coarsest dtype that values are rounded to; packed products of a CPU round to BF16 in any model."""
     packed = any(isinstance(module, Int4PackLinear) for module in model.modules())
     return torch.bfloat16 if packed else model.dtype
 
 
 def _relative(found: Tensor, expected: Tensor) -> Tensor:
-    """Of each token [T, width]."""
+    """Relative distance of each token's vectors, of [T, width]."""
     norms = torch.linalg.vector_norm(expected, dim=-1).clamp_min(1e-30)
     distances: Tensor = torch.linalg.vector_norm(found - expected, dim=-1)
     relative: Tensor = distances / norms
@@ -225,14 +229,13 @@ def _relative(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _same_routes(ours: Routes, theirs: Routes, allowed: float, *, corrected: bool) -> bool:
-    """Whether two routers agree but for experts that rounding exchanges.
+    """Whether two routers agree, apart from experts that rounding exchanges.
 
-    Those have nearly equal weights, so weights in falling order agree however the choice fell; and they are
-    few. A logit is as far off as what it is a product of, times its own size.
+    Exchanged experts are few and have nearly equal weights, so the sorted weights agree whichever was chosen.
+    The error of a logit is its relative error times its size, hence ``_LOGIT_SIZE``.
 
-    Where a correction takes part in the choice, experts that rounding exchanges may have any weights. Then
-    the weights of tokens whose experts are all the same are compared; without such a token the routers
-    differ.
+    With a correction, exchanged experts may have different weights. Then only tokens with the same experts
+    are compared; without any such token the routers count as different.
     """
     (index, weights), (other_index, other_weights) = ours, theirs
     shared = (index[:, :, None] == other_index[:, None]).any(-1)
@@ -240,7 +243,7 @@ def _same_routes(ours: Routes, theirs: Routes, allowed: float, *, corrected: boo
     falling = [each.float().sort(-1, descending=True).values for each in (weights, other_weights)]
     if corrected:
         falling = [each[shared.all(-1)] for each in falling]
-    # Of no token at all it is NaN, which is not below anything.
+    # NaN, which fails the comparison, if there is no token.
     distance = float(_relative(falling[0], falling[1]).square().mean().sqrt())
     return float(same) >= _SAME_EXPERTS and distance <= _LOGIT_SIZE * allowed
 
@@ -248,11 +251,15 @@ def _same_routes(ours: Routes, theirs: Routes, allowed: float, *, corrected: boo
 def _ours(
     forward: Forward, layers: int, ids: Tensor, lengths: Sequence[int], steps: int
 ) -> tuple[dict[int, list[Tensor]], dict[int, tuple[list[Tensor], list[Tensor]]]]:
-    """Index of a layer -> for each row its hidden states [tokens, hidden]; behind the layers the logits of
-    all steps. And of routed layers: for each row the experts' numbers and weights [tokens, top].
+    """Hidden states and routes of marlinq's forward.
 
-    Without experts the last step is made as it decodes, so its hidden states are missing: a forward may take
-    other kernels for a step that nobody observes. With experts transformers has to be told all choices."""
+    Returns:
+        Hidden states [tokens, hidden] of each row, by index of the layer; logits of all steps under the
+        number of layers. And of routed layers the experts' numbers and weights [tokens, top] of each row.
+
+    Without experts the last step is not observed, and its hidden states are missing, so that it uses the
+    kernels of ordinary decoding. With experts all steps are observed, since transformers needs all choices.
+    """
     rows = range(len(lengths))
     seen: dict[int, list[list[Tensor]]] = {}
     chosen: dict[int, tuple[list[list[Tensor]], list[list[Tensor]]]] = {}
@@ -293,7 +300,8 @@ def _ours(
 def _theirs(
     model: PreTrainedModel, anatomy: Anatomy, ids: Tensor, length: int, routed: Mapping[int, Routes]
 ) -> tuple[dict[int, Tensor], dict[int, Routes]]:
-    """The same of one row [1, tokens] from transformers, whose experts get what ``routed`` says."""
+    """Hidden states and routes of one row [1, tokens] from transformers, whose experts get the routes
+    ``routed``."""
     seen: dict[int, Tensor] = {}
     routes: dict[int, Routes] = {}
 
@@ -332,7 +340,7 @@ def _theirs(
 
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model computes attention as its own code spells it out."""
+    """Use the model's ``eager`` attention inside."""
     owners = [module.config for module in model.modules() if hasattr(module, "config")]
     before = {id(config): (config, config._attn_implementation) for config in owners}
     try:

@@ -1,7 +1,8 @@
-"""Notes of the probes that were passed (:mod:`marlinq.core.notes`), so that a start does not repeat them.
+"""Notes of passed probes in the cache folder (:mod:`marlinq.core.notes`), so that a later start does not
+repeat them.
 
-They rest on all that the comparison does but the weights: this package's files, the versions of torch,
-transformers and NVRTC, the GPU, and what the caller adds. Only agreement is noted.
+The key of a note has all that a comparison depends on, except the weights: this package's files, the versions
+of torch, transformers and NVRTC, the GPU, and the caller's premises. Failures are not noted.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from marlinq.kernels.driver.compiler import nvrtc_version
 
 
 def was_passed(premises: object) -> bool:
-    """Whether a probe with these ``premises``, whose ``repr`` tells them apart, has been noted."""
+    """Whether a probe with these ``premises``, compared by ``repr``, has been noted."""
     return noted(_name(premises), bool) is True
 
 
 def note_passed(premises: object) -> None:
-    """Leave the note; nothing where the folder can't be written, since the next process can probe again."""
+    """Write the note; does nothing where the folder can't be written, since the next process can probe
+    again."""
     note(_name(premises), True)
 
 

@@ -1,4 +1,4 @@
-"""The products of a step, whatever multiplies: prepared once for buffers that stay, or called as modules."""
+"""The products of a step: launches prepared once for fixed buffers, or calls of modules."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.step.join import JoinedLinear, JoinedSlice, join_modules
 
 Start = Callable[[], object]
-"""Launches something on the current stream."""
+"""Function that launches a kernel, or calls a module, on the current stream."""
 
 
-# What a kernel of its own for the activation takes, between two products that then wait for it
-# (docs/lab-notes/decode.md, "The chain").
+# Seconds that a separate activation kernel between two products costs (docs/lab-notes/decode.md, "The
+# chain").
 _ACTIVATION_SECONDS = 2e-6
 
 
@@ -49,22 +49,22 @@ class Product:
 
     @property
     def columns(self) -> int:
-        """Of the result, padding included."""
+        """Columns of the result, padding included."""
         last = self.modules[-1]
         padded = last.padded_shape[1] if isinstance(last, QuantLinear) else self.widths[-1]
         return sum(self.widths[:-1]) + padded
 
     @property
     def features(self) -> int:
-        """Columns of the result that are no padding at its end."""
+        """Columns of the result without the padding at its end."""
         return sum(self.widths)
 
     def problems(self, rows: int) -> list[Problem]:
-        """What has to be decided and compiled for activations of that many rows."""
+        """The problems to decide and compile for ``rows`` rows of activations."""
         return [module.operand.problem(rows) for module in self.modules if isinstance(module, QuantLinear)]
 
     def bind(self, x: Tensor, out: Tensor) -> list[Start]:
-        """Launches of ``out = x @ W + bias`` for tensors that stay where they are; kernels are loaded now.
+        """Launches of ``out = x @ W + bias`` for tensors with fixed addresses; loads the kernels.
 
         Args:
             x: [M, inner]; columns beyond the input are zero.
@@ -73,7 +73,7 @@ class Product:
         starts, begin = [], 0
         for module, width in zip(self.modules, self.widths, strict=True):
             last = begin + width == self.features
-            # What pads a part's last tile would lie where the next part begins.
+            # Written in place only if padding of the part's last tile does not overlap the next part.
             if isinstance(module, QuantLinear) and x.is_cuda and (last or module.padded_shape[1] == width):
                 target = out[:, begin : begin + module.padded_shape[1]]
                 starts.append(_bind_packed(module, x, target))
@@ -83,8 +83,8 @@ class Product:
         return starts
 
     def activated_problem(self, rows: int, activation: str, device_index: int) -> Problem | None:
-        """The product with the activation in its epilogue, where gate and up take turns and that is faster
-        than a kernel between this product and the next; else None."""
+        """The product with the activation in its epilogue, if gate and up alternate and that is faster than a
+        separate kernel; else None."""
         module = self.modules[0]
         if not self.tiles or not isinstance(module, QuantLinear):
             return None
@@ -101,7 +101,7 @@ class Product:
         return activated if together.seconds <= apart.seconds + _ACTIVATION_SECONDS else None
 
     def bind_activated(self, x: Tensor, out: Tensor, activation: str) -> Start:
-        """The launch of ``out = activation(gate) * up`` for tensors that stay where they are.
+        """The launch of ``out = activation(gate) * up`` for tensors with fixed addresses.
 
         Args:
             x: [M, inner]; columns beyond the input are zero.
@@ -115,8 +115,9 @@ class Product:
     def row_variant(
         self, problem: Problem, device_index: int, *, normed: bool, adds: bool
     ) -> RowVariant | None:
-        """The kernel that multiplies and works on whole rows, where one multiplies alone, with channels in
-        their order, and can; else None (:mod:`marlinq.kernels.contract.whole_rows`)."""
+        """The kernel that also normalises its input or adds to the residual stream
+        (:mod:`marlinq.kernels.contract.whole_rows`); None if there is none, if there are several modules, or
+        with an activation order."""
         module = self.modules[0]
         if len(self.modules) > 1 or not isinstance(module, QuantLinear) or module.order is not None:
             return None
@@ -126,29 +127,30 @@ class Product:
         return None if config is None else config.row_variant(problem, normed=normed, adds=adds)
 
     def bind_rows(self, x: Tensor, out: Tensor, work: RowWork, activation: str | None = None) -> Start:
-        """As :meth:`bind` or :meth:`bind_activated`, with ``work`` on whole rows.
+        """The launch of :meth:`bind` or :meth:`bind_activated` with a norm or residual stream.
 
         Args:
             x: [M, inner].
-            out: [M, columns], or half as many behind an activation.
-            work: for which there is a :meth:`row_variant`.
-            activation: for which there is an :meth:`activated_problem`.
+            out: [M, columns]; [M, columns / 2] with an activation.
+            work: norm and residual stream, for which there is a :meth:`row_variant`.
+            activation: name of an activation with an :meth:`activated_problem`; or None.
         """
         module = self.modules[0]
         assert isinstance(module, QuantLinear)
         return _bind_packed(module, x, out, activation, work)
 
     def run(self, x: Tensor) -> Tensor:
-        """The result for any number of rows, in memory of its own: x [M, K] to [M, columns without padding].
+        """The result for any number of rows, in new memory: x [M, K] to [M, columns without padding].
 
-        Parts that take turns keep their padding.
+        Parts whose tiles alternate keep their padding.
         """
         results = [_call(module, x) for module in self.modules]
         return results[0] if len(results) == 1 else torch.cat(results, -1)
 
 
 def find_product(model: nn.Module, slices: Slices, *, interleave: bool) -> tuple[Product, str | None]:
-    """The product of projections with the same input, joined where they can be; why not, where they can't.
+    """The product of projections with the same input, joined if possible; and why they could not be joined,
+    or None.
 
     Joining replaces modules of ``model`` (:func:`marlinq.runtime.step.join.join_modules`).
     """
@@ -163,7 +165,7 @@ def find_product(model: nn.Module, slices: Slices, *, interleave: bool) -> tuple
         return _product(modules, [sum(slices.widths)], tiles=False), None
     widths = list(slices.widths)
     if len(modules) != len(widths):
-        # A module holds several parts.
+        # The model itself has several parts in one module.
         widths = [single_product(model, name).widths[0] for name in slices.modules]
     return _product(modules, widths, tiles=False), reason
 
@@ -172,7 +174,7 @@ def single_product(model: nn.Module, name: str) -> Product:
     """The product of one module.
 
     Raises:
-        ValueError: it does not say how many columns it gives.
+        ValueError: the module has no number of output columns.
     """
     module = model.get_submodule(name)
     # GPT-2's Conv1D calls them nf.
@@ -198,7 +200,7 @@ def precompile_prompts(
     most_rows: int,
     progress: ReportProgress = no_progress,
 ) -> int:
-    """Compile what :meth:`Product.run` needs for up to ``most_rows`` rows; returns how many kernels."""
+    """Compile the kernels of :meth:`Product.run` for up to ``most_rows`` rows; returns their number."""
     shapes = {
         LayerShape.of(module.operand)
         for product in products
@@ -237,7 +239,7 @@ def _bind_packed(
 
 
 def _start(call: Call | Gathered, operands: Operands, x: int) -> None:
-    """Launch a prepared call, whose operands live as long as this can be called."""
+    """Launch a prepared call; ``operands`` are passed to keep their tensors alive."""
     call.start(x, operands.out.data_ptr())
 
 

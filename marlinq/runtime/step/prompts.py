@@ -1,9 +1,9 @@
 """Prompts through the kernels of a step, in pieces of bounded size.
 
-All but attention goes row by row, so a long prompt is read in pieces of rows, layer for layer: every piece
-appends its keys and values, attention sees all of them at once, and every piece takes its rows on to the next
-layer. Of the whole prompt there are the residual stream, queries and what attention has made of them; of the
-far wider rows inside an MLP, those of one piece.
+All but attention works on rows independently, so a long prompt is read in pieces of rows, one layer after the
+other: every piece appends its keys and values, attention sees all of them, and every piece continues to the
+next layer. So only the residual stream, queries and attention's results exist for the whole prompt, and the
+wider rows inside an MLP for one piece at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from marlinq.runtime.step.reference import causal_attention
 from marlinq.runtime.step.walk import Pending, Walk
 
 MOST_ROWS = 2048
-"""Rows that go through a product at a time, which bounds the memory between products. More gain a product of
-Llama-3-8B's shape 1 % on an H200."""
+"""Rows that go through a product at a time, which bounds the memory between products. Measured on an H200:
+more rows make a product of Llama-3-8B's shape 1 % faster."""
 TILE_ROWS = 128
 """Rows of a product's largest tile: pieces of a long prompt are whole tiles."""
 
@@ -27,7 +27,7 @@ TILE_ROWS = 128
 def read_prompts(
     forward: BoundForward, ids: Tensor, part: slice, counts: Sequence[int], most_rows: int = MOST_ROWS
 ) -> tuple[Tensor, Pending]:
-    """The residual stream [b, hidden] behind the last token of every prompt, and what is still to be added.
+    """The residual stream [b, hidden] behind the last token of every prompt, and the addends still pending.
 
     Args:
         forward: forward with an empty cache.
@@ -38,7 +38,7 @@ def read_prompts(
     """
     batch, width = ids.shape
     tokens, total = ids.view(-1), ids.numel()
-    # Whoever observes is shown whole prompts.
+    # ``observe`` gets whole prompts.
     piece = total if forward.observe is not None else piece_rows(total, most_rows)
     pieces = [slice(begin, min(begin + piece, total)) for begin in range(0, total, piece)]
     if len(pieces) == 1:
@@ -50,7 +50,7 @@ def read_prompts(
             Walk(forward, tokens[rows], part, rows.stop - rows.start, before + rows.start) for rows in pieces
         ]
         places = [(counts[0] - 1) % piece]
-    # Brought to the device before there is work to wait for.
+    # Copied to the device now, while the copy need not wait for other work.
     chosen = torch.tensor(places, device=ids.device)
     ends = torch.tensor(counts, device=ids.device)
     for index, layer in enumerate(forward.layers):
@@ -83,7 +83,7 @@ def read_prompts(
         for walk, rows in zip(walks, pieces, strict=True):
             walk.after_attention(index, mixed[rows])
         del mixed
-    # A prompt in several pieces is the only one.
+    # Several pieces are those of a single prompt.
     last = (counts[0] - 1) // piece if len(pieces) > 1 else 0
     x, pending = walks[last].end()
     return x.index_select(0, chosen), pending.select(chosen)

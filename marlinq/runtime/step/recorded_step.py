@@ -1,4 +1,4 @@
-"""The kernels of a step recorded once: buffers that stay, and the launches of every later step."""
+"""A step recorded once: fixed buffers, and the launches that every later step repeats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from marlinq.runtime.step.walk import Pending, Walk, finish
 
 
 class RecordedStep(Walk):
-    """A step over the whole batch: buffers that stay, and the launches of which it consists.
+    """A step over the whole batch, with fixed buffers and a list of launches.
 
     Attributes:
         starts: the launches in order.
@@ -49,7 +49,8 @@ class RecordedStep(Walk):
                 )
             ]
             precompile(dict.fromkeys(problems), forward.device_index, progress)
-        # Padded products read zeros behind what kernels write.
+        # Buffers are as wide as the widest padded input, since padded products read zeros behind the columns
+        # that kernels write.
         self._widest = max(product.inner for product in products)
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
         self._turns: dict[str, int] = {}
@@ -65,7 +66,8 @@ class RecordedStep(Walk):
             self._activated,
         )
         self._links.precompile(progress)
-        # What a product in front of such a norm multiplies, and the norm that one behind has to take.
+        # For norms without a kernel: product and input before the norm, which is launched later; and the
+        # norms that products behind have to apply.
         self._held: tuple[Product, Tensor] | None = None
         self._normed: dict[int, Normed] = {}
         x, pending = self.recorded_layers()
@@ -81,12 +83,12 @@ class RecordedStep(Walk):
             if isinstance(item, kernels.Prepared):
                 launch = kernels.bind(item, forward.device_index, dependent=bool(self.starts))
                 if not self.starts:
-                    # The first kernel embeds the tokens, wherever they are.
+                    # The first kernel embeds the tokens, whose address may change.
                     self._first = launch
                 self.starts.append(launch.start)
             else:
                 self.starts.append(item)
-        # Its owner: a ring of references would keep the cache in memory until the collector finds it.
+        # The forward owns this object; a cycle of references would keep the cache until garbage collection.
         del self.forward, self._recorded
 
     def _activated_products(self) -> dict[Product, Problem]:
@@ -107,7 +109,7 @@ class RecordedStep(Walk):
         return self.layers()
 
     def record(self, start: Start) -> None:
-        """Launches of somebody else's."""
+        """Append a launch that is not made by :meth:`launch`."""
         self._recorded.append(start)
 
     def start(self, tokens: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ class RecordedStep(Walk):
         return self.logits
 
     def empty(self, name: str, rows: int, columns: int) -> Tensor:
-        # The residual stream is read while its successor is written.
+        # Two buffers in turn: the residual stream is read while the next one is written.
         turn = self._turns[name] = 1 - self._turns.get(name, 0)
         found = self._buffers.get((name, turn, columns))
         if found is None:
@@ -141,7 +143,7 @@ class RecordedStep(Walk):
         link = self._links.found(norm)
         if link is None or pending is None or self._held is None or not isinstance(source, Tensor):
             return super().add(source, pending, norm, counter)
-        # The product in front adds what it gives itself, and the one behind takes the norm.
+        # The product before the norm adds to the stream, and the product behind applies the norm.
         product, x = self._held
         self._held = None
         stored = self.empty("residual", source.shape[0], self.forward.hidden)
@@ -159,7 +161,8 @@ class RecordedStep(Walk):
         return out
 
     def _bind(self, product: Product, x: Tensor, out: Tensor, activation: str | None = None) -> list[Start]:
-        """``out = x @ W``, or behind an activation, with the norm that ``x`` still lacks."""
+        """Launches of ``out = x @ W``, with an activation if given, and with the norm that ``x`` still
+        lacks."""
         normed = self._normed.pop(x.data_ptr(), None)
         x = self._padded(x, product)
         if normed is not None:
@@ -182,7 +185,7 @@ class RecordedStep(Walk):
         return active
 
     def whole(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        # Whoever writes it again comes a layer after its last reader.
+        # One buffer for all layers: it is written again only after the layer that reads it has ended.
         key = name, columns, dtype
         if key not in self._whole:
             self._whole[key] = torch.zeros((rows, columns), dtype=dtype, device=self.lengths.device)

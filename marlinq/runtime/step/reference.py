@@ -1,4 +1,4 @@
-"""An anatomy in plain torch: the reference for executors on a GPU, and the executor of CPUs."""
+"""The forward in plain torch: the reference for the kernels' forward, and the forward used on CPUs."""
 
 from __future__ import annotations
 
@@ -31,24 +31,27 @@ Function = Callable[[Tensor], Tensor]
 Chosen = Callable[[Tensor, Tensor], None]
 
 _ROW_BLOCK = 512
-"""Queries whose products with all keys exist at a time, where torch's fused attention can't be used."""
+"""Queries processed at a time where torch's fused attention can't be used, so that scores take bounded
+memory."""
 MOST_VERIFIED = 8
 """Tokens of a verification: products of up to eight rows read the weights once."""
+# Time of a verification, in steps.
 _VERIFICATION_COST = 2.5
 _ALONE = 1 << 18
-"""Elements of keys up to which a step's attention runs on one thread of a CPU: 2 x 2^18 float32 values take
-0.2 ms to read. Waking a second thread takes 20 us, and milliseconds where another process is on its core."""
+"""Elements of keys up to which a step's attention runs on one thread of a CPU. Reading 2 x 2^18 float32
+values takes 0.2 ms; waking a second thread takes 20 us, or milliseconds if another process runs on its
+core."""
 
 
 class ReferenceForward(Forward):
-    """What ``anatomy`` says, with the model's own linears, embeddings and norm weights.
+    """Computes ``anatomy`` in torch, with the model's own linears, embeddings and norm weights.
 
-    The lengths are known to the host as well, so that a step reads only the part of the cache that is in use.
-    That is why it can't be captured. Rows of equal length need no mask.
+    The host knows the lengths, so that a step reads only the used part of the cache; so steps can't be
+    captured. Rows of equal length need no mask.
 
     Args:
-        model: where the anatomy's names lead; its parameters are on one device. Weights of dense linears and
-            of norms are taken now.
+        model: the model with the modules that the anatomy names, on one device. Weights of dense linears and
+            norms are copied at construction.
         anatomy: description of the model to compute.
         batch, capacity: B and L.
         reason: as in :class:`Forward`.
@@ -76,7 +79,7 @@ class ReferenceForward(Forward):
         self._places = torch.arange(capacity, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._shortest = self._longest = 0
-        # A state is of its last token; there is no way back from tokens that do not count.
+        # A delta net's state can't return to an earlier token, so drafts can't be verified.
         has_states = any(delta is not None for delta in self._deltas)
         self.most_verified = MOST_VERIFIED if batch == 1 and not has_states else 0
         self.verification_cost = _VERIFICATION_COST
@@ -133,7 +136,7 @@ class ReferenceForward(Forward):
             raise ValueError(f"the cache is full: {self.capacity} tokens")
         with torch.inference_mode():
             logits = self._step(tokens)
-        # A sampler may change its logits in place, which it may not do to a tensor of inference mode.
+        # Cloned: a sampler may change logits in place, which inference tensors forbid.
         return logits.clone()
 
     def _step(self, tokens: Tensor) -> Tensor:
@@ -232,7 +235,7 @@ class ReferenceForward(Forward):
         return attend
 
     def _run_attention(self, index: int, parts: _LayerParts, turns: _Turns, start: int) -> Function:
-        """Of neighbouring tokens of one row, the first of them at position ``start``."""
+        """Attention of neighbouring tokens of one row, the first of them at position ``start``."""
         keys, values, window = self._keys[index], self._values[index], parts.attention.window
 
         def attend(x: Tensor) -> Tensor:
@@ -252,7 +255,7 @@ class ReferenceForward(Forward):
         return attend
 
     def _visible(self, positions: Tensor, window: int | None) -> tuple[int, Tensor | None]:
-        """The first place of the cache that a row sees, and which of those behind it each row sees.
+        """The first position of the cache that any row sees, and a mask of the positions from there on.
 
         The mask is bool [B, 1, 1, places], or None where every row sees all of them.
         """
@@ -294,7 +297,8 @@ class _Rotations:
 
 @dataclass(frozen=True, eq=False)
 class _Channels:
-    """What each channel of a head has, [D]: radians a position, factors on cosine and sine, partner."""
+    """Tensors [D] with a value for each channel of a head: radians a position, factors of cosine and sine,
+    index of the partner channel."""
 
     frequencies: Tensor
     cosine: Tensor
@@ -326,7 +330,7 @@ class _Channels:
 
 @dataclass(frozen=True, eq=False)
 class _LayerParts:
-    """A layer with its modules at hand; of a delta net those around it."""
+    """A layer with functions for its modules; for a delta net only those around it."""
 
     layer: Layer
     attention_norm: Function | None
@@ -508,7 +512,7 @@ def _mlp(model: nn.Module, mlp: MLP) -> Function:
 def route(logits: Tensor, router: Router, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Numbers, int64, and weights, float32, of the experts that logits [T, experts] choose: both [T, top].
 
-    ``correction``, float32 [experts], takes part in the choice alone.
+    ``correction``, float32 [experts], affects the choice but not the weights.
     """
     wide = logits.float()
     scores = wide.softmax(-1) if router.scoring == "softmax" else wide.sigmoid()
@@ -523,7 +527,8 @@ def route(logits: Tensor, router: Router, correction: Tensor | None = None) -> t
 
 
 def _mixture(model: nn.Module, mixture: Mixture, chosen: Chosen) -> Function:
-    """``chosen`` is told the experts' numbers and weights, [B, T, top]."""
+    """A function of a mixture layer; ``chosen`` is called with the experts' numbers and weights, [B, T,
+    top]."""
     experts = model.get_submodule(mixture.experts)
     router = mixture.router
     weight = _weight(model, router.module)

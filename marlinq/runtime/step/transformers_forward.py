@@ -1,4 +1,4 @@
-"""Decoding through transformers' own modules, for whatever model."""
+"""The forward through transformers' own modules, for any model."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from marlinq.runtime.step.forward import Forward
 
 
 class TransformersForward(Forward):
-    """The model's own forward pass over a cache of the library.
+    """transformers' forward pass over one of its caches.
 
-    Rows of different length are padded on the left, since the library's caches append at one place for all
-    rows. The padding is masked and positions are counted without it, which costs attention over the padding
-    and over a mask in memory.
+    Rows of different length are padded on the left, since transformers' caches append at the same position
+    for all rows. Padding is masked, and positions are counted without it. Attention then also reads the
+    padding and a mask.
 
     Args:
         model: a causal language model in evaluation mode.
         batch: B.
         capacity: tokens that a row can hold, padding included.
-        reason: why not another forward.
-        fixed: keep keys and values in memory of fixed size, which a graph needs and which every step attends
-            over whole; else in the model's own growing cache, where rows have to be of one length.
+        reason: why this forward was chosen.
+        fixed: whether keys and values are in memory of fixed size, which a graph needs and which every step
+            reads whole; else in the model's own growing cache, where all rows must have the same length.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TransformersForward(Forward):
         self._model = model
         self._fixed = fixed
         parameters = inspect.signature(model.forward).parameters
-        # Only the last position's logits are wanted; most models can leave out the others.
+        # Only the last position's logits are needed; most models can compute those alone.
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._takes_positions = "position_ids" in parameters
         # A model that takes no positions derives them from the mask, whose length then has to be the cache's.
@@ -54,8 +54,8 @@ class TransformersForward(Forward):
         if not self._fixed:
             return own
         if self._cache is None:
-            # A full-length layer serves sliding windows too: their masks hide what is too far back. The
-            # library's own sliding layer counts in a Python integer, which a graph would freeze.
+            # Full-length layers also for sliding windows, whose masks hide older positions: transformers'
+            # sliding layer counts in a Python integer, which a graph would freeze.
             return Cache(layers=[StaticLayer(max_cache_len=self.capacity) for _ in own.layers])
         self._cache.reset()
         return self._cache
@@ -74,21 +74,21 @@ class TransformersForward(Forward):
                 f"they have to be of one length ({self.reason}); give one at a time"
             )
         self._cache = self._emptied_cache()
-        # Row b's token t moves right by its padding.
+        # Each row's tokens move right by its padding.
         padding = longest - lengths.to(torch.int64)[:, None]
         columns = torch.arange(longest)[None]
         positions = (columns - padding).clamp(min=0).to(ids.device)
         self._attended.fill_(True)
         self._attended[:, :longest] = (columns >= padding).to(ids.device)
-        # Without padding the library needs no mask in memory, and takes its fastest attention.
+        # Without padding transformers needs no mask in memory, and uses its fastest attention.
         masked = self._masks and (shortest < longest or not self._takes_positions)
         logits = self._forward(ids[:, :longest].gather(1, positions), positions, masked=masked)
         self.lengths.copy_(lengths)
         return logits
 
     def assume(self, length: int) -> None:
-        """As :meth:`Forward.assume`: nothing, since the library's caches count by themselves. One of fixed
-        size is read whole by every step."""
+        """Does nothing: transformers' caches count by themselves, and every step reads one of fixed size
+        whole."""
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class TransformersForward(Forward):
         return logits
 
     def _forward(self, ids: Tensor, positions: Tensor, *, masked: bool) -> Tensor:
-        """Appends ``ids`` [B, T], which have these ``positions`` [B, T]; the last one's logits."""
+        """Append ``ids`` [B, T] at ``positions`` [B, T]; returns the logits of the last one."""
         arguments = dict(self._last_only)
         if masked:
             arguments["attention_mask"] = self._attended

@@ -1,4 +1,4 @@
-"""The kernels of a forward in their order, each launched at once."""
+"""Walk through the layers of a forward, launching their kernels in order."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from marlinq.runtime.step.bound_forward import BoundForward
 from marlinq.runtime.step.delta_prompts import read_delta
 from marlinq.runtime.step.products import Product
 
-# Rows up to which the router makes its input itself: every block of a row does it again.
+# Rows up to which the router's kernel also adds and normalises its input, which every block of a row repeats.
 _JOINED_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Pending:
-    """What products have left for the residual stream, to be added by the next kernel.
+    """Results of products that the next kernel adds to the residual stream.
 
     Attributes:
         first, second, post, factor, gates: as in :func:`marlinq.kernels.step.residual`.
@@ -44,12 +44,12 @@ class Pending:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a router says of each row.
+    """The experts that a router has chosen for each row.
 
     Attributes:
-        ids: the experts' numbers, int32 [M, top].
-        weights: how much each counts, float32 [M, top].
-        gates: how much a shared expert counts, float32 [M, 1]; None for 1.
+        ids: numbers of the experts, int32 [M, top].
+        weights: factors of the experts, float32 [M, top].
+        gates: factor of a shared expert, float32 [M, 1]; None for 1.
     """
 
     ids: Tensor
@@ -58,7 +58,7 @@ class Chosen:
 
 
 def finish(logits: Tensor, anatomy: Anatomy) -> Tensor:
-    """Logits behind the head's scale and cap, in place."""
+    """Apply the head's scale and soft cap to ``logits``, in place."""
     if anatomy.logit_scale != 1:
         logits.mul_(anatomy.logit_scale)
     if anatomy.logit_softcap is not None:
@@ -67,15 +67,17 @@ def finish(logits: Tensor, anatomy: Anatomy) -> Tensor:
 
 
 class Walk:
-    """The layers over a number of rows, done at once. From one attention to the next a walk holds nothing but
-    the residual stream, as far as the model allows.
+    """A pass of some rows through the layers, whose kernels are launched at once.
+
+    Between attentions it keeps only the residual stream, and what parallel blocks or delta nets need beside
+    it.
 
     Args:
         forward: owner of the layers.
         tokens: int64 [M]; M = b * T.
         part: the b sequences of the batch.
         tokens_each: T.
-        lengths: int32 [b], tokens in front of these; those in the cache if None.
+        lengths: int32 [b], tokens before these; None for the cache's lengths.
     """
 
     def __init__(
@@ -94,20 +96,23 @@ class Walk:
         self._begun = False
         self._x: Tensor | Gather = self.embedded()
         self._pending: Pending | None = None
-        # What attention and MLP of a parallel block both read.
+        # Normalised input that attention and MLP of a parallel block share.
         self._both: Tensor | None = None
         # Betas and steps of a delta net.
         self._rates: Tensor | None = None
 
-    # What a recorded step does otherwise (marlinq.runtime.step.recorded_step).
+    # Methods that a recorded step overrides (marlinq.runtime.step.recorded_step).
 
     def empty(self, name: str, rows: int, columns: int) -> Tensor:
-        """Memory [rows, columns]; what had the same name before is no longer read."""
+        """Memory [rows, columns]; may reuse earlier memory of the same name."""
         return torch.empty((rows, columns), dtype=self.forward.dtype, device=self.lengths.device)
 
     def launch(self, prepared: Prepared) -> None:
-        """A kernel between products. The first begins when all of the step before is done: attention reads
-        lengths and keys and values of earlier tokens without waiting for the kernels before it."""
+        """Launch a kernel between products.
+
+        The first kernel of a step waits for the whole step before: attention reads lengths, and keys and
+        values of earlier tokens, without waiting for the kernels before it.
+        """
         kernels.bind(prepared, self.forward.device_index, dependent=self._begun).start()
         self._begun = True
 
@@ -116,25 +121,25 @@ class Walk:
         return product.run(x)
 
     def activated(self, mlp: BoundMLP, normed: Tensor) -> Tensor:
-        """What an MLP's second product reads: [M, inner columns], padded where gate and up take turns."""
+        """The input of an MLP's second product, [M, inner columns], padded where gate and up alternate."""
         x = self.multiply("inputs", mlp.inputs, normed)
-        # Whole tiles, or what the parts have.
+        # With padding of whole tiles, or without.
         columns = x.shape[1] // 2 if mlp.arrangement == "tiles" else mlp.anatomy.inputs.widths[0]
         active = self.empty("active", x.shape[0], columns)
         self.launch(kernels.activate(x, active, mlp.anatomy.activation, mlp.arrangement))
         return active
 
     def whole(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """As :meth:`empty`, of any dtype and contiguous."""
+        """Contiguous memory [rows, columns] of any dtype, as :meth:`empty`."""
         return torch.empty((rows, columns), dtype=dtype, device=self.lengths.device)
 
     def experts(self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor | RoutedRows:
-        """What the chosen experts give, for each row."""
+        """The results of the chosen experts for each row."""
         grouped = mixture.experts
         return routed_experts(x, ids, weights, grouped.weights, grouped.activation)
 
     def observed(self, index: int, x: Tensor) -> None:
-        """The hidden states behind a layer."""
+        """Call ``observe`` with the hidden states behind a layer."""
         observe = self.forward.observe
         if observe is not None:
             observe(index, x.view(-1, self.tokens_each, self.forward.hidden))
@@ -142,7 +147,7 @@ class Walk:
     # The walk itself.
 
     def embedded(self) -> Gather:
-        """What the first layer reads."""
+        """The embeddings, input of the first layer."""
         forward = self.forward
         return Gather(
             self.tokens,
@@ -175,7 +180,7 @@ class Walk:
         return self.multiply("qkv", layer.qkv, normed)
 
     def after_attention(self, index: int, attended: Tensor) -> None:
-        """The rest of the layer, from what attention has made: [M, H * D]."""
+        """The rest of the layer, from attention's results [M, H * D]."""
         layer = self.forward.layers[index]
         factor = layer.anatomy.residual_scale
         mixed = self.multiply("output", layer.output, attended)
@@ -217,7 +222,8 @@ class Walk:
         norm: RowNorm | None,
         counter: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream with what was pending, and its normalisation; the same without ``norm``."""
+        """The residual stream after adding ``pending``, and its normalisation; the stream twice without
+        ``norm``."""
         forward = self.forward
         if isinstance(source, Tensor) and pending is None and norm is None:
             return source, source
@@ -273,7 +279,7 @@ class Walk:
         return out
 
     def _delta(self, delta: BoundDelta, joined: Tensor) -> Tensor:
-        """What a delta net makes of its inputs: [M, value heads * value channels]."""
+        """The results of a delta net, [M, value heads * value channels]."""
         assert self._rates is not None
         rates, self._rates = self._rates, None
         out = self.empty("attended", joined.shape[0], delta.net.value_heads * delta.net.value_dim)
@@ -282,8 +288,8 @@ class Walk:
         return out
 
     def read_delta(self, delta: BoundDelta, joined: Tensor, start: int, ends: Tensor) -> Tensor:
-        """As :meth:`_delta`, of prompts' tokens from position ``start`` on, of which a row has those before
-        ``ends`` [b]."""
+        """The results of a delta net for prompts' tokens from position ``start`` on; ``ends`` [b] are the
+        tokens of each prompt."""
         assert self._rates is not None
         rates, self._rates = self._rates, None
         rows, each = rates.shape[0] // self.tokens_each, self.tokens_each
@@ -305,8 +311,8 @@ class Walk:
     def _mlp(
         self, index: int, layer: BoundLayer, normed: Tensor
     ) -> tuple[Tensor | RoutedRows, Tensor | None, Tensor | None]:
-        """What the MLP gives; of a mixture what its experts give, what its shared expert does, and how much
-        that counts in each row."""
+        """Results of the MLP; or of a mixture: results of the experts, result of the shared expert, and its
+        factor for each row."""
         if isinstance(layer.mlp, BoundMLP):
             return self._dense(layer.mlp, normed), None, None
         chosen = self._choose(index, layer.mlp, normed)
@@ -322,7 +328,7 @@ class Walk:
         return self.experts(mixture, normed, chosen.ids, chosen.weights), shared
 
     def _router_adds(self, pending: Pending, norm: RowNorm | None) -> bool:
-        """Whether the router's kernel can take the place of the one in front of it."""
+        """Whether the router's kernel can also do the addition and norm before it."""
         rows = self.tokens.shape[0]
         return (
             norm is not None
@@ -340,7 +346,7 @@ class Walk:
         pending: Pending | None = None,
         norm: RowNorm | None = None,
     ) -> Chosen:
-        """The experts of each row; what is ``pending`` makes ``normed`` first."""
+        """The experts of each row; with ``pending``, the router's kernel first computes ``normed``."""
         router, rows = mixture.router, normed.shape[0]
         ids = self.whole("ids", rows, router.top, torch.int32)
         weights = self.whole("weights", rows, router.top, torch.float32)
