@@ -7,7 +7,7 @@ uneven as in real models) on the bytes of the first nine tenths of a text, quant
 calibration passages with every fallback and threshold, and measures mean KL divergence from the original on
 the last tenth. Everything runs on the CPU in float32.
 
-Figures in docs/results.md: AMD EPYC, torch 2.13.0+cpu.
+Figures in docs/guide.md: AMD EPYC, torch 2.13.0+cpu.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from marlinq.operations.convert.recast import recast
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 CT = FORMATS["compressed-tensors"]
+INTEGERS = [name for name, named in SCHEMES.items() if named.element.table is None]
 
 
 def example(name: str) -> Scheme:
@@ -31,22 +32,26 @@ def _head(corner: str, names: Iterable[str]) -> list[str]:
 
 
 def holders() -> str:
-    """Which formats are written with which scheme."""
+    """Which schemes each format is written with."""
     # Formats of sparse weights are a section of their own.
     forms = [form for form in FORMATS.values() if form.read_only is None and form.sparsity is None]
-    lines = _head("scheme", [form.name for form in forms])
-    for name, named in SCHEMES.items():
-        scheme = named.example(example(name))
-        cells = ["yes" if form.scheme_refusal(scheme) is None else "" for form in forms]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    lines = ["| format | schemes |", "|---|---|"]
+    for form in forms:
+        held = [
+            f"`{name}`"
+            for name, named in SCHEMES.items()
+            if form.scheme_refusal(named.example(example(name))) is None
+        ]
+        lines.append(f"| `{form.name}` | {'all' if len(held) == len(SCHEMES) else ', '.join(held)} |")
     return "\n".join(lines)
 
 
 def pairs() -> str:
-    """What ``convert --scheme`` does from the scheme of a row to that of a column."""
-    lines = _head("from / to", SCHEMES)
-    for source in SCHEMES:
-        cells = [_pair(source, target) for target in SCHEMES]
+    """What ``convert --scheme`` does between schemes of floats, from that of a row to that of a column."""
+    floats = [name for name in SCHEMES if name not in INTEGERS]
+    lines = _head("from / to", floats)
+    for source in floats:
+        cells = [_pair(source, target) for target in floats]
         lines.append(f"| `{source}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -60,6 +65,11 @@ def _pair(source: str, target: str) -> str:
     if not way.refusal:
         return "exact"
     return "rounds" if "rounded again" in way.refusal else "exact or refused"
+
+
+def test_nothing_else_becomes_integers_nor_integers_anything_else() -> None:
+    ways = {(a, b): _pair(a, b) for a in SCHEMES for b in SCHEMES if a != b and {a, b} & set(INTEGERS)}
+    assert set(ways.values()) == {"never"}
 
 
 def test_the_tables_are_in_the_page() -> None:

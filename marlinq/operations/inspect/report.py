@@ -113,9 +113,9 @@ class Inspection(Shown):
             rows.append(("output head", self.head))
         parameters = f"{self.parameters / 1e6:.1f} M, {self.quantized_parameters / 1e6:.1f} M quantised"
         rows += [
-            ("unquantised", f"{len(self.unquantized_modules)} linears; tensors mostly {self.dtype}"),
+            ("unquantised", f"{_count(len(self.unquantized_modules), 'linear')}; tensors mostly {self.dtype}"),
             ("parameters", parameters),
-            ("size", f"{self.bytes_on_disk / 1e6:.1f} MB in {self.shards} file(s)"),
+            ("size", f"{self.bytes_on_disk / 1e6:.1f} MB in {_count(self.shards, 'file')}"),
             ("bits per weight", _bits_line(self.linear_bits, self.model_bits)),
         ]
         blocks: list[Block] = [Facts(tuple(rows))]
@@ -127,6 +127,10 @@ class Inspection(Shown):
             blocks.append(_module_table(self.modules))
             blocks.append(lines(*(f"unquantised  {name}" for name in self.unquantized_modules)))
         return blocks
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _bits_line(linear: float | None, model: float) -> str:
