@@ -111,9 +111,10 @@ class Inspection(Shown):
             ]
         if self.head is not None:
             rows.append(("output head", self.head))
+        unquantized = len(self.unquantized_modules)
         parameters = f"{self.parameters / 1e6:.1f} M, {self.quantized_parameters / 1e6:.1f} M quantised"
         rows += [
-            ("unquantised", f"{_count(len(self.unquantized_modules), 'linear')}; tensors mostly {self.dtype}"),
+            ("unquantised", f"{_count(unquantized, 'linear')}; tensors mostly {self.dtype}"),
             ("parameters", parameters),
             ("size", f"{self.bytes_on_disk / 1e6:.1f} MB in {_count(self.shards, 'file')}"),
             ("bits per weight", _bits_line(self.linear_bits, self.model_bits)),
