@@ -23,7 +23,7 @@ from marlinq.core.hub import cached_models, listed, why_unreachable
 from marlinq.core.hub_answers import checked_answers, is_plain_path
 from marlinq.core.progress import ReportProgress
 
-_WANTED = (
+WANTED = (
     "*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "LICENSE*", "*.tiktoken"
 )  # fmt: skip
 # Second copies of the weights, for their makers' own programs.
@@ -38,7 +38,7 @@ def download(
     *,
     revision: str | None = None,
     progress: ReportProgress | None = None,
-    wanted: Sequence[str] = _WANTED,
+    wanted: Sequence[str] = WANTED,
 ) -> Path:
     """The folder of the Hub model ``name`` in the cache: safetensors, configs and text files only.
 

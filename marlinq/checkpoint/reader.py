@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor
-from marlinq.checkpoint.hub import download
+from marlinq.checkpoint.hub import WANTED, download
 from marlinq.checkpoint.source import SourceFile, reading
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.files import kind_of, read_regular
@@ -177,8 +177,10 @@ def locate(
     *,
     revision: str | None = None,
     progress: ReportProgress | None = None,
+    wanted: Sequence[str] = WANTED,
 ) -> Path:
-    """The local folder of ``source``; a Hub id is downloaded (:func:`marlinq.checkpoint.hub.download`).
+    """The local folder of ``source``; of a Hub id the files ``wanted`` are downloaded
+    (:func:`marlinq.checkpoint.hub.download`).
 
     Raises:
         UsageError: there is a revision, but ``source`` is a folder.
@@ -186,7 +188,7 @@ def locate(
     """
     folder, text = local_folder(source), os.fspath(source)
     if folder is None:
-        return download(text, revision=revision, progress=progress)
+        return download(text, revision=revision, progress=progress, wanted=wanted)
     if revision is not None:
         raise UsageError(
             f"{text}: is a local folder, which has no revision {revision!r}; leave out --revision"

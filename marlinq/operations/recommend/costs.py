@@ -157,7 +157,7 @@ def prefill(shape: ModelShape, weights: Weights, gpu: Gpu, rows: int, prompt: in
 
 def weight_bytes(shape: ModelShape, weights: Weights) -> float:
     """Bytes of all weights and scales."""
-    return 2.0 * shape.others + sum(weights.bytes_of(n, k) for n, k in shape.linears.values())
+    return 2.0 * shape.others + sum(count * weights.bytes_of(*size) for size, count in shape.sizes.items())
 
 
 def memory(shape: ModelShape, weights: Weights, rows: int, tokens: float) -> float:

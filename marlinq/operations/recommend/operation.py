@@ -98,8 +98,16 @@ def recommend(
         candidates=tuple(candidates),
         choice=None if choice is None else choice.name,
         until=until,
-        advice=tuple(_advice(candidates, choice, until, batch, found, servers)),
+        advice=(*_advice(candidates, choice, until, batch, found, servers), *_not_counted(shape)),
     )
+
+
+def _not_counted(shape: ModelShape) -> list[str]:
+    """What the figures leave out."""
+    if not shape.stateful:
+        return []
+    which = f"{shape.stateful} of {shape.depth} layers have no attention"
+    return [f"{which}: what they keep and compute beside their linears is not counted"]
 
 
 def _candidate(

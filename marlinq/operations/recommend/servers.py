@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from marlinq.core.schemes import named_scheme
 from marlinq.operations.inspect.eligibility import Whole, verdicts
 from marlinq.operations.inspect.parallel import Layer
 from marlinq.operations.inspect.servers import servers
 from marlinq.operations.recommend.schemes import Weights
 from marlinq.operations.recommend.shape import ModelShape
 
+_COUNT = re.compile(r" \(and \d+ more\)")
 LAYOUT = "compressed-tensors"
 """The format that holds every scheme."""
 
@@ -22,7 +25,7 @@ class Loader:
     Attributes:
         server: name of the server.
         loads: whether it loads them; None where that is not known.
-        kernel: kernel that runs most layers on Hopper; empty where it is not known.
+        kernel: kernel that runs most kinds of layers on Hopper; empty where it is not known.
         reason: why it does not load them, or other requirements.
     """
 
@@ -39,18 +42,28 @@ def loaders(shape: ModelShape, weights: Weights, wanted: Collection[str]) -> tup
         return tuple(Loader(name, True, "", "16 bits") for name in names if _is_wanted(name, wanted))
     scheme = weights.scheme
     layers = {
-        name: Layer(LAYOUT, k, n, scheme.element, weights.granularity(k), not scheme.stores_zeros, True)
-        for name, (n, k) in shape.linears.items()
+        one.name: Layer(
+            LAYOUT,
+            one.in_features,
+            one.out_features,
+            scheme.element,
+            weights.granularity(one.in_features),
+            not scheme.stores_zeros,
+            True,
+            named=named_scheme(scheme),
+        )
+        for one in shape.judged
     }
     config = shape.config.get("text_config") or shape.config
-    named = shape.config.get("architectures") or [""]
+    named = shape.config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else ""
     whole = Whole(
         LAYOUT,
         False,
         (),
         config.get("num_attention_heads"),
         config.get("num_key_value_heads"),
-        str(named[0]),
+        str(architecture),
         shape.tied,
         says_head=False,
     )
@@ -59,7 +72,8 @@ def loaders(shape: ModelShape, weights: Weights, wanted: Collection[str]) -> tup
             verdict.server,
             None if verdict.reason.startswith("not judged") else verdict.loads,
             verdict.first[0][0] if verdict.first else "",
-            verdict.reason,
+            # The numbers of other layers are not those of the model: of equal layers one is judged.
+            _COUNT.sub("", verdict.reason),
         )
         for verdict in verdicts(layers, whole)
         if _is_wanted(verdict.server, wanted)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
+from transformers import AutoModelForMaskedLM
+
 from marlinq.checkpoint import without_quantization_config
-from marlinq.checkpoint.hub import download
-from marlinq.checkpoint.reader import CONFIG, read_json
-from marlinq.core.errors import CheckpointError
+from marlinq.checkpoint.reader import CONFIG, locate, read_json
+from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.progress import ReportProgress
-from marlinq.core.sources import local_folder
+from marlinq.core.safe_text import shown
 from marlinq.formats.dialects.patterns import FUSED
 from marlinq.models import Blueprint, Projection, build_blueprint
 from marlinq.models.blueprint import Block
@@ -24,8 +26,13 @@ _JOINED = (*(parts for _, parts in FUSED), ("w1", "w3"))
 _TOP = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_JUDGED_EXPERTS = 4
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "wqkv")
 _MOST = 4096
 """largest accepted number of layers, and of experts in a layer"""
+_MOST_CHANNELS = 1 << 24
+"""largest accepted number of heads, of channels, and of tokens of a window"""
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,9 @@ class ModelShape:
         others: number of parameters that always stay in 16 bits, with the output head.
         tied: whether the output head is the embedding.
         projections: quantised projections, with those of experts.
+        judged: quantised projections of which servers judge the rest likewise: of the first layer of each
+            kind, and of its first experts.
+        stateful: number of layers without attention.
     """
 
     name: str
@@ -118,11 +128,13 @@ class ModelShape:
     others: int
     tied: bool
     projections: tuple[Projection, ...]
+    judged: tuple[Projection, ...]
+    stateful: int
 
-    @property
-    def linears(self) -> Mapping[str, tuple[int, int]]:
-        """Quantised projections by name: (out_features, in_features)."""
-        return {one.name: (one.out_features, one.in_features) for one in self.projections}
+    @cached_property
+    def sizes(self) -> Mapping[tuple[int, int], int]:
+        """Quantised projections of each (out_features, in_features)."""
+        return Counter((one.out_features, one.in_features) for one in self.projections)
 
     @property
     def depth(self) -> int:
@@ -142,15 +154,14 @@ def read_config(model: str, revision: str | None, progress: ReportProgress) -> M
     """The content of ``config.json`` of a folder or Hub id; nothing else is downloaded.
 
     Raises:
+        UsageError: there is a revision, but the model is a folder.
         CheckpointError: the file is missing, or is no JSON object.
         EnvironmentProblem: the Hub can't be reached.
     """
-    folder = local_folder(model)
-    if folder is None:
-        folder = download(model, revision=revision, progress=progress, wanted=(CONFIG,))
-    if not (Path(folder) / CONFIG).is_file():
+    folder = locate(model, revision=revision, progress=progress, wanted=(CONFIG,))
+    if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder}: no {CONFIG}; pass the folder of a Hugging Face checkpoint")
-    return without_quantization_config(read_json(Path(folder), CONFIG))
+    return without_quantization_config(read_json(folder, CONFIG))
 
 
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
@@ -158,18 +169,25 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
 
     Raises:
         CheckpointError: transformers can't build a model from it, or a number in it is absurd.
-        UnsupportedError: the model is no decoder.
+        UnsupportedError: it is no decoder, or writes no text.
     """
     _check_counts(name, config)
     blueprint = build_blueprint(dict(config), source=name)
+    _check_writes(name, blueprint)
     text = blueprint.config.get_text_config()
     kept = set(blueprint.usually_kept)
     layers: Counter[Layer] = Counter()
     found: list[Projection] = []
+    judged: dict[tuple[Layer, tuple[str, ...]], list[Projection]] = {}
+    stateful = 0
     for index, block in enumerate(blueprint.blocks):
         projections = [one for one in block.projections if one.name not in kept]
-        layers[_layer(blueprint, text, index, block, projections)] += 1
+        layer = _layer(name, blueprint, text, index, block, projections)
+        layers[layer] += 1
+        stateful += layer.queries == 0
         found += projections
+        few = [one for one in projections if _expert(one.name) < _JUDGED_EXPERTS]
+        judged.setdefault((layer, tuple(one.name.removeprefix(block.name) for one in few)), few)
     total = sum(math.prod(shape) for shape in blueprint.parameters.values())
     head = blueprint.head
     return ModelShape(
@@ -181,7 +199,35 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         others=total - sum(one.in_features * one.out_features for one in found),
         tied=head is not None and f"{head}.weight" in blueprint.tied,
         projections=tuple(found),
+        judged=tuple(one for few in judged.values() for one in few),
+        stateful=stateful,
     )
+
+
+def _expert(name: str) -> int:
+    """The index of the expert that a projection belongs to; -1 outside of experts."""
+    match = _OF_EXPERT.search(name)
+    return int(match[1]) if match else -1
+
+
+def _check_writes(name: str, blueprint: Blueprint) -> None:
+    """Refuse models that are built of such blocks but have no decode step.
+
+    Raises:
+        UnsupportedError: an encoder, or a model without an output head.
+    """
+    config = blueprint.config
+    masked = type(config) in AutoModelForMaskedLM._model_mapping
+    if masked and not getattr(config, "is_decoder", False):
+        raise UnsupportedError(
+            f"{name}: {config.model_type} is an encoder, which fills masks and has no decode step; "
+            "expected a model that writes text"
+        )
+    if blueprint.head is None:
+        raise UnsupportedError(
+            f"{name}: {blueprint.architecture} has no output head, so no decode step; expected a model that "
+            "writes text"
+        )
 
 
 def _check_counts(name: str, config: Mapping[str, Any]) -> None:
@@ -206,20 +252,38 @@ def _check_counts(name: str, config: Mapping[str, Any]) -> None:
                 )
 
 
+def _number(source: str, text: Any, key: str) -> int | None:
+    """A number of the config; None where it has none.
+
+    Raises:
+        CheckpointError: it is no whole number, or absurd.
+    """
+    value = getattr(text, key, None)
+    if value is None or (type(value) is int and 0 <= value <= _MOST_CHANNELS):
+        return value
+    raise CheckpointError(
+        f"{source}/{CONFIG}: {key}: expected a whole number up to {_MOST_CHANNELS}, found {shown(value)}; "
+        "restore the file"
+    )
+
+
 def _layer(
-    blueprint: Blueprint, text: Any, index: int, block: Block, projections: Iterable[Projection]
+    source: str, blueprint: Blueprint, text: Any, index: int, block: Block, projections: Iterable[Projection]
 ) -> Layer:
     dense = [one for one in projections if one.expert is None and ".experts." not in one.name]
-    heads = int(getattr(text, "num_attention_heads", 1) or 1)
-    size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    heads = _number(source, text, "num_attention_heads") or 1
+    size = _number(source, text, "head_dim") or text.hidden_size // heads
+    kv_heads = _number(source, text, "num_key_value_heads") or heads
     kinds = getattr(text, "layer_types", None) or ()
     kind = kinds[index] if index < len(kinds) else ""
-    latent = getattr(text, "kv_lora_rank", None)
-    cached = 2 * kv_heads * size if latent is None else latent + getattr(text, "qk_rope_head_dim", 0)
-    window = getattr(text, "sliding_window", None)
+    latent = _number(source, text, "kv_lora_rank")
+    cached = (
+        2 * kv_heads * size if latent is None else latent + (_number(source, text, "qk_rope_head_dim") or 0)
+    )
+    window = _number(source, text, "sliding_window")
     slides = kind == "sliding_attention" or (not kinds and getattr(text, "use_sliding_window", True))
-    if (kind and "attention" not in kind) or "linear" in kind:
+    attends = any(_is_attention(one.name.removeprefix(block.name)) for one in block.projections)
+    if (kind and "attention" not in kind) or "linear" in kind or not attends:
         cached = 0  # a state of fixed size
     norms = sum(
         name.startswith(f"{block.name}.") and "norm" in name and name.endswith("weight")
@@ -230,10 +294,16 @@ def _layer(
         products=_products(dense),
         routed=_routed(block, projections, text),
         norms=norms,
-        queries=heads * size,
+        queries=heads * size if attends else 0,
         cached=cached,
-        window=int(window) if slides and window else None,
+        window=window if slides and window else None,
     )
+
+
+def _is_attention(name: str) -> bool:
+    """Whether a projection, by its name in the block, belongs to attention over a cache."""
+    path = name.lower()
+    return ("attn" in path or "attention" in path or path.endswith(_ATTENTION)) and "linear_att" not in path
 
 
 def _products(dense: Iterable[Projection]) -> tuple[Product, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from marlinq.cli.recommend import command
-from marlinq.core.errors import CheckpointError, UsageError
+from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.kernels.contract.device import H200
 from marlinq.models import build_blueprint
 from marlinq.operations.bench.synthetic import Synthetic
@@ -21,6 +22,7 @@ from marlinq.operations.recommend import Recommendation, costs, gpus, recommend,
 from marlinq.operations.recommend.gpus import find_gpu
 from marlinq.operations.recommend.quality import known_quality
 from marlinq.operations.recommend.schemes import compared
+from marlinq.operations.recommend.servers import loaders
 from marlinq.operations.recommend.shape import ModelShape, Product, shape_of
 from tests.runtime.test_generation import wide_model
 from tests.testing.mixtures import random_mixture
@@ -85,7 +87,7 @@ def test_a_shape_has_every_weight_of_the_model(name: str) -> None:
     found = shape_of(name, config)
     blueprint = build_blueprint(config, source=name)
     total = sum(math.prod(each) for each in blueprint.parameters.values())
-    assert found.others + sum(n * k for n, k in found.linears.values()) == total
+    assert found.others + sum(count * n * k for (n, k), count in found.sizes.items()) == total
     assert found.depth == len(blueprint.blocks)
     assert costs.weight_bytes(found, KINDS["16 bits"]) == 2 * total
     in_layers = sum(
@@ -236,6 +238,8 @@ def test_wrong_requests_are_named(tmp_path: Path) -> None:
         recommend("llama-3-8b", synthetic=True, servers=("nobody",), progress=False)
     with pytest.raises(UsageError, match="leave out --synthetic"):
         recommend("llama-3-8b", synthetic=True, measured=True, progress=False)
+    with pytest.raises(UsageError, match="a local folder, which has no revision 'main'"):
+        recommend(str(tmp_path), revision="main", progress=False)
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         recommend(str(tmp_path), progress=False)
 
@@ -247,9 +251,53 @@ def test_wrong_requests_are_named(tmp_path: Path) -> None:
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": -5}),
         ("mixtral", {"num_local_experts": 10**6}),
         ("llama", {"num_hidden_layers": 10**9}),
+        ("llama", {"sliding_window": "x"}),
+        ("llama", {"kv_lora_rank": 10**30}),
+        ("llama", {"kv_lora_rank": [1]}),
     ],
 )
-def test_absurd_counts_are_named(model_type: str, wrong: dict[str, int]) -> None:
+def test_absurd_counts_are_named(model_type: str, wrong: dict[str, object]) -> None:
     key, value = list(wrong.items())[-1]
-    with pytest.raises(CheckpointError, match=rf"config.json: {key}: expected .*, found {value}"):
+    with pytest.raises(
+        CheckpointError, match=f"config.json: {key}: expected .*, found {re.escape(repr(value))}"
+    ):
         shape_of("model", {"model_type": model_type, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "bert"}, "bert is an encoder, which fills masks"),
+        ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, "roberta is an encoder"),
+        (
+            {"model_type": "gpt2", "architectures": ["GPT2Model"], "n_layer": 2},
+            "GPT2Model has no output head",
+        ),
+        ({"model_type": "clip", "architectures": ["CLIPModel"]}, "no output head|no language model"),
+        ({"model_type": "t5"}, "encoder-decoder"),
+    ],
+)
+def test_models_that_write_no_text_are_refused(config: dict[str, object], why: str) -> None:
+    small = {"num_hidden_layers": 2} if config["model_type"] in ("bert", "roberta") else {}
+    with pytest.raises(UnsupportedError, match=why):
+        shape_of("model", {**config, **small})
+
+
+def test_layers_without_attention_keep_no_cache() -> None:
+    mamba = {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 99}
+    found = shape_of("model", {**mamba, "architectures": 7})
+    assert (found.stateful, found.depth) == (2, 2)
+    assert found.cached(4096, windows=False) == 0
+    assert loaders(found, KINDS["int8"], ("vllm",))
+    assert shape("llama-3-8b").stateful == 0
+
+
+def test_of_equal_layers_and_experts_servers_judge_a_few() -> None:
+    found = shape("qwen3-30b-a3b")
+    assert len(found.projections) == 48 * (4 + 3 * 128)
+    assert len(found.judged) == 4 + 3 * 4
+    for name in ("fp8-dynamic", "nvfp4", "mxfp4"):
+        (verdict,) = loaders(found, KINDS[name], ("sglang",))
+        assert verdict.loads, verdict.reason
+    for verdict in loaders(found, KINDS["int4 g128"], ()):
+        assert "more)" not in verdict.reason
