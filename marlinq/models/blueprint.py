@@ -1,7 +1,8 @@
-"""What a decoder-only language model is made of, found from its module tree.
+"""Blueprint: the structure of a decoder-only language model, found in its module tree.
 
-Nothing here knows an architecture by name. The decoder blocks are the ``ModuleList`` that holds most linear
-weights, the projections are the ``nn.Linear`` and ``Conv1D`` modules inside them, and everything else stays.
+No architecture is known by name. The decoder blocks are the ``ModuleList`` with most linear weights, the
+projections are the ``nn.Linear`` and ``Conv1D`` modules and fused experts inside them, and everything else
+stays unquantised.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from marlinq.models.projection import Projection
 from marlinq.models.roles import routers, usually_kept
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Old checkpoints hold rotary frequencies, which today's models compute.
+# Buffers that old checkpoints store although models compute them.
 _COMPUTED = (r"rotary_emb\.inv_freq$",)
 
 
@@ -39,10 +40,10 @@ class Block:
     """One decoder block.
 
     Attributes:
-        name: its full module name.
-        projections: projections that may be quantised, in registration order, those of :attr:`experts` among
-            them.
-        experts: its modules of fused experts.
+        name: full module name.
+        projections: projections that may be quantised, in the order of the model, with those of
+            :attr:`experts`.
+        experts: modules of fused experts.
     """
 
     name: str
@@ -52,36 +53,34 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A causal language model as its tree says it is. Immutable; it holds no model that anybody runs.
+    """The structure of a causal language model; immutable, without weights.
 
     Attributes:
-        build: makes a new model of this kind, its parameters on the meta device; buffers (rotary frequencies)
-            are real, on the CPU.
-        architecture: the model's class.
-        config: the transformers config that it was built from.
+        build: function that makes a new model of this kind, with parameters on the meta device and real
+            buffers (rotary frequencies) on the CPU.
+        architecture: name of the model's class.
+        config: transformers config of the model.
         blocks_name: full name of the ``ModuleList`` of decoder blocks.
-        blocks: the decoder blocks in order, with the projections that may be quantised.
-        others: projections that stay: output head, routers and whatever lies outside the blocks.
-        head: name of the output head, one of :attr:`others`; None for a model whose logits come otherwise.
+        blocks: decoder blocks in order, with the projections that may be quantised.
+        others: projections outside the blocks, and routers; with the output head.
+        head: name of the output head, one of :attr:`others`; None for a model without one.
         embedding: full name of the input embedding's table, which a head may be tied to.
-        kept: modules with a weight matrix that are not quantised, by full name, with the reason.
-        routers: those of :attr:`kept` that choose experts, or weigh a shared one.
-        usually_kept: projections that stay unless an override names them, with the reason.
-        routed: True when a block has experts, in a list or fused, so that one may see a subset of the tokens
-            in an order of its own.
-        parameters: shape by full name; of tied parameters, the first alone.
-        buffers: shape by full name, of those that checkpoints hold.
-        computed: full names of the other buffers; what an old checkpoint stores of one is not read.
-        tied: parameter name -> the parameter name that it shares its tensor with.
-        ignored: regular expressions of tensors that checkpoints may hold although the model has no place for
-            them.
+        kept: full name -> reason, for modules with a weight matrix that are not quantised.
+        routers: names in :attr:`kept` of modules that choose experts, or weigh a shared one.
+        usually_kept: projection -> reason, for those that stay unquantised unless an override names them.
+        routed: whether a block has experts, which see subsets of the tokens in an order of their own.
+        parameters: full name -> shape; of tied parameters, only the first.
+        buffers: full name -> shape of the buffers that checkpoints store.
+        computed: full names of the other buffers, which are not read even if a checkpoint stores them.
+        tied: parameter -> parameter whose tensor it shares.
+        ignored: regular expressions of stored tensors that the model class ignores.
         base_prefix: prefix of names that some checkpoints leave out; may be empty.
-        replay_root_name: full name of the smallest module whose forward takes token ids and runs the blocks:
-            the model without its head; empty for the model itself.
-        text_root_name: full name of the smallest module whose forward takes token ids and gives logits: a
-            language model without the towers beside it; empty for the model itself.
-        renamings: transformers' own rules from the names in files to those in memory, in order.
-        converters: rules of transformers that make parameters of stored tensors by more than a new name, in
+        replay_root_name: full name of the smallest module that takes token ids and runs the blocks (the model
+            without its head); empty for the model itself.
+        text_root_name: full name of the smallest module that takes token ids and returns logits (a language
+            model without vision or audio towers); empty for the model itself.
+        renamings: transformers' rules from names in files to names in memory, in order.
+        converters: transformers' rules that convert stored tensors to parameters by more than renaming, in
             order; :mod:`marlinq.models.conversion` runs them.
     """
 
@@ -115,7 +114,7 @@ class Blueprint:
 
     @cached_property
     def fused(self) -> Mapping[str, tuple[Projection, ...]]:
-        """The projections of every parameter that holds several, by the parameter's name."""
+        """Parameter that holds several projections -> these projections."""
         found: dict[str, list[Projection]] = {}
         for projection in self.projections():
             if not projection.whole:
@@ -124,16 +123,16 @@ class Blueprint:
 
     @cached_property
     def by_name(self) -> Mapping[str, Projection]:
-        """Every projection of the model, :attr:`others` among them, by name."""
+        """Name -> projection, for all projections of the model with :attr:`others`."""
         return MappingProxyType({found.name: found for found in (*self.projections(), *self.others)})
 
     def with_ties(self, ties: Mapping[str, str]) -> Blueprint:
-        """The same model where the parameter ``name`` of each ``name: owner`` shares the owner's tensor."""
+        """The same model with further ties: parameter -> parameter whose tensor it shares."""
         own = {name: shape for name, shape in self.parameters.items() if name not in ties}
         return replace(self, tied=MappingProxyType({**self.tied, **ties}), parameters=MappingProxyType(own))
 
     def without_ties(self, parameters: set[str]) -> Blueprint:
-        """The same model with ``parameters`` tied to nothing: a quantised head has a weight of its own."""
+        """The same model without ties of ``parameters``, as for a quantised head with a weight of its own."""
         tied = {name: owner for name, owner in self.tied.items() if not {name, owner} & parameters}
         free = {name: self.parameters[owner] for name, owner in self.tied.items() if name not in tied}
         return replace(
@@ -152,16 +151,16 @@ def build_blueprint(
     """The blueprint of the model that ``config`` describes; no weight is read.
 
     Args:
-        config: the content of ``config.json``; a ``quantization_config`` in it is ignored.
-        source: folder of the checkpoint, for error messages and for its code files.
+        config: content of ``config.json``; a ``quantization_config`` in it is ignored.
+        source: folder of the checkpoint, for messages and for its code files.
         tensors: tensors of the checkpoint; a model that they can't fill is refused before it takes memory.
         trust_remote_code: run model code that the checkpoint brings.
-        dtype: dtype of the parameters of the models that it builds.
+        dtype: dtype of the parameters of built models.
 
     Raises:
         CheckpointError: transformers does not know the architecture, or rejects the config.
-        UnsupportedError: the tree holds no list of equal decoder blocks, or experts that are fused otherwise
-            than :mod:`marlinq.models.experts` knows.
+        UnsupportedError: the model has no list of equal decoder blocks, or an unknown layout of fused experts
+            (:mod:`marlinq.models.experts`).
     """
     anew = partial(
         build_on_meta, dict(config), source=source, trust_remote_code=trust_remote_code, dtype=dtype
@@ -170,14 +169,16 @@ def build_blueprint(
     spare = [described]
 
     def build() -> PreTrainedModel:
-        """The model that was described, and later new ones: building takes long."""
+        """The described model on the first call, then new ones, because building takes long."""
         return spare.pop() if spare else anew()
 
     return _describe(described, build, source)
 
 
 def describe(build: Callable[[], PreTrainedModel], *, source: str = "model") -> Blueprint:
-    """Finds decoder blocks, projections and kept modules in what ``build`` makes; ``source`` is for messages.
+    """Finds decoder blocks, projections and kept modules of the model that ``build`` makes.
+
+    ``source`` is the folder of the checkpoint, for messages.
 
     Raises:
         UnsupportedError: no list of decoder blocks, blocks of different classes, or unknown fused experts.
@@ -263,7 +264,7 @@ def _projection(name: str, module: nn.Module) -> Projection:
 
 
 def _linear_lists(block: nn.Module) -> list[str]:
-    """Names of the lists of linears inside a block: experts."""
+    """Names of lists of modules with linears inside a block, which are experts."""
     return [
         name
         for name, module in block.named_modules()
@@ -272,9 +273,9 @@ def _linear_lists(block: nn.Module) -> list[str]:
 
 
 def decoder_blocks(model: PreTrainedModel, source: str) -> tuple[str, nn.ModuleList]:
-    """Full name of the list of decoder blocks, and the list; ``source`` is for the message.
+    """(full name, list) of the decoder blocks; in a multi-modal model, those of the text model.
 
-    Of a model that sees or hears, it lies in the part that embeds text.
+    ``source`` is the folder of the checkpoint, for messages.
 
     Raises:
         UnsupportedError: no list of modules holds linears.
@@ -295,7 +296,7 @@ def decoder_blocks(model: PreTrainedModel, source: str) -> tuple[str, nn.ModuleL
 
 
 def towers(model: PreTrainedModel) -> Iterator[str]:
-    """Full names of the models inside ``model`` that embed no text: vision and audio towers."""
+    """Full names of the vision and audio towers: models inside ``model`` that don't embed text."""
     table = _table_of(model)
     if table is None:
         return
@@ -305,7 +306,7 @@ def towers(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _replay_root(model: PreTrainedModel, blocks_name: str) -> str:
-    """Where token ids go in and blocks run: of a model that sees or hears, its language model alone."""
+    """Full name of the smallest module that takes token ids and runs the blocks."""
     prefix = model.base_model_prefix
     root = prefix if prefix and blocks_name.startswith(f"{prefix}.") else ""
     if not any(towers(model)):
@@ -314,7 +315,7 @@ def _replay_root(model: PreTrainedModel, blocks_name: str) -> str:
 
 
 def _text_root(model: PreTrainedModel) -> str:
-    """Where token ids go in and logits come out."""
+    """Full name of the smallest module that takes token ids and returns logits."""
     head = model.get_output_embeddings()
     if head is None or not any(towers(model)):
         return ""
@@ -348,7 +349,7 @@ def _fused_parameters(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if isinstance(module, _CONVOLUTIONS):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            # Embedding-like mixing vectors can be 3-D too, with two axes of length one.
+            # Mixing vectors can be 3-D too, but with two axes of length 1.
             if sum(size > 1 for size in parameter.shape) >= 3:
                 yield (f"{module_name}.{name}" if module_name else name), parameter
 
@@ -370,7 +371,7 @@ def _fused_experts(
         except UnsupportedError as error:
             own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
             if "down_proj" not in module._parameters and 2 * own < weights:
-                # Block-diagonal gates, or heads with an axis of their own: kept, as what is no linear is.
+                # Block-diagonal gates, or parameters with an axis of heads: no linears, hence kept.
                 continue
             raise UnsupportedError(f"{source}: {error}") from None
         found += [] if experts is None else [experts]
@@ -411,7 +412,7 @@ def _table_of(model: PreTrainedModel) -> str | None:
     try:
         table: object = model.get_input_embeddings()
     except NotImplementedError:
-        # transformers' answer for a model without one.
+        # transformers raises this for a model without an embedding.
         return None
     names = (name for name, module in model.named_modules() if module is table)
     return next((f"{name}.weight" for name in names if isinstance(table, nn.Embedding)), None)

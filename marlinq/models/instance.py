@@ -1,4 +1,4 @@
-"""A live copy of a model on one device, whose parts get their weights and lose them again."""
+"""A copy of a model on one device, whose parts are loaded when they are needed and released afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from marlinq.models.projection import Projection
 
 
 class TensorSource(Protocol):
-    """The part of a checkpoint that an instance needs."""
+    """The part of a checkpoint that a model instance reads."""
 
     @property
     def path(self) -> object: ...
@@ -32,21 +32,20 @@ class TensorSource(Protocol):
 
 
 class ModelInstance:
-    """A live copy of a model on one device; nothing else changes a model.
+    """A copy of a model on one device, all of whose weights start on the meta device (without memory).
 
-    Its parameters begin on the meta device. A part of it gets its weights, is run, and gives them back, so
-    that memory holds no more than the parts in use.
+    A part is loaded, run and released again, so that memory holds only the parts in use.
 
     Args:
-        blueprint: description of the model's parts.
-        checkpoint: where tensors are read from, lazily; it may put them on the device at once.
-        device: where they go.
-        dtype: dtype of floating point parameters.
+        blueprint: structure of the model.
+        checkpoint: source of the tensors, which are read when needed; it may return them on the device.
+        device: device of the weights.
+        dtype: dtype of floating-point parameters.
 
     Attributes:
-        model: the live model. Run it and look at it; change it through the instance.
-        names: stored tensor of each parameter.
-        source: the checkpoint's folder, for messages.
+        model: the model; change its weights only through the methods here.
+        names: finds the stored tensor of each parameter.
+        source: folder of the checkpoint, for messages.
     """
 
     def __init__(
@@ -66,11 +65,11 @@ class ModelInstance:
         self.names = TensorNames(blueprint, checkpoint.tensors.keys(), source=self.source)
 
     def weight(self, projection: Projection) -> Tensor:
-        """The live weight [N, K] of a projection, a view of its parameter, in the instance's dtype."""
+        """The weight [N, K] of a projection in memory: a view of its parameter, in the instance's dtype."""
         return projection.view(self.model.get_parameter(projection.parameter))
 
     def replace(self, projection: Projection, weight: Tensor) -> None:
-        """Gives a materialised projection another weight [N, K], cast to the instance's device and dtype."""
+        """Overwrites the weight [N, K] of a projection in memory, cast to the instance's device and dtype."""
         weight = weight.to(device=self.device, dtype=self.dtype)
         if projection.whole:
             owner = self.model.get_submodule(projection.module)
@@ -81,7 +80,7 @@ class ModelInstance:
                 self.weight(projection).copy_(weight)
 
     def install(self, projection: Projection | Experts, module: nn.Module) -> None:
-        """Puts ``module`` in the place of a projection that is a module of its own, or of fused experts.
+        """Replaces the module of a projection, or of fused experts, by ``module``.
 
         Raises:
             ValueError: the projection shares its parameter with others.
@@ -94,7 +93,7 @@ class ModelInstance:
         self.model.set_submodule(projection.module, module)
 
     def read(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
-        """The stored tensor of a parameter in its stored dtype, where the source gives it.
+        """The stored tensor of a parameter, in its stored dtype, on the device that the source returns.
 
         Raises:
             CheckpointError: it is missing or its shape is not ``shape``.
@@ -111,7 +110,7 @@ class ModelInstance:
         return tensor
 
     def _value(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
-        """A parameter's value on the device, floating point ones in the instance's dtype."""
+        """A parameter's value on the device; a floating-point one in the instance's dtype."""
         if not self.names.in_parts(parameter):
             return self._cast(parameter, self.read(parameter, shape))
         value = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -121,7 +120,7 @@ class ModelInstance:
         return value
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """A stored tensor on the device, floating point ones in the instance's dtype.
+        """A stored tensor on the device; a floating-point one in the instance's dtype.
 
         Raises:
             UnsupportedError: a value is too large for that dtype.
@@ -140,7 +139,7 @@ class ModelInstance:
     def materialise(
         self, name: str, *, recurse: bool = True, skip: Collection[str] = frozenset()
     ) -> nn.Module:
-        """Loads the parameters and buffers of the module ``name`` ("" is the model), but for the parameters
+        """Loads the parameters and buffers of the module ``name`` ("" is the model), except the parameters
         ``skip``; returns the module."""
         module: nn.Module = self.model.get_submodule(name)
         for inner, owner in list(module.named_modules()) if recurse else [("", module)]:
@@ -170,20 +169,20 @@ class ModelInstance:
 
     @contextmanager
     def loaded(self, name: str) -> Iterator[nn.Module]:
-        """The module ``name`` with its weights, for the length of a ``with`` statement."""
+        """Inside, the module ``name`` has its weights in memory."""
         try:
             yield self.materialise(name)
         finally:
             self.release(name)
 
     def block(self, index: int) -> nn.Module:
-        """Materialises decoder block ``index``."""
+        """Loads the weights of decoder block ``index``."""
         return self.materialise(self.blueprint.blocks[index].name)
 
     @contextmanager
     def reading_ahead(self, blocks: Sequence[int]) -> Iterator[None]:
-        """While it lasts, a GPU's tensors are read by several threads, and those of the next of ``blocks``
-        while one is in use; nothing is different on a CPU."""
+        """Inside, on a GPU, threads read the tensors of the next of ``blocks`` while one is in use; no effect
+        on a CPU."""
         checkpoint = self._checkpoint
         if self.device.type != "cuda" or not isinstance(checkpoint, Checkpoint):
             yield
@@ -218,15 +217,15 @@ class ModelInstance:
         return [name for name in found if name is not None]
 
     def release_block(self, index: int) -> None:
-        """Releases decoder block ``index``."""
+        """Puts the weights of decoder block ``index`` back on the meta device."""
         self.release(self.blueprint.blocks[index].name)
 
     @contextmanager
     def outer(self, *, whole: bool = False) -> Iterator[nn.Module]:
-        """The model without blocks and head: all that runs before, between and after the decoder blocks.
+        """Inside, all modules except blocks and head have their weights in memory.
 
-        Yields the module that takes token ids and runs the blocks (:attr:`Blueprint.replay_root_name`), or,
-        ``whole``, the one that reaches as far as the head (:attr:`Blueprint.text_root_name`).
+        Yields the module that takes token ids and runs the blocks (:attr:`Blueprint.replay_root_name`), or
+        with ``whole`` the one that also returns logits (:attr:`Blueprint.text_root_name`).
         """
         root_name = self.blueprint.text_root_name if whole else self.blueprint.replay_root_name
         names = self._outer_modules(root_name)
@@ -239,10 +238,10 @@ class ModelInstance:
                 self.release(name, recurse=False)
 
     def head_parameters(self) -> dict[str, Tensor]:
-        """Materialises the output head, which :meth:`outer` leaves out; called within it.
+        """Loads the output head, which :meth:`outer` leaves out; call it inside :meth:`outer`.
 
         Returns:
-            The parameter of its weight by full name, whoever owns it.
+            full name -> the parameter of the head's weight, which may be the embedding's.
 
         Raises:
             UnsupportedError: the model has no output head.
@@ -274,7 +273,7 @@ class ModelInstance:
         return found
 
     def whole_model(self) -> nn.Module:
-        """Materialises the whole model, tied parameters sharing one tensor."""
+        """Loads the whole model; tied parameters share one tensor."""
         model = self.materialise("", skip=self.blueprint.tied)
         for name, owner in self.blueprint.tied.items():
             module_name, _, key = name.rpartition(".")

@@ -1,8 +1,8 @@
-"""One forward pass of a model without weights, whose parts return random numbers that are recognised later.
+"""Records one forward pass of a model without weights, whose parts return random numbers.
 
-Every linear, norm, embedding lookup and attention is replaced by a source of fresh random numbers. What lies
-between them runs as the model does it. Where a number arrives tells who feeds whom; how it arrives changed
-tells the factor, the activation or the rotation on the way.
+Every linear, norm, embedding lookup and attention is replaced by a stub that returns new random numbers. The
+code between them is the model's own. Where such numbers arrive tells which part feeds which; how they have
+changed tells the factor, the activation or the rotation in between.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from marlinq.models.linears import is_linear, linear_shape
 
 TOKENS = 4
-"""Positions of the recorded pass: enough to tell rotations apart, few enough to be cheap."""
+"""tokens of the recorded pass, enough to tell rotations apart"""
 
 _IMPLEMENTATION = "marlinq_recording"
-# Several times a usual activation: a clamp on the way is met, and two activation functions differ visibly.
 _SIZE = 6.0
+"""standard deviation of the random numbers: so large that clamps take effect and activations differ
+clearly"""
 _POOL = 1 << 20
-# A prime: starts in the pool repeat after as many calls as it has places.
+"""random numbers in the pool"""
 _STRIDE = 7_919
-# Recordings of other seeds begin elsewhere in the pool, this number of places on for each: a prime, too.
+"""places between the starts of two draws from the pool; a prime, so that starts don't repeat soon"""
 _SEED, _LEAP = 17, 104_729
-# Keyword arguments of attention that change nothing here.
+"""seed of the pool, and places between the first draws of recordings with different seeds; a prime, too"""
+# Keyword arguments of attention that don't change its result.
 _HARMLESS = {
     "dropout",
     "scaling",
@@ -50,10 +52,10 @@ _HARMLESS = {
     "logits_to_keep",
     "layer_idx",
 }
-# What older models call a term that is added to attention's dot products.
+# Names in older models of a term that is added to attention's dot products.
 _BIASES = {"alibi", "position_bias"}
 
-# How a weight is cast to float32: function -> what it is called with besides.
+# Functions that cast a weight to float32 -> their other arguments.
 _CASTS: dict[Any, tuple[Any, ...]] = {
     Tensor.type: (torch.float32,),
     Tensor.to: (torch.float32,),
@@ -64,7 +66,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Refusal(Exception):
-    """Recognition ends: the part and the reason."""
+    """Ends recognition, with the part that is not understood and the reason."""
 
     def __init__(self, part: str, reason: str) -> None:
         super().__init__(f"{part}: {reason}")
@@ -77,12 +79,12 @@ class Call:
     """One call of a replaced part.
 
     Attributes:
-        kind: kind of the module that was replaced.
-        name: full name of the module, of an embedding too.
-        block: index of the decoder block that was running; -1 before the first and between blocks.
-        input: input of the module; of attention the queries [1, H, T, D].
-        output: the random numbers that it returned.
-        wide: of a router's product, that its weight was cast to float32 before.
+        kind: kind of the replaced module.
+        name: full name of the module or embedding.
+        block: index of the running decoder block; -1 outside the blocks.
+        input: input of the module; for attention the queries [1, H, T, D].
+        output: random numbers that the stub returned.
+        wide: whether the weight was cast to float32 first (a router's product).
     """
 
     kind: Literal["linear", "norm", "embedding", "attention", "experts", "mixer"]
@@ -95,12 +97,12 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall(Call):
-    """Attention: besides queries its keys and values [1, KV, T, D], and what it was told.
+    """A call of attention.
 
     Attributes:
-        keys, values: as above.
-        scale, softcap: as in :class:`marlinq.models.anatomy.Attention`.
-        mask: visible(batch, head, query, key) of tensors of positions.
+        keys, values: keys and values [1, KV, T, D].
+        scale, softcap: arguments, as in :class:`marlinq.models.anatomy.Attention`.
+        mask: function visible(batch, head, query, key) of tensors of positions.
     """
 
     keys: Tensor
@@ -112,11 +114,11 @@ class AttentionCall(Call):
 
 @dataclass(frozen=True, eq=False)
 class ExpertsCall(Call):
-    """A module of experts: besides the hidden states, where they go.
+    """A call of a module of experts.
 
     Attributes:
-        index: the chosen experts' numbers [T, top].
-        weights: factor of each expert, [T, top].
+        index: numbers of the chosen experts, [T, top].
+        weights: weight of each chosen expert, [T, top].
     """
 
     index: Tensor
@@ -125,15 +127,15 @@ class ExpertsCall(Call):
 
 @dataclass(eq=False)
 class Recording:
-    """What one forward pass did.
+    """A recorded forward pass.
 
     Attributes:
-        ids: the token ids, int64 [1, T].
+        ids: token ids, int64 [1, T].
         positions: positions of the tokens, int64 [T].
-        calls: in order.
-        inputs, outputs: of every block, [1, T, hidden].
+        calls: calls of replaced parts, in order.
+        inputs, outputs: inputs and outputs of every block, [1, T, hidden].
         logits: [1, T, vocabulary].
-        corrections: full name of a buffer beside experts -> the numbers that it held meanwhile, [experts].
+        corrections: full name of a buffer beside experts -> its random values in this pass, [experts].
     """
 
     ids: Tensor
@@ -155,22 +157,23 @@ def record(
     seed: int = _SEED,
     mixers: Collection[str] = (),
 ) -> Recording:
-    """Runs ``model`` once, as described above, and leaves it as it was.
+    """Runs ``model`` once with stubs and restores it afterwards.
 
     Args:
-        model: its parameters may be on the meta device; its buffers are on the CPU.
-        blocks: the decoder blocks in order.
-        norms: full names of the modules that normalise -> channels.
-        start: position of the first token; the model takes ``position_ids`` where it is not 0.
-        experts: full names of the modules of routed experts -> how many they are. A weight of as many rows
-            that is multiplied outside of linears makes a router's logits.
-        corrections: full names of buffers beside experts, each with one number an expert. They hold random
-            numbers meanwhile: those of a new model are all zero, and would show nothing.
+        model: model with parameters on any device, also meta, and buffers on the CPU.
+        blocks: decoder blocks in order.
+        norms: full name of each norm -> its channels.
+        start: position of the first token; if it is not 0, the model must take ``position_ids``.
+        experts: full name of each module of routed experts -> number of experts. A product with a weight of
+        as
+            many rows, outside of linears, makes a router's logits.
+        corrections: full names of buffers beside experts with one number per expert. They get random values
+            for the pass, because a new model's are zero and would not show.
         seed: seed of all random numbers.
-        mixers: full names of modules in the place of attention that are known already, as a whole.
+        mixers: full names of recognised modules in the place of attention, which are replaced as a whole.
 
     Raises:
-        Refusal: a parameter is used in another way, or attention is computed in another way.
+        Refusal: a parameter is used by none of the replaced parts, or attention is computed in another way.
     """
     recorder = _Recorder(model, blocks, start, experts or {}, seed)
     positions = {"position_ids": recorder.recording.positions[None]} if start else {}
@@ -188,12 +191,12 @@ def record(
 
 @cache
 def _pool() -> Tensor:
-    """Random numbers, the same in every recording: they take longer to draw than a small model to record.
+    """The pool of random numbers, shared by all recordings because drawing takes longer than recording.
 
-    Multiples of 1/8 with 8 significant bits: a cast to a narrow dtype on the way does not change them.
+    They are multiples of 1/8 with 8 significant bits, which a cast to a narrow dtype does not change.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    # Whatever the default dtype is at the first call.
+    # dtype and device are given because transformers may have changed the defaults.
     numbers = _SIZE * torch.randn(_POOL, generator=generator, dtype=torch.float32, device="cpu")
     return (8 * numbers).round().clamp(-255, 255) / 8
 
@@ -221,7 +224,8 @@ class _Recorder:
         self._masks: list[MaskFunction] = []
 
     def random(self, shape: tuple[int, ...]) -> Tensor:
-        """Part of the pool, from another place each time: no two calls return the same numbers in order."""
+        """A part of the pool that starts at another place in each call, so that no two calls return the same
+        numbers."""
         count = math.prod(shape)
         if count > _POOL:
             self._numbers = self._numbers.repeat(-(-count // len(self._numbers)))
@@ -232,7 +236,7 @@ class _Recorder:
         output = self.random((*x.shape, width) if kind == "embedding" else (*x.shape[:-1], width))
         given, kept = x.detach().clone(), output.clone()
         if x.dim() == 2 and kind in ("linear", "norm"):
-            # Tokens without their batch, as OPT's MLP has them.
+            # Tokens without a batch axis, as in OPT's MLP.
             given, kept = given[None], kept[None]
         self.recording.calls.append(Call(kind, name, self._block, given, kept))
         return output
@@ -263,7 +267,7 @@ class _Recorder:
 
     def _stub(self, kind: str, name: str, given: int, width: int) -> Callable[..., Tensor]:
         def stub(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            # A norm without a weight takes any number of channels.
+            # ``given`` is 0 for a norm without a weight, which takes any number of channels.
             if given and x.shape[-1] != given:
                 raise Refusal(name, f"reads {x.shape[-1]} channels and has weights for {given}")
             if args or any(value is not None for value in kwargs.values()):
@@ -299,9 +303,9 @@ class _Recorder:
         return stub
 
     def logits(self, name: str, x: Tensor, experts: int, *, wide: bool) -> Tensor:
-        """A router's: no two of a token are equal, and a softmax leaves something for each."""
+        """Logits of a router: different for all experts of a token, and with no score near zero."""
         order = torch.stack([self.random((experts,)).argsort(stable=True) for _ in range(x[..., 0].numel())])
-        # Rows of different size: else the scores taken would have the same sum everywhere.
+        # Scaled by row, because otherwise the chosen scores would have the same sum for every token.
         sizes = torch.linspace(0.6, 1.4, len(order))[:, None]
         values = (sizes * torch.linspace(-2.0, 2.0, experts)[order]).reshape(*x.shape[:-1], experts)
         given, kept = x.detach().clone(), values.clone()
@@ -312,10 +316,9 @@ class _Recorder:
 
     @contextmanager
     def corrected(self, names: Sequence[str]) -> Iterator[None]:
-        """As large as the differences of sigmoids of :meth:`logits`; exact in every dtype.
-
-        Of odd seeds they are so low that no sum with a score is positive, which tells whether what is left
-        out of a choice is still in it with zero."""
+        """Inside, corrections have random values about as large as differences between scores, exact in every
+        dtype. For odd seeds they are so low that ``score + correction`` is negative everywhere, which shows
+        whether excluded experts take part with 0."""
         before: list[tuple[Tensor, Tensor]] = []
         try:
             for name in names:
@@ -370,7 +373,7 @@ class _Recorder:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Every attention of the model goes through transformers' interface to :meth:`_attend`."""
+        """Inside, every attention of the model calls :meth:`_attend` through transformers' interface."""
         configs = {
             id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")
         }
@@ -388,7 +391,7 @@ class _Recorder:
             del AttentionMaskInterface._global_mapping[_IMPLEMENTATION]
 
     def _mask(self, *, mask_function: MaskFunction, **rest: Any) -> Tensor:
-        """Stands for a mask: full of the number under which its function is kept."""
+        """A tensor in the place of a mask, filled with the number under which the mask function is stored."""
         self._masks.append(mask_function)
         shape = (rest["batch_size"], 1, int(rest["q_length"]), int(rest["kv_length"]))
         return torch.full(shape, float(len(self._masks) - 1))
@@ -424,12 +427,12 @@ class _Recorder:
 
 
 class _Parameters(TorchFunctionMode):
-    """Answers lookups in embeddings, and refuses every other use of a parameter."""
+    """Handles embedding lookups and refuses every other use of a parameter."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        # Of weights that were cast to float32: held, since an id is that of a living tensor.
+        # Weights that were cast to float32, kept alive because they are found by id.
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
@@ -440,7 +443,7 @@ class _Parameters(TorchFunctionMode):
         if wide:
             args = (args[0], self._casts[id(args[1])][1])
         parameters = [value for value in (*args, *kwargs.values()) if id(value) in self._recorder.parameters]
-        # What reads an attribute (weight.dtype) is no use of its values.
+        # Reading an attribute (weight.dtype) does not use the values.
         if not parameters or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         name = self._recorder.parameters[id(parameters[0])]

@@ -1,13 +1,13 @@
-"""Running decoder blocks one at a time with exactly the inputs that the whole model would give them.
+"""Runs decoder blocks one at a time with the same arguments that the whole model would give them.
 
-The outer forward runs once a batch with every block's ``forward`` replaced by a stub. A stub keeps the
-arguments of its call (masks, position embeddings) and returns the hidden states it got, so that the next
-block is called as well. Afterwards block *i* runs on the true hidden states of block *i - 1* with the
-arguments kept for it; values that blocks hand on beside the hidden states are those of the same pass
+The outer forward runs once per batch with every block's ``forward`` replaced by a stub. A stub stores the
+arguments of its call (masks, position embeddings) and returns its hidden states unchanged, so that the next
+block is called. Afterwards block *i* runs on the real outputs of block *i - 1* with its stored arguments.
+Values that blocks pass on besides the hidden states come from the same pass
 (:mod:`marlinq.models.handed_on`).
 
-Batches carry no attention mask: they are padded on the right, and under causal attention a token never sees
-what stands to its right. Attention then takes the fast causal path, and no mask of length x length is built.
+Batches have no attention mask: they are padded on the right, and in causal attention no token sees tokens to
+its right. Attention therefore takes its fast causal path, and no length x length mask is built.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PLACED_BYTES = 256 << 20
 
 
 class _Hidden:
-    """Stands for the hidden states in a kept call."""
+    """Placeholder for the hidden states in a stored call."""
 
 
 _HIDDEN = _Hidden()
 
 
 class _StopForward(BaseException):
-    """Ends the outer forward after the last block; no handler on the way takes it for an error."""
+    """Ends the outer forward after the last block. A BaseException, so that no error handler catches it."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class _Call:
 
 
 class BlockReplay:
-    """The calls of every decoder block for every batch.
+    """The stored calls of every decoder block for every batch.
 
     Args:
-        instance: the live model.
-        products: what :meth:`run` and :meth:`inputs` round the products of float32 linear layers to
-            (:class:`~marlinq.models.narrow.NarrowLinears`); nothing when None.
+        instance: the loaded model.
+        products: dtype that float32 linear layers multiply in, in :meth:`run` and :meth:`inputs`
+            (:class:`~marlinq.models.narrow.NarrowLinears`); None for float32.
     """
 
     def __init__(self, instance: ModelInstance, products: torch.dtype | None = None) -> None:
@@ -71,24 +71,25 @@ class BlockReplay:
         self._returned = False  # a block is called with what the one before returned
 
     def beside(self) -> BlockReplay:
-        """A replay of the same calls for another pass over the text, to be made once it is recorded: what
-        blocks hand on in one pass does not reach the other."""
+        """A replay of the same calls for another pass over the text, with values of its own that blocks pass
+        on; make it after :meth:`record`."""
         other = copy(self)
         other._handed = HandedOn(self._instance.device)
         return other
 
     def record(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Runs the outer forward once a batch and keeps every block's arguments.
+        """Runs the outer forward once per batch and stores every block's arguments.
 
         Args:
             batches: token ids, int64 [B, T], padded on the right.
 
         Yields:
-            The hidden states [B, T, hidden] that enter block 0, on the instance's device, a batch at a time;
+            the inputs of block 0 for each batch, on the instance's device: [B, T, hidden], or
             [B, T, streams, hidden] in models whose blocks mix several residual streams.
 
         Raises:
-            UnsupportedError: the model does something between its blocks, or they exchange what is not known.
+            UnsupportedError: the model changes hidden states between its blocks, or blocks exchange values of
+                an unknown kind.
         """
         with self._instance.outer() as root, torch.no_grad():
             wrap = None
@@ -107,16 +108,17 @@ class BlockReplay:
                 yield recorder.finished()
 
     def run(self, block: int, batch: int, hidden: Tensor) -> Tensor:
-        """What materialised block ``block`` makes of its input, both shaped as :meth:`record` yields them.
+        """The output of block ``block`` for ``hidden``, both in the shape that :meth:`record` yields.
 
-        Blocks that hand values on are run in order.
+        The block's weights must be in memory. Blocks that pass values on must run in order.
         """
         narrow = nullcontext() if self._products is None else NarrowLinears(self._products)
         with torch.no_grad(), narrow:
             return self.call(block, batch, hidden, {})
 
     def call(self, block: int, batch: int, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        """As :meth:`run`, differentiable, with ``parameters`` (by full name) in place of the block's own."""
+        """The output of :meth:`run`, differentiable, with ``parameters`` (by full name) for the block's
+        own."""
         call = self._calls[batch][block]
         name = self._instance.blueprint.blocks[block].name
         shared: list[tuple[Shared, Any]] = []
@@ -149,23 +151,24 @@ class BlockReplay:
 
     @property
     def routed(self) -> bool:
-        """Tokens choose experts in some block."""
+        """Whether a block of the model has experts."""
         return self._instance.blueprint.routed
 
     def alike(self, batch: int, other: int) -> bool:
-        """Every block is called for both batches with the same arguments, hidden states aside."""
+        """Whether every block has the same arguments for both batches, apart from hidden states."""
         return all(
             _same((a.args, a.kwargs), (b.args, b.kwargs))
             for a, b in zip(self._calls[batch], self._calls[other], strict=True)
         )
 
     def logits(self, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        """What the model predicts after the last block, differentiable.
+        """The logits for outputs of the last block, differentiable.
 
         Args:
-            hidden: [R, H], what the last block made of R tokens, no more than the model has positions.
-            parameters: by full name, in place of the model's own. All others outside the blocks are
-                materialised (:meth:`ModelInstance.outer`).
+            hidden: outputs of the last block for R tokens, [R, H]; R is at most the model's positions.
+            parameters: full name -> parameter to use instead of the model's own. All others outside the
+            blocks
+                must be in memory (:meth:`ModelInstance.outer`).
 
         Returns:
             [R, vocabulary]
@@ -176,7 +179,7 @@ class BlockReplay:
             return result
 
         blocks = [self._instance.model.get_submodule(block.name) for block in self._instance.blueprint.blocks]
-        # The stubs don't look at what is embedded; padding would make transformers warn of a missing mask.
+        # Ids other than padding: their values don't matter, but transformers warns of padding without a mask.
         padding = self._instance.blueprint.config.get_text_config().pad_token_id
         ids = torch.full((1, len(hidden)), int(padding == 0), device=self._instance.device)
         with _replaced(blocks, [stub] * len(blocks)), boundaries.forward(self._instance.source):
@@ -200,16 +203,16 @@ class BlockReplay:
         *,
         done: Callable[[str], bool] | None = None,
     ) -> Tensor | None:
-        """Runs a block for the inputs of some of its projections.
+        """Runs a block and records the inputs of some of its projections.
 
         Args:
             block, batch, hidden: as in :meth:`run`.
-            projections: to listen to.
+            projections: projections to record.
             receive: called with the name and the input of each.
-            done: asked after each, by its name, whether the block may stop: nothing behind is of interest.
+            done: function of a projection's name, called after each, that returns True to stop the block.
 
         Returns:
-            What the block makes of ``hidden``; None where it stopped.
+            the block's output; None if it was stopped.
         """
 
         def until_done(name: str, x: Tensor) -> None:
@@ -224,13 +227,12 @@ class BlockReplay:
     def after_blocks(
         self, batches: Iterable[tuple[Tensor, Tensor]], head: Projection, receive: Receive
     ) -> None:
-        """Runs what follows the decoder blocks as far as the output head, whose weight is not needed.
+        """Runs the modules between the last block and the output head, whose weight is not needed.
 
         Args:
-            batches: token ids, int64 [B, T], as they were recorded, and what the last block makes of them,
-                [B, T, hidden]; in pairs.
+            batches: (recorded token ids int64 [B, T], the last block's output [B, T, hidden]) of each batch.
             head: the output head.
-            receive: called with the head's name and its input, [B, T, K], a batch at a time.
+            receive: called with the head's name and its input, [B, T, K], for each batch.
 
         Raises:
             UnsupportedError: the head does not see every token once.
@@ -247,7 +249,7 @@ class BlockReplay:
                 receive(head.name, seen[0])
 
     def _head_inputs(self, root: nn.Module, ids: Tensor, hidden: Tensor, head: Projection) -> list[Tensor]:
-        """What the head is given when the last block returns ``hidden``; the head itself does not run."""
+        """The head's inputs when the last block returns ``hidden``; the head itself does not run."""
         seen: list[Tensor] = []
         result = self._wrap(hidden)
 
@@ -269,8 +271,8 @@ class BlockReplay:
         return seen
 
     def _place(self, kept: Tensor) -> Tensor:
-        """A kept argument on the device, where it stays if it is small: a copy from the host would make every
-        block wait for the one before."""
+        """A stored argument on the device. Small ones stay there, because a copy from the host would make
+        every block wait for the one before."""
         found = self._placed.get(id(kept))
         if found is None:
             found = kept.to(self._instance.device)
@@ -280,7 +282,7 @@ class BlockReplay:
         return found
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        """One CPU copy of equal tensors: batches of one length share masks and position embeddings."""
+        """A CPU copy of a tensor, shared by equal tensors, such as masks of batches with one length."""
         copy = tensor.detach().cpu().contiguous()
         raw = copy.flatten().view(torch.uint8).numpy().tobytes()
         key = (copy.dtype, tuple(copy.shape), hashlib.blake2b(raw, digest_size=16).digest())
@@ -307,7 +309,7 @@ class _Recorder:
         self.learn_from: Callable[..., Any] | None = None
         self.calls: list[_Call] = []
         self.markers = Markers()
-        # Blocks share their arguments, so each is looked at once; the original is held to keep its id.
+        # Copies by the original's id, because blocks share arguments; the original is kept alive for its id.
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
@@ -355,7 +357,7 @@ class _Recorder:
         return stub
 
     def _marked(self, output: tuple[Any, ...]) -> tuple[Any, ...]:
-        """``output`` with values in it that are known again where the next block is called with them."""
+        """``output`` with marked values, which are recognised when the next block is called with them."""
         hidden, *others = output
         marks = self.markers.returns(len(others))
         known = (each is None or isinstance(each, Tensor) for each in others)
@@ -395,7 +397,7 @@ class _Recorder:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Kept arguments are equal; equal tensors are one."""
+    """Whether two stored arguments are equal; equal tensors are the same object."""
     if isinstance(one, Tensor) or isinstance(other, Tensor) or one is _HIDDEN:
         return one is other
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
@@ -407,7 +409,7 @@ def _same(one: Any, other: Any) -> bool:
 
 @contextmanager
 def _replaced(blocks: list[nn.Module], stubs: list[Callable[..., Any]]) -> Iterator[None]:
-    """Every block's ``forward`` is the stub in its place, for the length of a ``with`` statement."""
+    """Inside, every block's ``forward`` is replaced by its stub."""
     replaced = [block.__dict__.get("forward") for block in blocks]
     for block, stub in zip(blocks, stubs, strict=True):
         block.forward = stub
@@ -432,7 +434,8 @@ def _first_hidden(name: str, shape: torch.Size, args: tuple[Any, ...], kwargs: M
 
 
 def _wrapper(name: str, output: Any) -> Callable[[Tensor], Any]:
-    """How a block returns hidden states, learnt from what the real first block returned."""
+    """Function that wraps hidden states as a block returns them, learnt from the first block's real
+    output."""
     if isinstance(output, Tensor):
         return lambda hidden: hidden
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
@@ -448,7 +451,7 @@ def _unknown(hidden: Tensor) -> Any:
 
 
 def _restore(value: Any, argument: Callable[[Any], Any]) -> Any:
-    """What a block is called with, ``argument`` giving what stands for tensors and markers."""
+    """A stored argument with tensors and placeholders replaced by ``argument``."""
     if value is _HIDDEN or isinstance(value, (Tensor, Shared, Returned)):
         return argument(value)
     if isinstance(value, (tuple, list)):
