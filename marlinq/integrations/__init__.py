@@ -1,1 +1,1 @@
-"""Where other libraries use marlinq: one package for each of them."""
+"""Integrations of marlinq into other libraries, one package for each."""

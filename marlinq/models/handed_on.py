@@ -1,4 +1,4 @@
-"""What decoder blocks hand to later blocks beside the hidden states.
+"""Values that decoder blocks pass to later blocks besides the hidden states.
 
 Two ways are known. Blocks write to a mapping that all are called with (keys and values that later layers
 share), or return values behind the hidden states that the next block is called with (positions that an
@@ -19,11 +19,11 @@ from marlinq.core.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Shared:
-    """Stands for a mapping that blocks write to.
+    """Placeholder for a mapping that blocks write to.
 
     Attributes:
-        number: number of the mapping among those of a forward pass.
-        kind: its class, which makes an empty one.
+        number: index of the mapping among those of a forward pass.
+        kind: class of the mapping.
     """
 
     number: int
@@ -32,33 +32,33 @@ class Shared:
 
 @dataclass(frozen=True)
 class Returned:
-    """Stands for the value at ``place`` behind the hidden states that the block before returned."""
+    """Placeholder for the value number ``place`` that the previous block returned after its hidden states."""
 
     place: int
 
 
 class Markers:
-    """Markers for the values that one outer forward hands from block to block."""
+    """The placeholders for the values that blocks pass on in one outer forward."""
 
     def __init__(self) -> None:
         self._mappings: list[MutableMapping[Any, Any]] = []
         self._returned: list[Tensor] = []
         self._latest = 0
         self.returned = False
-        """Whether a block was called with what the one before returned."""
+        """Whether a block was called with a value that the previous block returned."""
 
     def returns(self, count: int) -> tuple[Tensor, ...]:
-        """What a block seems to return behind the hidden states: ``count`` tensors, known by identity."""
+        """``count`` new tensors that a stub returns after the hidden states, recognised by identity."""
         values = tuple(torch.empty(0) for _ in range(count))
         self._latest = len(self._returned)
         self._returned += values
         return values
 
     def of(self, name: str, value: Any) -> Shared | Returned | None:
-        """The marker of a value that block ``name`` is called with; None for an argument like others.
+        """The placeholder for an argument of block ``name``; None for an ordinary argument.
 
         Raises:
-            UnsupportedError: the value is one of a block before the previous one.
+            UnsupportedError: the value comes from a block before the previous one.
         """
         if isinstance(value, MutableMapping):
             for number, known in enumerate(self._mappings):
@@ -81,23 +81,23 @@ class Markers:
 
 
 class HandedOn:
-    """The values of one pass over the text, by batch; on the host, as the hidden states of a long text are.
+    """The values passed on in one pass over the text, for each batch, in host memory.
 
     Args:
-        device: where blocks run.
+        device: device that blocks run on.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._shared: dict[tuple[int, int], dict[Any, Any]] = {}
-        # Of the latest two blocks: a block is run several times before its text moves on.
+        # Values of the two latest blocks, because a block is run several times before the next.
         self._returned: dict[int, dict[int, tuple[Any, ...]]] = {}
 
     def shared(self, name: str, batch: int, marker: Shared) -> MutableMapping[Any, Any]:
-        """The mapping that the marker stands for, in front of block ``name``, on the device.
+        """The mapping before block ``name`` runs, on the device.
 
         Raises:
-            UnsupportedError: gradients are wanted, some of which would belong to the block that wrote to it.
+            UnsupportedError: gradients are wanted, which would have to flow to the block that wrote to it.
         """
         found = marker.kind()
         for key, value in self._shared.get((batch, marker.number), {}).items():
@@ -110,8 +110,7 @@ class HandedOn:
         """The value that block ``block - 1`` returned, on the device.
 
         Raises:
-            UnsupportedError: that block was not the last one to run, which is so where gradients are followed
-                back, or they would belong to it.
+            UnsupportedError: gradients are wanted, or blocks run in another order (as in a backward pass).
         """
         values = self._returned.get(batch, {}).get(block - 1)
         if values is None or (torch.is_grad_enabled() and _has_gradient(values[marker.place])):
@@ -119,13 +118,13 @@ class HandedOn:
         return _moved(values[marker.place], self._device)
 
     def keep_shared(self, batch: int, marker: Shared, mapping: MutableMapping[Any, Any]) -> None:
-        """Keeps what a block wrote to a mapping of :meth:`shared`; what it left alone is there already."""
+        """Stores the values that a block wrote to a mapping from :meth:`shared`."""
         kept = self._shared.setdefault((batch, marker.number), {})
         for key, value in mapping.items():
             kept[key] = _moved(value, torch.device("cpu"))
 
     def keep_returned(self, block: int, batch: int, values: Sequence[Any]) -> None:
-        """Keeps what block ``block`` returned behind the hidden states."""
+        """Stores the values that block ``block`` returned after the hidden states."""
         latest = self._returned.get(batch, {})
         before = {block - 1: latest[block - 1]} if block - 1 in latest else {}
         self._returned[batch] = {**before, block: _moved(tuple(values), torch.device("cpu"))}

@@ -1,9 +1,9 @@
-"""What a decoder computes, found from what it does rather than from what it is called.
+"""Recognises a decoder's computation from its behaviour, not from names.
 
-A model without weights runs once on a few tokens, its linears, norms, embeddings and attention replaced by
-sources of random numbers (:mod:`marlinq.models.recording`). Each value that arrives somewhere is then
-explained by the values that were given out: equal, scaled, rotated, activated, added. What can't be explained
-ends recognition with the part and the reason; so do all parameters that nothing here knows a use for.
+A model without weights runs once on a few tokens, with linears, norms, embeddings and attention replaced by
+stubs that return random numbers (:mod:`marlinq.models.recording`). Each input of a part is then explained by
+earlier outputs: equal, scaled, rotated, activated, added. An input without explanation, or a parameter
+without known use, ends recognition with the part and the reason.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from marlinq.models.recognise_groups import chosen_by, find_groups
 from marlinq.models.recording import TOKENS, AttentionCall, Call, ExpertsCall, Recording, Refusal, record
 
 _ANY_WIDTH = 64
-# Of corrected routers, by all layers together.
 _CHOICES = 256
+"""recorded choices of corrected routers, over all layers, from which groups of experts are found"""
 _SEED = 17
-# What a model's own forward pass may raise when it meets random numbers where it expects something else.
+# Exceptions of a model's forward pass on random numbers where it expects other values.
 _FORWARD_ERRORS = (
     RuntimeError,
     TypeError,
@@ -69,11 +69,11 @@ _FORWARD_ERRORS = (
 
 
 def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognised:
-    """The anatomy of a causal language model, or the first part of it that is not understood.
+    """The anatomy of a causal language model, or the first part that is not understood.
 
     Args:
-        model: in evaluation mode, in the dtype of its activations; parameters may be on the meta device,
-            buffers are on the CPU (``Blueprint.build()`` makes such a one). It is left as it was.
+        model: model in evaluation mode and in the dtype of its activations, with parameters on any device,
+            also meta, and buffers on the CPU (as from ``Blueprint.build()``); not changed.
         blocks_name: full name of the list of decoder blocks (:attr:`Blueprint.blocks_name`).
     """
     blocks = list(model.get_submodule(blocks_name).children())
@@ -102,8 +102,7 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
             return _anatomy(model, names, norms, rotary, experts, mixers, groups, recording)
 
         try:
-            # A router that leaves out groups of experts mostly chooses what one without groups would, so few
-            # tokens don't tell them apart.
+            # More recordings, because a router with groups mostly makes the same choices as one without.
             again = 0 if not corrections else -(-_CHOICES // (TOKENS * len(corrections)))
             recordings = [recorded(0), *(recorded(0, seed) for seed in range(again))]
             groups = find_groups(recordings, corrections)
@@ -124,13 +123,13 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
 
 
 def anatomy_of(model: PreTrainedModel) -> Anatomy | Unrecognised:
-    """As :func:`recognise`, for a model in use: a twin of it without weights is recorded.
+    """The result of :func:`recognise` for a loaded model, from a copy without weights.
 
     Args:
-        model: with its weights, which may be quantised, on any device. It is not touched.
+        model: model with its weights, which may be quantised, on any device; not changed.
     """
     config = deepcopy(model.config)
-    # A twin has the linears that transformers gives the architecture.
+    # The copy has transformers' own linears.
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     with parameters_on_meta():
@@ -164,7 +163,7 @@ def _find_norms(model: PreTrainedModel) -> dict[str, Norm]:
 
 
 def _declared_width(module: nn.Module) -> int:
-    """Channels of a norm without a weight, from ``normalized_shape``; 0 where it takes any number."""
+    """Channels of a norm without a weight, from ``normalized_shape``; 0 if it takes any number."""
     shape = getattr(module, "normalized_shape", None)
     return int(shape[-1]) if isinstance(shape, (tuple, list)) and shape else 0
 
@@ -174,11 +173,11 @@ class _RoutedExperts:
     """A module of gated experts.
 
     Attributes:
-        count: how many.
-        hidden: channels that come in and go out.
-        activation: between their products.
-        routers: full names of the modules beside it that may make its router's logits.
-        correction: full name of the buffer beside it with one number an expert; None without one.
+        count: number of experts.
+        hidden: channels of the input and of the output.
+        activation: activation between an expert's products.
+        routers: full names of the modules beside it that may make the router's logits.
+        correction: full name of the buffer beside it with one number per expert; None without one.
     """
 
     count: int
@@ -189,7 +188,7 @@ class _RoutedExperts:
 
 
 def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
-    """Full names of the modules of experts in ``block``, proved by running them on random weights."""
+    """Full name -> description of the modules of experts in ``block``, proved on random weights."""
     found: dict[str, _RoutedExperts] = {}
     for inner, module in block.named_modules():
         if not any(value.dim() == 3 for value in module.parameters(recurse=False)):
@@ -198,7 +197,7 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
         try:
             experts = find_experts(full, module, (), _proved_experts)
         except UnsupportedError:
-            continue  # refused as parameters of no known use
+            continue  # _check_parameters refuses them
         if experts is None or not experts.gated or not experts.routed or experts.biases is not None:
             continue
         activation = _expert_activation(experts.activation(module))
@@ -221,12 +220,12 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
     return found
 
 
-# Classes and layouts of experts that were run already.
+# Classes and layouts of experts that were proved already.
 _proved_experts: set[tuple[object, ...]] = set()
 
 
 def _expert_activation(gate: Callable[[Tensor], Tensor]) -> Activation | None:
-    """Which activation ``gate`` applies to its first half; [T, 2I] to [T, I]."""
+    """The activation that ``gate`` ([T, 2I] to [T, I]) applies to the first half; None if it is unknown."""
     first = torch.linspace(-9.0, 9.0, 96).view(3, 32)
     second = first.flip(1) + 0.5
     with torch.no_grad():
@@ -260,9 +259,9 @@ def _check_parameters(
 
 
 def _far(model: PreTrainedModel, rotary: RotaryModules) -> int | None:
-    """The last position at which the model is recorded; None where it takes no positions.
+    """The last position at which the model is recorded; None if it takes no positions.
 
-    Some models scale queries by a function of the position that begins at thousands of tokens.
+    It is far, because some models scale queries only at positions above some thousands.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return None
@@ -280,7 +279,7 @@ def _anatomy(
     groups: Groups | None,
     recording: Recording,
 ) -> Anatomy:
-    """What one recording says; choices with a correction are among ``groups``."""
+    """The anatomy from one recording; ``groups`` are those that corrected routers choose first."""
     called = {call.name: call.input.shape[-1] for call in recording.calls if call.kind == "norm"}
     norms = {name: replace(norms[name], width=width) for name, width in called.items()}
     if len(recording.outputs) != len(names):
@@ -315,7 +314,11 @@ def _anatomy(
 
 
 def _outside(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-    """The calls before the first block and behind the last; there are none between blocks."""
+    """(calls before the first block, calls after the last).
+
+    Raises:
+        Refusal: there are calls between blocks.
+    """
     inside = [place for place, call in enumerate(calls) if call.block >= 0]
     if not inside:
         raise Refusal("model", "no linear and no attention runs inside a decoder block")
@@ -326,7 +329,7 @@ def _outside(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
 
 
 class _Entry:
-    """From token ids to the first block."""
+    """The part of the model from token ids to the first block."""
 
     def __init__(self, calls: Sequence[Call], recording: Recording, norms: dict[str, Norm]) -> None:
         lookups = [call for call in calls if call.kind == "embedding"]
@@ -364,7 +367,7 @@ class _Entry:
 def _exit(
     model: PreTrainedModel, calls: Sequence[Call], recording: Recording, norms: dict[str, Norm]
 ) -> tuple[Norm | None, str, float, float | None]:
-    """Final norm, head, logit scale and soft cap."""
+    """(final norm, head, logit scale, soft cap)."""
     hidden = recording.outputs[len(recording.outputs) - 1]
     norm: Norm | None = None
     calls = list(calls)
@@ -390,7 +393,7 @@ def _exit(
 
 
 class _Block:
-    """The calls of one decoder block, and how they hang together."""
+    """The calls of one decoder block and the connections between them."""
 
     def __init__(
         self,
@@ -456,7 +459,7 @@ class _Block:
         )
 
     def _mixer(self, positions: Tensor) -> tuple[Attention | DeltaNet, str, Tensor, Tensor]:
-        """What mixes tokens, the name of the module that reads its input, that input, and what it gives."""
+        """(attention or delta net, name of the module that reads its input, its input, its output)."""
         mixed = [call for call in self.calls if isinstance(call, AttentionCall) or call.kind == "mixer"]
         if len(mixed) != 1:
             raise Refusal(
@@ -478,7 +481,7 @@ class _Block:
         return attention, used[0].name, read, output.output
 
     def _scale(self, difference: Tensor, addend: Tensor, what: str) -> float:
-        # A difference of sums carries their rounding: it is compared with what they are made of.
+        # The tolerance is relative to the sums, whose rounding a difference of them contains.
         wide, narrow = difference.double(), addend.double()
         value = tidy(float((wide * narrow).sum() / (narrow * narrow).sum()))
         size = float(torch.stack((self.entered, self.left, addend)).abs().max())
@@ -494,7 +497,7 @@ class _Block:
         return x, None
 
     def _source(self, x: Tensor, reader: str, shared: Norm | None = None) -> tuple[Norm | None, Tensor]:
-        """The norm that made ``x``, and what that norm read; or None and ``x``."""
+        """(norm that computed ``x``, the norm's input), or (None, ``x``)."""
         for call in self.calls:
             if call.kind == "norm" and torch.equal(call.output, x):
                 if call in self.unexplained:
@@ -505,7 +508,7 @@ class _Block:
         return None, x
 
     def _mixture(self, routed: Sequence[ExpertsCall]) -> tuple[Mixture, Tensor, Tensor]:
-        """The routed MLP, its input and its output."""
+        """(routed MLP, its input, its output)."""
         if len(routed) != 1:
             raise Refusal(routed[1].name, "experts run twice in a block")
         call = routed[0]
@@ -532,7 +535,7 @@ class _Block:
         return Mixture(router, call.name, found.activation, shared, shared_gate), call.input, m
 
     def _router(self, routed: ExpertsCall, found: _RoutedExperts) -> tuple[Router, Call]:
-        """What made the experts' numbers and weights, and the product of its logits."""
+        """(router of the experts' numbers and weights, call that made its logits)."""
         count, top = found.count, routed.index.shape[-1]
         corrections = (None,) if found.correction is None else (found.correction, None)
         for call in self.unexplained:
@@ -563,7 +566,7 @@ class _Block:
         )
 
     def _mlp(self) -> tuple[MLP, Tensor, Tensor]:
-        """The MLP, its input and its output."""
+        """(MLP, its input, its output)."""
         linears = [call for call in self.unexplained if call.kind == "linear"]
         if not 2 <= len(linears) <= 3:
             part = linears[3].name if len(linears) > 3 else self.name

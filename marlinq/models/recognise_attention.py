@@ -1,4 +1,4 @@
-"""The attention of a recorded block: projections, norms of heads, rotation, mask."""
+"""Recognises the attention of a recorded block: projections, norms of heads, rotation, mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from marlinq.models.candidates import factor, rotate
 from marlinq.models.recording import TOKENS, AttentionCall, Call, MaskFunction, Refusal
 
 _FAR = 1 << 22
-"""A position beyond every context: a window that does not end before it is none."""
+"""position beyond every context; a window that reaches so far counts as none"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +30,12 @@ class _Frequencies:
 
 
 class RotaryModules:
-    """Every buffer that may hold rotary frequencies: those of modules that hold nothing else."""
+    """All buffers that may hold rotary frequencies: those of modules without other buffers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._found: list[_Frequencies] = []
         self._positions = torch.arange(TOKENS)
-        # Those of vision and audio towers take positions of other shapes.
+        # Without vision and audio towers, whose positions have other shapes.
         outside = tuple(f"{name}." for name in towers(model))
         for name, module in model.named_modules():
             if name.startswith(outside):
@@ -43,7 +43,7 @@ class RotaryModules:
             if any(True for _ in module.children()) or any(True for _ in module.parameters()):
                 continue
             for key, values in module.named_buffers(recurse=False):
-                # transformers keeps a second copy of what a longer sequence replaces.
+                # "original" buffers are transformers' copies of those that a longer sequence overwrites.
                 if values.dim() != 1 or not values.is_floating_point() or "original" in key:
                     continue
                 prefix = key.removesuffix("inv_freq")
@@ -51,26 +51,24 @@ class RotaryModules:
                     module, f"{prefix}attention_scaling", getattr(module, "attention_scaling", 1.0)
                 )
                 limit = _limit(name, module, key, prefix.rstrip("_") or None)
-                # A longer sequence overwrites the buffer; what holds up to the limit is in the copy.
+                # The copy holds the frequencies up to the limit, beyond which the buffer is overwritten.
                 stays = f"{prefix}original_inv_freq"
                 named = key if limit is None or not hasattr(module, stays) else stays
                 self._found.append(_Frequencies(name, named, values.float(), float(scaling), limit))
 
     def limits(self) -> list[int]:
-        """Tokens up to which frequencies hold, of those that change."""
+        """Lengths, in tokens, above which frequencies change."""
         return [found.limit for found in self._found if found.limit is not None]
 
     def at(self, positions: Tensor) -> RotaryModules:
-        """These modules, asked about tokens at ``positions`` [T]."""
+        """The same modules for tokens at ``positions`` [T]."""
         moved = copy(self)
         moved._positions = positions
         return moved
 
     def explain(self, found: Tensor, base: Tensor) -> tuple[Rotary | None, float] | None:
-        """How ``found`` [1, heads, T, D] is made from ``base``: a rotation or none, and a factor.
-
-        None where it is not.
-        """
+        """(rotation or None, factor) that turn ``base`` into ``found`` [1, heads, T, D]; None if no
+        combination does."""
         plain = factor(found, base)
         if plain is not None:
             return None, plain
@@ -101,10 +99,10 @@ class RotaryModules:
 
 
 def _limit(name: str, module: nn.Module, key: str, layer_type: str | None) -> int | None:
-    """Tokens up to which a rotary module keeps its frequencies; None where it always does.
+    """Length, in tokens, above which a rotary module changes its frequencies; None if it never does.
 
     Raises:
-        Refusal: they change, at no length that its config names.
+        Refusal: they change at a length that its config does not name.
     """
     config = getattr(module, "config", None)
     if config is None or not _changes(module, key, layer_type, _FAR):
@@ -133,7 +131,7 @@ def _changes(module: nn.Module, key: str, layer_type: str | None, length: int) -
     told = {} if layer_type is None else {"layer_type": layer_type}
     position = torch.tensor([[length - 1]])
     if hasattr(module, "mrope_section"):
-        # Rotary modules of image models take a row of positions for time, height and width each.
+        # Rotary modules of image models take three rows of positions: time, height and width.
         position = position.expand(3, 1, 1)
     probe(torch.zeros(1, 1, 1), position, **told)
     after = probe.get_buffer(key)
@@ -150,17 +148,17 @@ def attention_part(
     """The attention that ``call`` belongs to.
 
     Args:
-        call: the recorded attention.
-        before, after: the other calls of its block.
+        call: recorded call of attention.
+        before, after: calls of its block before and after it.
         norms: all norms of the model.
-        rotary: where rotations may come from.
+        rotary: buffers with rotary frequencies.
 
     Returns:
-        the attention, the calls that it explains (projections first), what its projections read, and the
-        call of the output projection.
+        (attention, calls that belong to it with projections first, input of its projections, call of the
+        output projection).
 
     Raises:
-        Refusal: something of it is not understood.
+        Refusal: a part of it is not understood.
     """
     heads, kv_heads, head_dim = call.input.shape[1], call.keys.shape[1], call.input.shape[3]
     if heads % kv_heads or call.values.shape[1] != kv_heads:
@@ -202,7 +200,7 @@ def attention_part(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """How queries or keys come from columns of the projections: norm, rotation, factor."""
+    """Norm, rotation and factor between columns of the projections and queries or keys."""
 
     norm: Norm | None
     call: Call | None
@@ -217,8 +215,8 @@ def _explain(
     norms: Mapping[str, Norm],
     rotary: RotaryModules,
 ) -> tuple[Slices, _Heads, _Heads, Tensor | None]:
-    """Which columns are queries, keys and values, and what becomes of them: the first way that fits; and the
-    gates [1, T, H * D], where each head of queries has some behind it."""
+    """The first assignment of columns to queries, keys and values that explains attention's inputs, and the
+    gates [1, T, H * D] if heads of queries are followed by gates."""
     heads, kv_heads, head_dim = call.input.shape[1], call.keys.shape[1], call.input.shape[3]
     failed = "values are not those of a linear, in columns that are known"
     ways = product(permutations(projections), sorted({1, kv_heads, heads}), (1, 2))
@@ -260,7 +258,7 @@ def _by_head(part: Tensor, heads: int) -> Tensor:
 def _head_norm(
     part: Tensor, before: Sequence[Call], norms: Mapping[str, Norm], wanted: Tensor
 ) -> tuple[Norm | None, Tensor, Call | None]:
-    """The norm that reads ``part``, what is made of it by head, and the norm's call."""
+    """(norm that reads ``part``, its output by head, its call)."""
     by_head = _by_head(part, wanted.shape[1])
     for call in before:
         if call.kind != "norm" or call.input.numel() != part.numel():
@@ -274,7 +272,7 @@ def _head_norm(
 
 
 def _window(name: str, mask: MaskFunction) -> int | None:
-    """Positions that a query sees, from the model's own mask function.
+    """Number of positions that a query sees, from the model's mask function; None for all.
 
     Raises:
         Refusal: the mask is neither causal nor a sliding window.

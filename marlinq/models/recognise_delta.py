@@ -1,4 +1,4 @@
-"""Gated delta nets in a decoder block, proved by running them on random numbers."""
+"""Recognises gated delta nets in a decoder block by running modules on random numbers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from marlinq.models.parts import Norm, Slices
 
 _TOKENS = 5
 _SEED = 5_501
-# What a module may raise that takes other arguments, or needs a package that is missing.
+# Exceptions of modules that take other arguments, or need a missing package.
 _ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, ImportError)
 
-# By class and shapes: what was found, its names relative to the module; None for no gated delta net.
+# (class, shapes) -> delta net with names relative to the module; None for other modules.
 _proved: dict[tuple[object, ...], DeltaNet | None] = {}
 
 
 def find_delta_nets(name: str, block: nn.Module) -> dict[str, DeltaNet]:
-    """Full name of each module in ``block`` that computes a gated delta net -> that net."""
+    """Full name -> delta net, for each module in ``block`` that computes a gated delta net."""
     found: dict[str, DeltaNet] = {}
     for inner, module in block.named_modules():
         if not inner or not any(isinstance(child, nn.Conv1d) for child in module.children()):
@@ -46,7 +46,7 @@ def find_delta_nets(name: str, block: nn.Module) -> dict[str, DeltaNet]:
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, str, object]]:
-    """Numbers and texts that ``module`` and those in it hold."""
+    """(module, attribute, value) of all numbers and texts in ``module`` and its submodules."""
     for inner, each in module.named_modules():
         for key, value in vars(each).items():
             if isinstance(value, (int, float, str)) and key != "layer_idx":
@@ -70,7 +70,7 @@ def _within(net: DeltaNet, name: str) -> DeltaNet:
 
 
 class _Source(nn.Module):
-    """Stands for a linear: random numbers, and what it was given."""
+    """Stub in the place of a linear: returns random numbers and stores its input."""
 
     def __init__(self, name: str, width: int, calls: list[_Source]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Source(nn.Module):
 
 
 def _prove(module: nn.Module) -> DeltaNet | None:
-    """The net that ``module`` computes, in names relative to it; None where it computes another thing."""
+    """The delta net that ``module`` computes, with names relative to it; None if it computes another one."""
     children = dict(module.named_children())
     convolutions = [name for name, child in children.items() if isinstance(child, nn.Conv1d)]
     linears = [name for name, child in children.items() if is_linear(child)]
@@ -136,8 +136,8 @@ def _prove(module: nn.Module) -> DeltaNet | None:
 
 
 def _materialised(module: nn.Module, sources: dict[str, _Source]) -> nn.Module:
-    """A copy of ``module`` in float32 with ``sources`` for its linears and random numbers for the rest."""
-    # Nothing of the linears' weights is copied.
+    """A float32 copy of ``module`` with stubs for its linears and random values for other parameters."""
+    # deepcopy takes the stubs for the linears, whose weights are not copied.
     memo: dict[int, Any] = {id(module.get_submodule(name)): source for name, source in sources.items()}
     probe = deepcopy(module, memo)
     for name, source in sources.items():
@@ -155,7 +155,7 @@ def _floats(module: nn.Module) -> list[float]:
 def _candidates(
     calls: list[_Source], heads: int, size: int, channels: int, vectors: tuple[str, ...]
 ) -> Iterator[DeltaNet]:
-    """Every way in which the projections may hold the parts; other fields are empty."""
+    """Every possible assignment of the projections' columns to the net's inputs; other fields are empty."""
     values = heads * size
     keys = (channels - values) // 2
     small = [call for call in calls[:-1] if call.width in (heads, 2 * heads)]
@@ -179,7 +179,7 @@ def _candidates(
 
 
 def _computed(net: DeltaNet, calls: list[_Source], held: Mapping[str, Tensor], norm: str) -> Tensor:
-    """What the output projection of ``net`` reads: [1, T, value channels]."""
+    """The input of the output projection as ``net`` predicts it: [1, T, value channels]."""
     outputs = {call.name: call.output for call in calls}
 
     def split(slices: Slices) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Which groups of experts a corrected router chooses first: those that explain every recorded choice."""
+"""Recognises the groups of experts that a router with a correction chooses first."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ _MOST_GROUPS = 64
 
 
 def chosen_by(decisive: Tensor, index: Tensor) -> bool:
-    """Whether the experts ``index`` [T, top] have the highest numbers of ``decisive`` [T, experts]."""
+    """Whether the experts ``index`` [T, top] have the highest values of ``decisive`` [T, experts]."""
     found = decisive.gather(1, index).sort(-1, descending=True).values
     return torch.equal(found, decisive.topk(index.shape[-1], -1).values)
 
 
 def find_groups(recordings: Sequence[Recording], corrections: Mapping[str, str]) -> Groups | None:
-    """The groups with which all choices of all recordings are explained; None if none are needed, or if
-    nothing explains them.
+    """The groups that explain all choices in all recordings; None if none are needed or none explain them.
 
     Args:
         recordings: recordings of one model.
-        corrections: full name of the module of experts -> that of the buffer that corrects their choice.
+        corrections: full name of a module of experts -> full name of the buffer that corrects their choice.
     """
     choices = [each for recording in recordings for each in _choices(recording, corrections)]
     sizes = {(scores[0].shape[-1], index.shape[-1]) for scores, index in choices}
@@ -40,7 +39,7 @@ def find_groups(recordings: Sequence[Recording], corrections: Mapping[str, str])
 def _choices(
     recording: Recording, corrections: Mapping[str, str]
 ) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-    """Of every call of corrected experts: what may have decided, [T, experts] each, and the experts."""
+    """For every call of corrected experts, the values [T, experts] that may have decided, and the choice."""
     for call in recording.calls:
         if not isinstance(call, ExpertsCall) or call.name not in corrections:
             continue

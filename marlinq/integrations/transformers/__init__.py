@@ -16,22 +16,21 @@ __all__ = ["register", "unregister"]
 
 
 def register(*, operator: str = "auto", compile_kernels: bool = True) -> None:
-    """Let ``from_pretrained`` and ``pipeline`` of transformers load marlinq's formats with marlinq's linears.
+    """Makes ``from_pretrained`` and ``pipeline`` of transformers load marlinq's formats with marlinq's
+    linears.
 
-    From now on, in this process, until :func:`unregister`. Entries are added to the two tables of
-    quantisation methods that transformers keeps; nothing else of transformers changes. A checkpoint that
-    marlinq does not read falls to transformers' own quantizer, with a warning that says why. Calling it again
-    changes the two settings.
+    This holds for this process until :func:`unregister`. It adds entries to transformers' two tables of
+    quantisation methods and changes nothing else. A checkpoint that marlinq does not read is loaded by
+    transformers' own quantizer, with a warning that gives the reason. Another call changes the two settings.
 
     Args:
-        operator: name of the operator for quantised weights, where it can be used; see
+        operator: name of the operator for quantised weights, used where it can be; see
             :func:`marlinq.runtime.decide`.
-        compile_kernels: compile the kernels that the model's products need on a GPU while it is loaded,
-            instead of at their first use.
+        compile_kernels: compile the model's GPU kernels while it is loaded, and not at their first use.
 
     Raises:
         EnvironmentProblem: transformers is not installed, or has no such tables (it is older than 5.17).
-        UsageError: there is no operator of that name.
+        UsageError: there is no operator with this name.
     """
     from marlinq.runtime.decision import require_operator
 
@@ -47,9 +46,9 @@ def register(*, operator: str = "auto", compile_kernels: bool = True) -> None:
 
 
 def unregister() -> None:
-    """Take back :func:`register`: ``from_pretrained`` uses transformers' own quantizers again.
+    """Undoes :func:`register`: ``from_pretrained`` uses transformers' own quantizers again.
 
-    Models that are already loaded stay as they are. Without a :func:`register` before it nothing happens.
+    Loaded models don't change. Without an earlier :func:`register` nothing happens.
     """
     if _REGISTRY in sys.modules:
         sys.modules[_REGISTRY].remove()

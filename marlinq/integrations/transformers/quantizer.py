@@ -1,10 +1,13 @@
-"""A quantizer of transformers that puts marlinq's operators in the place of quantised linears.
+"""A quantizer for transformers that replaces quantised linears by marlinq's operators.
 
-The way of a checkpoint through ``from_pretrained``, once marlinq is registered: the tables of
-:mod:`~marlinq.integrations.transformers.registry` make its ``quantization_config`` a :class:`MarlinqConfig`.
-transformers asks :class:`MarlinqQuantizer` for the device, builds the model without weights and hands it
-over. The quantizer finds the place of every tensor of the folder and takes the quantised linears out of the
-model. transformers reads the other tensors. At last the quantizer puts an operator where each linear was.
+Steps of ``from_pretrained`` after :func:`marlinq.register`:
+
+1. The tables of :mod:`~marlinq.integrations.transformers.registry` parse a ``quantization_config`` to a
+   :class:`MarlinqConfig`.
+2. transformers asks :class:`MarlinqQuantizer` for the device, and builds the model without weights.
+3. The quantizer finds the place of every stored tensor, and removes the quantised linears from the model.
+4. transformers reads the other tensors.
+5. The quantizer puts an operator in the place of each removed linear.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from marlinq.runtime.placement import Placement
 
 METHOD = "marlinq"
-"""Name of the quantizer in transformers' table. ``config.json`` keeps the ``quant_method`` of its format."""
+"""Name of the quantizer in transformers' table; ``config.json`` keeps the ``quant_method`` of its format."""
 
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 _TURN_OFF = "after marlinq.unregister() transformers' own quantizer loads it"
@@ -44,10 +47,10 @@ class MarlinqConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """``model.config.quantization_config`` of a model that marlinq loads.
 
     Attributes:
-        operator: name of the operator for quantised weights, where it can be used; see
+        operator: name of the operator for quantised weights, used where it can be; see
             :func:`marlinq.runtime.decide`.
-        compile_kernels: kernels are compiled while the model is loaded, instead of at their first use.
-        stored: the ``quantization_config`` of the folder, as ``to_dict`` gives it back.
+        compile_kernels: whether kernels are compiled while the model is loaded, and not at their first use.
+        stored: ``quantization_config`` of the folder.
     """
 
     quant_method = METHOD
@@ -67,16 +70,16 @@ class MarlinqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """What the folder says of itself: a saved or printed config names its format, not marlinq."""
+        """The folder's own ``quantization_config``, which names its format and not marlinq."""
         return deepcopy(self.stored)
 
 
 class _Gap(nn.Module):
-    """Stands for a quantised linear while transformers reads the other tensors."""
+    """Placeholder for a quantised linear while transformers reads the other tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        # For blocks that initialise the weights of their linears themselves; no part of a state dict.
+        # Empty attributes, because some blocks initialise their linears' weights; not in the state dict.
         self.weight = self.bias = torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ class _Gap(nn.Module):
 
 @dataclass(frozen=True)
 class _Loading:
-    """State kept from before transformers reads weights until after."""
+    """State between the steps before and after transformers reads weights."""
 
     instance: ModelInstance
     quantized: QuantizedCheckpoint
@@ -97,9 +100,9 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
     """``model.hf_quantizer`` of a model that marlinq loaded.
 
     Attributes:
-        path: the checkpoint folder; None before it is known.
-        decisions: quantised module name -> the operator that multiplies it, with the reason.
-        notes: warnings for people, such as rounded scales; one line each.
+        path: checkpoint folder; None before loading.
+        decisions: quantised module -> operator that multiplies it, with the reason.
+        notes: warnings, such as rounded scales, one line each.
     """
 
     requires_calibration = True
@@ -119,13 +122,13 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
         self._loading: _Loading | None = None
 
     def report(self) -> list[str]:
-        """How the model's linears are multiplied, and the notes, line by line."""
+        """One line for each choice of an operator, and the notes."""
         from marlinq.runtime.decision import summarize
 
         return [*summarize(self.decisions.values()), *self.notes]
 
     def update_device_map(self, device_map: Any) -> dict[str, Any]:
-        """One device for all modules: the one that is asked for, else the first GPU, else the CPU."""
+        """One device for all modules: the requested one, else the first GPU, else the CPU."""
         if device_map is None or device_map in _SPREAD:
             self._device = resolve_device(None)
             if device_map is not None and torch.cuda.device_count() > 1:
@@ -183,7 +186,7 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
             blueprint = describe(lambda: model, source=str(checkpoint.path))
         except UnsupportedError as error:
             raise UnsupportedError(f"{error}; {_TURN_OFF}") from error
-        # transformers ties when everything is read, so the tree does not show it yet.
+        # transformers ties parameters only after loading, so the ties are passed here.
         blueprint = blueprint.with_ties(model.all_tied_weights_keys)
         blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
         instance = ModelInstance(blueprint, checkpoint, device=placement.device, dtype=placement.dtype)
@@ -194,7 +197,7 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
             elif projection.part == 0:
                 hollow(model.get_submodule(projection.module))
         _untie(model, {blueprint.by_name[name].parameter for name in replaced})
-        # Every stored tensor has a place; these are the ones whose place is a gap.
+        # Tensors of removed linears, which transformers must not report as unexpected.
         packed = "|".join((*quantized.format.suffixes, "bias"))
         known = set(model._keys_to_ignore_on_load_unexpected or ())
         biases = {re.escape(name) for name in _fused_biases(blueprint, replaced)}
@@ -223,7 +226,7 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def is_serializable(self) -> bool:
-        """False: a model holds its weights as an operator wants them. transformers then refuses to save."""
+        """False, so that transformers refuses to save: weights are in the operators' layouts."""
         from marlinq.runtime.loading import NOT_SAVED
 
         warnings.warn(f"{self.path}: {NOT_SAVED}", stacklevel=3)
@@ -240,7 +243,7 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _fused_biases(blueprint: Blueprint, replaced: Collection[str]) -> list[str]:
-    """The parameters that hold the biases of experts that are quantised."""
+    """Names of the parameters with the biases of quantised experts."""
     return [
         bias
         for block in blueprint.blocks
@@ -262,7 +265,7 @@ def _folder(checkpoint_files: list[str] | None) -> Path:
 
 
 def _untie(model: PreTrainedModel, parameters: set[str]) -> None:
-    """Make transformers forget the ties of ``parameters``: a quantised head has a weight of its own."""
+    """Removes the ties of ``parameters`` in transformers, because a quantised head has its own weight."""
     ties = model.all_tied_weights_keys
     tied = [name for name, owner in ties.items() if {name, owner} & parameters]
     for name in tied:

@@ -1,9 +1,9 @@
 """The entries for marlinq in transformers' two tables of quantisation methods.
 
 transformers finds the class that parses a ``quantization_config`` by its ``quant_method``, and the quantizer
-by the ``quant_method`` of what was parsed. So the first table gets, for every method that marlinq reads, a
-class whose ``from_dict`` chooses between :class:`MarlinqConfig` and what stood there; the second gets one new
-entry, ``marlinq``.
+by the parsed config's ``quant_method``. For every method that marlinq reads, the first table therefore gets a
+class whose ``from_dict`` chooses between :class:`MarlinqConfig` and transformers' own class. The second table
+gets one new entry, ``marlinq``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from marlinq.formats.dialects import DIALECTS, Keys, dialect_of
 from marlinq.integrations.transformers.quantizer import METHOD, MarlinqConfig, MarlinqQuantizer
 
 _before: dict[str, type | None] = {}
-"""quant_method -> transformers' own config class, or None where it had none; empty while not registered."""
+"""quant_method -> transformers' own config class, or None if it has none; empty while not registered"""
 
 
 def add(operator: str, *, compile_kernels: bool) -> None:
-    """Make the entries; settings as of :func:`marlinq.integrations.transformers.register`."""
+    """Adds the entries, with the settings of :func:`marlinq.integrations.transformers.register`."""
     remove()
     register_quantizer(METHOD)(MarlinqQuantizer)
     for method in {method for dialect in DIALECTS.values() for method in dialect.quant_methods}:
@@ -37,7 +37,7 @@ def add(operator: str, *, compile_kernels: bool) -> None:
 
 
 def remove() -> None:
-    """Put the tables back to what they were."""
+    """Restores both tables."""
     if not _before:
         return
     AUTO_QUANTIZER_MAPPING.pop(METHOD)
@@ -59,7 +59,7 @@ def _choice(own: type[Any] | None, operator: str, compile_kernels: bool) -> type
                 stacklevel=2,
             )
             return own.from_dict(config_dict, *arguments, **options)
-        # With no class of transformers to fall back to, loading refuses with the same reason.
+        # transformers has no class of its own: the quantizer will refuse with the same reason.
         config = MarlinqConfig.from_dict(config_dict)
         config.operator, config.compile_kernels = operator, compile_kernels
         return config

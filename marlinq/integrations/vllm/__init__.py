@@ -1,12 +1,13 @@
-"""marlinq's kernels inside vLLM, as a plugin of its entry-point group ``vllm.general_plugins``.
+"""A vLLM plugin with marlinq's kernels (entry-point group ``vllm.general_plugins``).
 
-vLLM calls :func:`register` in its front end, its engine and every worker, before a model is built. From then
-on its choice of a kernel for linear layers of 4- and 8-bit integers asks
-:class:`~marlinq.integrations.vllm.linear.IntegerLinearKernel` first, and 4-bit mixtures get
-the experts of :mod:`marlinq.integrations.vllm.experts`; vLLM's own kernels run where those refuse.
-Nothing here initialises CUDA: workers may be forked later.
+vLLM calls :func:`register` in its front end, its engine and every worker before a model is built. Afterwards
+vLLM asks :class:`~marlinq.integrations.vllm.linear.IntegerLinearKernel` first when it chooses a kernel for a
+linear layer of 4- or 8-bit integers, and experts of 4-bit mixtures run on
+:mod:`marlinq.integrations.vllm.experts`. Where these refuse, vLLM's own kernels run. Nothing here initialises
+CUDA, because workers may be forked later.
 
-``MARLINQ_VLLM`` says what is taken over: ``all`` (the default), ``linear``, ``experts``, or ``off``.
+The environment variable ``MARLINQ_VLLM`` chooses the layers: ``all`` (the default), ``linear``, ``experts``,
+or ``off``.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from marlinq.core.errors import MarlinqError
 MODES = ("all", "linear", "experts", "off")
 VARIABLE = "MARLINQ_VLLM"
 
-# Below "vllm", whose handler and level a server has set up.
+# A child of the logger "vllm", whose handler and level the server sets.
 logger = logging.getLogger("vllm.plugins.marlinq")
 
 
 def register() -> None:
-    """Put marlinq's kernels before vLLM's own; may be called any number of times.
+    """Puts marlinq's kernels before vLLM's own; may be called any number of times.
 
-    Never raises: with a version of vLLM that lacks what the plugin needs, or an unknown mode, one warning
-    says so and vLLM's own kernels run.
+    Never raises: with an unsupported version of vLLM or an unknown mode, it logs a warning, and vLLM's own
+    kernels run.
     """
     mode = os.environ.get(VARIABLE, MODES[0])
     if mode not in MODES:

@@ -1,10 +1,9 @@
-"""A mixture's routed experts in vLLM, multiplied by marlinq's grouped W4A16 kernels.
+"""Runs a mixture's routed experts in vLLM on marlinq's grouped W4A16 kernels.
 
-vLLM has no registry of expert kernels. It asks custom quantisation configs first, so the plugin registers one
-(:data:`NAME`) that takes 4-bit checkpoints of mixtures. What it makes is vLLM's config of the checkpoint's
-format, except that experts get vLLM's method for them with two functions replaced: what is done after
-loading, and the product. Parameters, their loading and their division over GPUs stay vLLM's, and so do linear
-layers.
+vLLM has no registry of expert kernels, but asks custom quantisation configs first. The plugin registers one
+(:data:`NAME`) that takes 4-bit checkpoints of mixtures. It returns vLLM's own config for the checkpoint's
+format, in which vLLM's method for experts has two functions replaced: the step after loading, and the
+product. Parameters, loading, the split over GPUs, and linear layers stay vLLM's.
 """
 
 from __future__ import annotations
@@ -40,21 +39,21 @@ from marlinq.runtime.operand import KERNEL_FORMAT, stored_operand
 logger = logging.getLogger("vllm.plugins.marlinq")
 
 NAME = "marlinq"
-"""The quantisation method that vLLM's log and metrics name for mixtures that the plugin takes."""
+"""Name of the quantisation method in vLLM's log and metrics for mixtures that the plugin runs."""
 
 _FORMATS = ("gptq", "awq", "compressed-tensors")
-# How the configs of architectures call the number of routed experts.
+# Keys for the number of routed experts in models' configs.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
 _MOST_EXPERTS = 512
 _SLOTS = 8  # codes of an int32
 _PREFIX = "marlinq_"
-# Shapes whose kernels are compiled and whose line is in the log.
+# Shapes whose kernels have been compiled and logged.
 _prepared: set[tuple[object, ...]] = set()
 
 
 class MixtureConfig(QuantizationConfig):  # type: ignore[misc]
-    """What vLLM finds under :data:`NAME`; never instantiated, since :meth:`from_config` gives vLLM's own."""
+    """The config class under :data:`NAME`; never instantiated, since :meth:`from_config` returns vLLM's."""
 
     @classmethod
     def get_name(cls) -> str:
@@ -76,31 +75,31 @@ class MixtureConfig(QuantizationConfig):  # type: ignore[misc]
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """:data:`NAME` for a 4-bit mixture, unless the user has named a method."""
+        """:data:`NAME` for a 4-bit mixture, unless the user names a method; else None."""
         if user_quant is not None or not current_platform.is_cuda():
             return None
         return NAME if is_mixture(hf_config) and may_have_4_bits(hf_quant_cfg) else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """vLLM's config of the checkpoint's format, whose experts are ours where the kernels take them."""
+        """vLLM's config for the checkpoint's format, with marlinq's experts where the kernels take them."""
         built = quantization_config_class(config["quant_method"]).from_config(config)
         built.__class__ = _config_with_experts(type(built))
         return built
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> None:
-        """Needed by the base class alone."""
+        """Required by the base class; never called."""
 
 
 def is_mixture(hf_config: Any) -> bool:
-    """Whether a model's config, or that of its text model, counts routed experts."""
+    """Whether a model's config, or its text model's, has a number of routed experts."""
     parts = (hf_config, getattr(hf_config, "text_config", None))
     counts = (getattr(part, name, None) for part in parts if part is not None for name in _COUNTS)
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 def may_have_4_bits(quantization: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's quantisation config is of a known format and names 4-bit weights."""
+    """Whether a checkpoint's quantisation config has a known format and 4-bit weights."""
     if quantization.get("quant_method") not in _FORMATS:
         return False
     groups = quantization.get("config_groups")
@@ -110,7 +109,7 @@ def may_have_4_bits(quantization: Mapping[str, Any]) -> bool:
 
 
 def _config_with_experts(config: Any) -> Any:
-    """``config``, a class of vLLM's, with experts of ours; of the same name, which vLLM compares."""
+    """A subclass of vLLM's config class with marlinq's experts, and with its name, which vLLM compares."""
 
     def get_quant_method(self: Any, layer: nn.Module, prefix: str) -> Any:
         method = config.get_quant_method(self, layer, prefix)
@@ -127,7 +126,7 @@ def _config_with_experts(config: Any) -> Any:
 
 
 def experts_refusal(method: Any, layer: Any) -> str | None:
-    """Why the kernels can't run the experts that vLLM is about to make parameters for, or None."""
+    """Why the kernels can't run a layer's experts, or None; called before vLLM makes parameters."""
     moe = layer.moe_config
     parallel = moe.moe_parallel_config
     activation = getattr(layer.activation, "value", layer.activation)
@@ -158,18 +157,16 @@ def experts_refusal(method: Any, layer: Any) -> str | None:
 
 
 def _method_with_kernels(method: Any) -> Any:
-    """A class of vLLM's for experts with two functions replaced; of the same name, which vLLM compares.
-
-    Derived from it alone: only then may an object of the one class become one of the other.
-    """
+    """A subclass of vLLM's method for experts with two functions replaced, and with its name, which vLLM
+    compares. It has no other base class, so that an object of vLLM's class can become one of this class."""
 
     class Int4Experts(method):  # type: ignore[misc]
-        """What :data:`EXPERT_METHODS` do until weights are loaded, and marlinq's kernels from then on."""
+        """vLLM's method until weights are loaded, marlinq's kernels afterwards."""
 
         _operands: Operands | None = None
 
         def process_weights_after_loading(self, layer: Any) -> None:
-            """Replace the parameters by the kernels' operands; where that fails, vLLM's own way."""
+            """Replaces the parameters by the kernels' operands; if that fails, does what vLLM does."""
             try:
                 weights = expert_weights(self, layer)
             except (MarlinqError, AttributeError, KeyError) as error:
@@ -180,13 +177,13 @@ def _method_with_kernels(method: Any) -> Any:
             prepare(weights, self._operands.activation, layer.moe_config.experts_per_token)
 
         def get_fused_moe_quant_config(self, layer: Any) -> Any:
-            """None: there is nothing that a kernel of vLLM would read."""
+            """None, because no kernel of vLLM reads the parameters."""
             return super().get_fused_moe_quant_config(layer) if self._operands is None else None
 
         def apply(
             self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any, **named: Any
         ) -> Any:
-            """The routed experts' sum for rows ``x`` [M, H]; over ranks it is added by vLLM."""
+            """The weighted sum of routed experts for ``x`` [M, H]; vLLM adds it up over ranks."""
             if self._operands is None:
                 return super().apply(layer, x, topk_weights, topk_ids, *others, **named)
             return torch.ops.marlinq.routed_experts(
@@ -205,13 +202,13 @@ def _method_with_kernels(method: Any) -> Any:
 
 
 class Operands(NamedTuple):
-    """What a product of a layer's experts is called with.
+    """Arguments of ``torch.ops.marlinq.routed_experts`` for a layer.
 
     Attributes:
-        names: parameters of the layer: words, scales and zero points of gate with up, then of down.
+        names: names of the layer's parameters: words, scales and zero points of gate with up, then of down.
         weight_format: name of the words' format.
-        group_size: as ``torch.ops.marlinq.routed_experts`` takes it.
-        activation: its name there.
+        group_size: input channels per scale; -1 for all.
+        activation: name of the activation.
     """
 
     names: tuple[str, ...]
@@ -221,7 +218,7 @@ class Operands(NamedTuple):
 
 
 def put_operands(layer: Any, weights: ExpertWeights) -> Operands:
-    """Put ``weights`` in the place of vLLM's parameters of ``layer``."""
+    """Replaces vLLM's parameters of ``layer`` by ``weights``."""
     for name, _ in list(layer.named_parameters(recurse=False)):
         if name.startswith(("w13_", "w2_")):
             delattr(layer, name)
@@ -238,7 +235,7 @@ def put_operands(layer: Any, weights: ExpertWeights) -> Operands:
 
 
 def expert_weights(method: Any, layer: Any) -> ExpertWeights:
-    """The operands that hold what vLLM has loaded into ``layer``; its parameters stay.
+    """The operands made from the parameters that vLLM has loaded into ``layer``, which are kept.
 
     Raises:
         UnsupportedError: parameters of an unknown shape, or a scale overflows the activations' dtype.
@@ -250,7 +247,7 @@ def expert_weights(method: Any, layer: Any) -> ExpertWeights:
     products = [_stored(gate_up.half(number), hidden, inner, group, dtype) for number in (0, 1)]
     products.append(_stored(_parameters(layer, "w2", method), inner, hidden, group, dtype))
     if any(stored.zeros is not None for stored in products):
-        # A product whose stored zero points are all in the middle came without.
+        # A product whose zero points are all the middle code is returned without zero points.
         products = [
             replace(
                 stored,
@@ -263,20 +260,20 @@ def expert_weights(method: Any, layer: Any) -> ExpertWeights:
 
 
 class _Loaded(NamedTuple):
-    """A product's parameters: words, scales and packed zero points [E, K or groups, N], packed or not."""
+    """Parameters of a product: words [E, K packed, N], scales and packed zero points [E, groups, N]."""
 
     words: Tensor
     scales: Tensor
     zeros: Tensor | None
 
     def half(self, number: int) -> _Loaded:
-        """Gate's columns (0) or up's (1)."""
+        """The columns of gate (0) or up (1)."""
         zeros = None if self.zeros is None else self.zeros.chunk(2, dim=2)[number]
         return _Loaded(self.words.chunk(2, dim=2)[number], self.scales.chunk(2, dim=2)[number], zeros)
 
 
 def _parameters(layer: Any, product: str, method: Any) -> _Loaded:
-    """What vLLM has loaded as ``w13`` (gate and up) or ``w2`` (down)."""
+    """The parameters that vLLM has loaded as ``w13`` (gate and up) or ``w2`` (down)."""
     stored = dict(layer.named_parameters(recurse=False))
     packed = f"{product}_weight_packed" in stored
     words = stored[f"{product}_weight_packed" if packed else f"{product}_qweight"]
@@ -287,13 +284,13 @@ def _parameters(layer: Any, product: str, method: Any) -> _Loaded:
     elif _interleaved(method):
         zeros = stored[f"{product}_qzeros"]
     if packed and not getattr(words, "is_transposed", True):
-        # Newer versions keep compressed-tensors' own order, output channels first.
+        # Newer versions of vLLM keep the order of compressed-tensors, output channels first.
         return _Loaded(words.data.mT, scales.data.mT, None if zeros is None else zeros.data.mT)
     return _Loaded(words.data, scales.data, None if zeros is None else zeros.data)
 
 
 def _stored(loaded: _Loaded, k: int, n: int, group_size: int, dtype: torch.dtype) -> StoredExperts:
-    """One product of all experts: converted as one weight whose input channels are the experts' in turn."""
+    """One product of all experts, converted as a single weight with the experts concatenated along K."""
     words, scales, zeros = loaded
     experts, rows, columns = words.shape
     interleaved = rows == k and columns * _SLOTS == n
@@ -324,7 +321,7 @@ def _stored(loaded: _Loaded, k: int, n: int, group_size: int, dtype: torch.dtype
     stored = StoredWeight("experts", layout, ModuleSpec(experts * k, n, scheme), tensors)
     operand = stored_operand(stored, dtype, words.device)
     if groups == 1:
-        # A single group of K is stored in an order of its own, whatever its size is called.
+        # A single group over all of K has a layout of its own, whatever its group size is called.
         own = [
             stored.grid.scales.to(dtype),
             stored.grid.zeros.to(dtype) if stored.scheme.stores_zeros else None,
@@ -341,7 +338,7 @@ def _stored(loaded: _Loaded, k: int, n: int, group_size: int, dtype: torch.dtype
 
 
 def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
-    """Compile what layers like this need for every batch, and say once which kernels run."""
+    """Compiles the kernels that such layers need for every batch, and logs once which kernels run."""
     device = weights.down.words.device
     if device.type != "cuda":
         return
@@ -385,10 +382,10 @@ def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
 
 
 def batches(most: int, captured: list[int]) -> list[int]:
-    """Rows of the batches whose kernels are compiled while a model loads, up to ``most``.
+    """Numbers of rows, up to ``most``, whose kernels are compiled while a model loads.
 
-    Every one up to 64, those that CUDA graphs are captured for, and beyond 64 steps of a sixteenth. A batch
-    between two steps nearly always needs a kernel of one of them; else its first product compiles it.
+    All up to 64, those that CUDA graphs are captured for, and above 64 steps of a sixteenth. A number between
+    two steps nearly always needs the kernel of one of them; otherwise its first product compiles its kernel.
     """
     found = {*range(1, 65), *captured}
     rows = 64
@@ -399,7 +396,7 @@ def batches(most: int, captured: list[int]) -> list[int]:
 
 
 def register_experts() -> None:
-    """Register :class:`MixtureConfig`; may be called any number of times."""
+    """Registers :class:`MixtureConfig`; may be called any number of times."""
     register_quantization_config(NAME)(MixtureConfig)
 
 

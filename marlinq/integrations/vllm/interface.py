@@ -1,12 +1,13 @@
-"""Everything of vLLM that the plugin uses, in one file: what a new version can break.
+"""All parts of vLLM that the plugin uses, so that only this file depends on vLLM's version.
 
-Read in the wheels of vLLM 0.26.0 and 0.32.0, for linear layers 0.33.0 too. Private are:
+They were read in vLLM 0.26.0 and 0.32.0, for linear layers also in 0.33.0. Private parts are:
 
-* ``_POSSIBLE_KERNELS``: vLLM's ``register_linear_kernel`` appends, and behind Machete a kernel is never asked
-  on Hopper. A class whose name contains "marlin" or "humming" is moved by version 0.33's order of priority.
+* ``_POSSIBLE_KERNELS``, the list of linear kernels. vLLM's ``register_linear_kernel`` would append, and a
+kernel
+  after Machete is never asked on Hopper. Version 0.33 sorts classes whose name contains "marlin" or
+  "humming".
 * ``vllm.envs.environment_variables``, whose values are part of the key of compiled graphs.
-* The names of the classes in :data:`EXPERT_METHODS`, which vLLM's own loader compares too, and those of the
-  parameters that they make.
+* Names of the classes in :data:`EXPERT_METHODS`, which vLLM's loader compares too, and of their parameters.
 """
 
 from __future__ import annotations
@@ -59,21 +60,20 @@ EXPERT_METHODS = (
     "CompressedTensorsWNA16MarlinMoEMethod",
     "CompressedTensorsWNA16MoEMethod",
 )
-"""vLLM's methods for experts with packed integer weights, by the name of their class."""
+"""Class name -> vLLM's method for experts with packed integer weights."""
 
-# What max_batched_tokens is without a configuration: vLLM's default on large GPUs.
 _MOST_TOKENS = 8192
+"""tokens per batch, at most, without a configuration: vLLM's default on large GPUs"""
 
 
 def put_first(kernel: type) -> None:
-    """Make ``kernel`` the first that is asked for a linear layer with packed integer weights on CUDA.
+    """Puts ``kernel`` first in vLLM's list of kernels for packed integer weights on CUDA.
 
     Raises:
-        UnsupportedError: this version of vLLM keeps its list of kernels elsewhere; the message says where it
-            was expected.
+        UnsupportedError: this version of vLLM has its list of kernels elsewhere.
     """
     by_platform = getattr(linear_kernels, "_POSSIBLE_KERNELS", None)
-    # Its keys are the members of vLLM's PlatformEnum, which is imported under this name there.
+    # The keys of the list are members of PlatformEnum, which that module imports.
     platforms = getattr(linear_kernels, "PlatformEnum", None)
     kernels = by_platform.get(platforms.CUDA) if isinstance(by_platform, dict) and platforms else None
     if not isinstance(kernels, list):
@@ -86,17 +86,17 @@ def put_first(kernel: type) -> None:
 
 
 def key_compiled_graphs(mode: str) -> None:
-    """Make what is taken over part of the key under which vLLM keeps compiled graphs on disk.
+    """Makes the plugin's mode part of the key under which vLLM stores compiled graphs on disk.
 
-    A graph names the operators that multiply, and vLLM's key says nothing of plugins: without this, a graph
-    compiled without the plugin would be run with it, on parameters that are no longer there. The key hashes
-    every environment variable that vLLM knows, so it gets to know one more.
+    A compiled graph names the operators that multiply, but vLLM's key does not depend on plugins. A graph
+    compiled without the plugin would be run with it, on parameters that no longer exist. The key hashes all
+    environment variables that vLLM knows, so one more is added.
 
     Args:
         mode: value of ``MARLINQ_VLLM``.
 
     Raises:
-        UnsupportedError: this version of vLLM keeps its variables elsewhere.
+        UnsupportedError: this version of vLLM has its variables elsewhere.
     """
     variables = getattr(vllm.envs, "environment_variables", None)
     if not isinstance(variables, dict):
@@ -107,7 +107,7 @@ def key_compiled_graphs(mode: str) -> None:
 
 
 def _sources() -> str:
-    """What tells versions of the plugin apart, those between releases too."""
+    """A hash of the plugin's sources, which also differs between unreleased versions."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -115,7 +115,7 @@ def _sources() -> str:
 
 
 def missing_package() -> str | None:
-    """What keeps the kernels from being compiled here, or None; asks for no GPU."""
+    """Why kernels can't be compiled on this machine, or None; does not initialise a GPU."""
     try:
         import cupy  # noqa: F401
 
@@ -126,13 +126,13 @@ def missing_package() -> str | None:
 
 
 def max_batched_tokens() -> int:
-    """Rows of the largest product that the engine now being built will ask for."""
+    """Rows of the largest product of the engine that is being built."""
     config = _current_config()
     return _MOST_TOKENS if config is None else int(config.scheduler_config.max_num_batched_tokens)
 
 
 def capture_sizes() -> list[int]:
-    """Rows of the batches for which that engine will capture CUDA graphs."""
+    """Numbers of rows for which the engine that is being built will capture CUDA graphs."""
     compilation = getattr(_current_config(), "compilation_config", None)
     return list(getattr(compilation, "cudagraph_capture_sizes", None) or ())
 

@@ -1,9 +1,9 @@
-"""A linear layer of vLLM whose weight of 4- or 8-bit integers runs on marlinq's kernels.
+"""Runs vLLM's linear layers with 4- or 8-bit integer weights on marlinq's kernels.
 
-vLLM loads GPTQ, AWQ and compressed-tensors checkpoints through three methods, which hand the same parameters
-to one kernel class: packed codes, scales, zero points and g_idx, of a rank's shard, with q, k, v and gate, up
-merged. Their dimensions differ by format. Brought into the order that compressed-tensors stores them in, they
-are a stored weight like any other, and become the kernel's operand once, after loading.
+vLLM loads GPTQ, AWQ and compressed-tensors checkpoints with three methods that give one kernel class the same
+parameters: packed codes, scales, zero points and g_idx of a rank's shard, with q, k, v and gate, up merged.
+The order of their dimensions depends on the format. They are brought into the order of compressed-tensors and
+converted to the kernel's operand once, after loading.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ logger = logging.getLogger("vllm.plugins.marlinq")
 _ONE_SCALE_PER_CHANNEL = Granularity.channel().group_size
 
 SMALLEST_CAPABILITY = 80
-"""Compute capability, times ten, from which on the kernels run."""
-
+"""lowest compute capability, times ten, that the kernels run on"""
 _GROUP_STEP = 32
-# Layers of one shape say and compile the same: (shape, dtype, device).
+# (shape, dtype, device) of layers whose kernels have been compiled and logged.
 _prepared: set[tuple[object, ...]] = set()
 
 
 def _element(config: MPLinearLayerConfig) -> Element | None:
-    """Type of the layer's codes; None where it is none of the plugin's."""
+    """Type of the layer's codes; None if the plugin does not support it."""
     if config.zero_points:
         return INT4 if config.weight_type == scalar_types.uint4 else None
     if config.weight_type == scalar_types.uint4b8:
@@ -56,7 +55,7 @@ def _element(config: MPLinearLayerConfig) -> Element | None:
 
 
 def refusal(config: MPLinearLayerConfig) -> str | None:
-    """Why the kernel can't run a layer that vLLM describes so, or None."""
+    """Why the kernel can't run a layer with vLLM's description ``config``, or None."""
     channels, total = config.partition_weight_shape[0], config.full_weight_shape[0]
     group = config.group_size
     if config.act_type not in (torch.float16, torch.bfloat16):
@@ -78,7 +77,7 @@ def refusal(config: MPLinearLayerConfig) -> str | None:
 
 
 class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
-    """vLLM's interface of a kernel for packed integer weights (``MPLinearKernel``)."""
+    """marlinq's kernel behind vLLM's interface for packed integer weights (``MPLinearKernel``)."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -92,7 +91,7 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Replace the layer's parameters by the kernel's operand, and compile what its shape needs."""
+        """Replaces the layer's parameters by the kernel's operand, and compiles kernels for its shape."""
         stored = self._stored(layer)
         from marlinq.runtime.operand import stored_operand
 
@@ -129,7 +128,7 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
         return getattr(self, "w_gidx_name", None)
 
     def _stored(self, layer: nn.Module) -> StoredWeight:
-        """The layer's parameters in the order in which compressed-tensors stores them."""
+        """The layer's parameters in the order of compressed-tensors."""
         config = self.config
         k, n = config.partition_weight_shape
         scales = getattr(layer, self.w_s_name)
@@ -161,7 +160,8 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
 
     @staticmethod
     def _replace(layer: nn.Module, name: str, tensor: Tensor | None) -> str | None:
-        """Put ``tensor`` in the place of the parameter ``name``; None removes it; the name, if any."""
+        """Replaces the parameter ``name`` by ``tensor`` and returns the name; with None, removes it and
+        returns None."""
         if tensor is None:
             if hasattr(layer, name):
                 delattr(layer, name)
@@ -174,7 +174,7 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
         return name
 
     def _prepare(self, operand: Operand) -> None:
-        """Compile what products of this shape need for every batch, and say once which kernel runs."""
+        """Compiles the kernels of this shape for every batch, and logs once which kernel runs."""
         device = operand.words.device
         if device.type != "cuda":
             return
