@@ -21,7 +21,8 @@ from typing import Any
 
 from marlinq import evaluate, load, quantize
 from marlinq.operations.bench.hardware import hardware_line
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe
 
 BLOCKS = r"\.\d+\."
 """Found in the name of every linear of a block."""

@@ -27,7 +27,8 @@ from marlinq.methods import SolveReport, register_method
 from marlinq.methods.gptq import GPTQ, GPTQOptions
 from marlinq.methods.hessian import HessianAccumulator
 from marlinq.operations.bench.hardware import hardware_line
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe
 
 INT3 = Element("int3", 3)
 """Eight values a weight, the middle one zero; solvers know it, no layout holds it."""

@@ -26,7 +26,8 @@ from marlinq.core.settings import Flag, Kind, kinds, meanings
 from marlinq.core.sources import local_folder
 from marlinq.methods import METHODS
 from marlinq.operations.quantize.early import refuse_by_config
-from marlinq.operations.quantize.recipe import Override, Recipe, read_recipe
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe, read_recipe
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

@@ -9,7 +9,8 @@ import pytest
 
 from marlinq.core.settings import kinds
 from marlinq.methods import GPTQOptions, RTNOptions
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.layouts import INTEGERS
 from tests.testing.recipes import write_recipe
 

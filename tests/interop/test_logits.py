@@ -29,7 +29,8 @@ from torch import Tensor
 
 from marlinq.operations.convert import convert
 from marlinq.operations.quantize import quantize
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe
 from marlinq.runtime import load
 from tests.interop.conftest import Answers, ask_peers, loader_of
 from tests.interop.make_peer_checkpoints import INTERMEDIATE, VOCABULARY, calibration_tokens

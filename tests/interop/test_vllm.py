@@ -22,7 +22,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from marlinq.operations.convert import convert
 from marlinq.operations.quantize import quantize
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe
 from marlinq.runtime import load
 from tests.interop import vllm_cpu_kernels
 

@@ -14,7 +14,7 @@ from lab.models.families import families, random_model
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError
 from marlinq.models import ModelInstance, build_blueprint, converted, find_conversions
-from marlinq.operations.quantize.recipe import Override
+from marlinq.operations.quantize.override import Override
 
 # Rules of single modules are what is tested, not whether a server takes them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*make one layer of them")

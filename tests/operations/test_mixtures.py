@@ -17,7 +17,7 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.operations.convert import convert
 from marlinq.operations.evaluate import evaluate
 from marlinq.operations.quantize import Recipe, quantize
-from marlinq.operations.quantize.recipe import Override
+from marlinq.operations.quantize.override import Override
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
 from marlinq.runtime.experts import PackedExperts

@@ -20,7 +20,7 @@ from marlinq.operations.convert import convert
 from marlinq.operations.evaluate import evaluate
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import Recipe, quantize
-from marlinq.operations.quantize.recipe import Override
+from marlinq.operations.quantize.override import Override
 from marlinq.operations.report import operation as report
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load

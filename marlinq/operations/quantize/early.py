@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.operations.quantize.recipe import Recipe, common_group_size
+from marlinq.operations.quantize.module_settings import common_group_size
+from marlinq.operations.quantize.recipe import Recipe
 
 _TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config")
 """Keys of config.json that hold the language model's config in multi-modal models."""

@@ -26,13 +26,8 @@ from marlinq.formats.dialects.patterns import FUSED
 from marlinq.methods import METHODS, Method, MethodOptions
 from marlinq.models import Block, Blueprint, Conversion, Projection, TensorNames, converted
 from marlinq.operations.inspect.servers import built_plain
-from marlinq.operations.quantize.recipe import (
-    AUTO_GROUP_SIZES,
-    UNQUANTIZED,
-    ModuleSettings,
-    Recipe,
-    common_group_size,
-)
+from marlinq.operations.quantize.module_settings import AUTO_GROUP_SIZES, ModuleSettings, common_group_size
+from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 
 _MOST_GPUS = 8
 """largest number of GPUs over which tensor parallelism splits layers"""

@@ -6,8 +6,6 @@ recipe's method are keys beside the others.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -17,10 +15,9 @@ from typing import Any
 from marlinq.core.errors import UsageError
 from marlinq.core.files import read_regular
 from marlinq.core.granularity import Granularity
-from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
 from marlinq.core.plain_values import MAX_YAML_BYTES, load_yaml
 from marlinq.core.rules import Keep, ModuleRules, Rule
-from marlinq.core.scheme import INT4, Activations, Element, Scheme
+from marlinq.core.scheme import INT4
 from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.core.settings import (
     AUTO,
@@ -31,7 +28,6 @@ from marlinq.core.settings import (
     Choice,
     Flag,
     Fraction,
-    Kind,
     Text,
     Texts,
     Unset,
@@ -41,16 +37,14 @@ from marlinq.core.settings import (
     setting,
 )
 from marlinq.core.sparsity import SPARSITIES, Sparsity
-from marlinq.formats import FORMATS, Format, Layout
+from marlinq.formats import FORMATS
 from marlinq.methods import METHODS, MethodOptions, RTNOptions
 from marlinq.operations.quantize.candidates import CANDIDATES, Members, read_allocation
+from marlinq.operations.quantize.module_settings import ModuleSettings
+from marlinq.operations.quantize.override import DENSE, SHARED, Override, override_of
 from marlinq.operations.quantize.quality import DEFAULT, QUALITIES
 
-AUTO_GROUP_SIZES = (128, 64, 32)
-GROUP_SIZES = (32, 64, 128, -1, AUTO)
 UNQUANTIZED = NONE
-DENSE = NONE
-"""Value of ``sparsity`` for weights that are not pruned."""
 ROUNDING, STATIC_ROUNDING = "rtn", "rtn-static"
 """Methods for modules whose scheme the recipe's method can't make: for dynamic or 16-bit activations, and for
 static ones."""
@@ -61,171 +55,6 @@ MIXED_FORMATS = ("compressed-tensors", "gptq", "gptq-v2")
 """Formats whose config can give each module a scheme of its own."""
 SERVED_BY = ("vllm", "sglang", "transformers", "marlinq")
 """Values of ``--for``."""
-
-
-@dataclass(frozen=True)
-class ModuleSettings:
-    """The settings of one module.
-
-    Attributes:
-        element: type of its codes.
-        granularity: weights that share a scale; None for a group size that is still to be chosen for all
-            modules together (``auto``).
-        symmetric: whether zero points are fixed at the middle code.
-        scale_dtype: name of the scales' dtype; None where layout or model decide.
-        two_levels: whether scales are multiplied by one further scale per tensor.
-        activations: quantisation of the inputs by servers; None for 16-bit activations.
-        sparsity: pattern of pruned weights; None for dense weights.
-        method: name of the method that quantises it.
-        options: options of that method.
-        reason: where the settings come from.
-    """
-
-    element: Element
-    granularity: Granularity | None
-    symmetric: bool
-    scale_dtype: str | None
-    two_levels: bool
-    activations: Activations | None
-    sparsity: Sparsity | None
-    method: str
-    options: MethodOptions
-    reason: str
-
-    def layout(self, form: Format) -> Layout:
-        """The layout of ``form`` that holds a module with these settings.
-
-        Raises:
-            ConversionRefused: the format has none.
-        """
-        return form.layout_of(self.typical)
-
-    @property
-    def typical(self) -> Scheme:
-        """The scheme for a K of several groups: formats and methods are asked about it before K is known."""
-        granularity = self.granularity or Granularity.group(AUTO_GROUP_SIZES[0])
-        return replace(self, granularity=granularity).scheme(2 * AUTO_GROUP_SIZES[0], "float16")
-
-    def scheme(self, in_features: int, scale_dtype: str) -> Scheme:
-        """The scheme of a module with K = ``in_features``.
-
-        Args:
-            in_features: K.
-            scale_dtype: dtype of scales where the settings have none.
-
-        Raises:
-            ValueError: the group size is still ``auto``.
-        """
-        if self.granularity is None:
-            raise ValueError("an automatic group size is decided for all modules together, then stored")
-        return Scheme(
-            element=self.element,
-            granularity=self.granularity.for_channels(in_features),
-            zero_point=self.element.zero_point if self.symmetric else "stored",
-            scale_dtype=self.scale_dtype or scale_dtype,
-            tensor_scale="multiplies" if self.two_levels else "none",
-            activations=self.activations,
-            sparsity=self.sparsity,
-        )
-
-    def group_refusal(self, in_features: int) -> str | None:
-        """Why a module with K = ``in_features`` can't have these groups or this sparsity, or None."""
-        fitting = common_group_size([in_features])
-        if self.granularity is None:
-            if fitting is None:
-                sizes = ", ".join(map(str, AUTO_GROUP_SIZES))
-                return f"none of the group sizes {sizes} divides in_features {in_features}"
-        elif self.granularity.kind == "group" and in_features % self.granularity.channels:
-            hint = f", but of {fitting}" if fitting else ""
-            size = self.granularity.channels
-            return f"in_features {in_features} is not a multiple of group size {size}{hint}"
-        if self.sparsity is not None and in_features % self.sparsity.span:
-            return (
-                f"in_features {in_features} is not a multiple of {self.sparsity.span} ({self.sparsity.name})"
-            )
-        return None
-
-
-@dataclass(frozen=True)
-class Override:
-    """A rule for the modules whose full name matches a pattern.
-
-    Attributes:
-        pattern: case-sensitive regular expression that matches anywhere in the name (as ``re.search``):
-            ``down_proj`` matches every down projection, ``^model\\.layers\\.0\\.`` the first block.
-        skip: whether the modules stay unquantised.
-        settings: changed settings, empty with ``skip``: scheme, group_size, symmetric, sparsity and options
-            of the recipe's method.
-
-    Raises:
-        UsageError: the pattern or a setting is invalid, or there is neither ``skip`` nor a setting.
-    """
-
-    pattern: str
-    skip: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _ = self._compiled
-        if self.skip == bool(self.settings):
-            raise UsageError(
-                f"override {self.pattern!r}: expected either skip or settings such as group_size=32"
-            )
-        known = _kinds_of_a_module()
-        for key, value in self.settings.items():
-            where = f"override {self.pattern!r}: {key}"
-            if key not in known:
-                raise UsageError(f"{where}: unknown key; expected one of {', '.join(known)}")
-            known[key].check(where, value)
-
-    @cached_property
-    def _compiled(self) -> Pattern:
-        return Patterns("override", UsageError).compile(self.pattern)
-
-    def matches(self, module: str) -> bool:
-        """Whether the pattern matches the full name ``module``.
-
-        Raises:
-            UsageError: matching takes too long.
-        """
-        return self._compiled.found_in(module)
-
-    @classmethod
-    def parse(cls, text: str) -> Override:
-        """Reads the command line's ``REGEX=skip`` or ``REGEX=key=value[,key=value...]``.
-
-        Keys are those of a recipe; ``sym`` is short for ``symmetric``. The regular expression may contain
-        ``=``, because settings are the longest tail of the text that has the form of settings.
-
-        Raises:
-            UsageError: the text has neither form, or a value is out of range.
-        """
-        if len(text) > 2 * MAX_CHARACTERS:
-            raise UsageError(f"--override: {len(text)} characters, at most {2 * MAX_CHARACTERS} expected")
-        if text.endswith("=skip") and text != "=skip":
-            return cls(text.removesuffix("=skip"), skip=True)
-        known = _kinds_of_a_module()
-        names = "|".join([*map(re.escape, known), "sym"])
-        match = re.fullmatch(rf"(.+?)=((?:{names})=[^=,]+(?:,(?:{names})=[^=,]+)*)", text)
-        if match is None:
-            raise UsageError(
-                f"--override {text!r}: expected REGEX=skip or REGEX=key=value[,key=value] with a key of "
-                f"{', '.join(known)}"
-            )
-        settings: dict[str, Any] = {}
-        for item in match[2].split(","):
-            key, value = item.split("=")
-            key = "symmetric" if key == "sym" else key
-            if key in settings:
-                raise UsageError(f"--override {text!r}: {key} is given twice; keep one")
-            settings[key] = known[key].parse(f"--override {text!r}: {key}", value.strip())
-        return cls(match[1], settings=settings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """A plain mapping for YAML and JSON."""
-        return (
-            {"match": self.pattern, "skip": True} if self.skip else {"match": self.pattern, **self.settings}
-        )
 
 
 @dataclass(frozen=True)
@@ -293,23 +122,25 @@ class Recipe:
     method: str = setting("gptq", Choice(METHODS), "Method that quantises the weights.")
     scheme: str = setting(
         "int4",
-        Choice(SCHEMES),
+        SHARED["scheme"],
         "Type and grouping of the stored weights: "
         + "; ".join(f"{each.name}: {each.meaning}" for each in SCHEMES.values())
         + ".",
     )
     group_size: int | str = setting(
         AUTO,
-        Choice(GROUP_SIZES),
+        SHARED["group_size"],
         "Input channels that share a scale. -1 is one scale per output channel; auto is the largest of 128, "
         "64 and 32 that divides the input channels of every quantised linear.",
     )
     symmetric: bool = setting(
-        True, Flag(), "Fix zero points at the middle code, or choose and store one for each group."
+        True,
+        SHARED["symmetric"],
+        "Fix zero points at the middle code, or choose and store one for each group.",
     )
     sparsity: str = setting(
         DENSE,
-        Choice(SPARSITIES, DENSE),
+        SHARED["sparsity"],
         "Prune int4 and int8 linears: 2:4 keeps two of every four neighbouring input channels.",
     )
     quantize_head: str = setting(
@@ -471,7 +302,7 @@ class Recipe:
         return not self.allocation and any(getattr(self, key) != NONE for key in _TARGETS)
 
     def _check_override(self, override: Override) -> None:
-        own = (*_SHARED, *kinds(METHODS[self.method].options))
+        own = (*SHARED, *kinds(METHODS[self.method].options))
         for key in override.settings:
             if key not in own:
                 raise UsageError(
@@ -535,7 +366,7 @@ class Recipe:
         )
 
     def _settings(self, changes: Mapping[str, Any], scheme: str, reason: str) -> ModuleSettings:
-        own = {key: value for key, value in changes.items() if key not in _SHARED}
+        own = {key: value for key, value in changes.items() if key not in SHARED}
         named = SCHEMES[changes.get("scheme", scheme)]
         size, symmetric = (changes.get(key, getattr(self, key)) for key in ("group_size", "symmetric"))
         if named.granularity is not None and "group_size" in changes:
@@ -607,7 +438,7 @@ class Recipe:
         rules = values.get("overrides", [])
         if not isinstance(rules, list):
             raise UsageError(f"recipe: overrides: expected a list of rules, found {rules!r}")
-        changes = dict(values) | {"overrides": tuple(_override_of(rule) for rule in rules)}
+        changes = dict(values) | {"overrides": tuple(override_of(rule) for rule in rules)}
         return cls._changed(None, changes)
 
     def quality_record(self) -> dict[str, Any]:
@@ -708,33 +539,5 @@ def read_recipe(path: Path) -> Recipe:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _override_of(rule: Any) -> Override:
-    if not isinstance(rule, dict) or not isinstance(rule.get("match"), str):
-        raise UsageError(
-            f"recipe: overrides: expected a mapping with a regular expression 'match', found {rule!r}"
-        )
-    settings = {key: value for key, value in rule.items() if key not in ("match", "skip")}
-    skip = rule.get("skip", False)
-    Flag().check(f"override {rule['match']!r}: skip", skip)
-    return Override(rule["match"], skip=skip, settings=settings)
-
-
-def common_group_size(in_features: Iterable[int]) -> int | None:
-    """The largest automatic group size that divides every K of ``in_features``; None if none does."""
-    common = math.gcd(*in_features)
-    return next((size for size in AUTO_GROUP_SIZES if common % size == 0), None)
-
-
 _TARGETS = ("target_bits", "target_size")
 _ALLOCATED_FOR = (*_TARGETS, "served_by", "format")
-_SHARED = ("scheme", "group_size", "symmetric", "sparsity")
-"""Keys that an override may change with every method."""
-
-
-def _kinds_of_a_module() -> dict[str, Kind]:
-    """Keys that an override may have, with their kinds of values: shared keys and options of all methods."""
-    own = kinds(Recipe)
-    known = {key: own[key] for key in _SHARED}
-    for method in METHODS.values():
-        known = kinds(method.options) | known
-    return {**{key: own[key] for key in _SHARED}, **known}

@@ -12,7 +12,8 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import ConversionRefused
 from marlinq.operations.convert import convert
 from marlinq.operations.quantize import quantize
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.runnable_folders import save_plain
 from tests.testing.tiny_models import tiny_model
 

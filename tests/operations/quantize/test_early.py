@@ -10,7 +10,8 @@ import pytest
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.operations.quantize.early import refuse_by_config
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe
 
 FOLDER = Path("model")
 

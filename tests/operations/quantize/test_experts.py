@@ -16,7 +16,7 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.methods import METHODS
 from marlinq.operations.quantize import QuantizeReport, Recipe, quantize, solve
 from marlinq.operations.quantize import experts as calibration
-from marlinq.operations.quantize.recipe import Override
+from marlinq.operations.quantize.override import Override
 from tests.testing.mixtures import calibration_text, save_mixture
 
 LAYER = "model.layers.0.mlp"

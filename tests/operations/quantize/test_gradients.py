@@ -19,7 +19,7 @@ from marlinq.models import BlockReplay, ModelInstance, build_blueprint
 from marlinq.operations.quantize import QuantizeReport, gradients, operation, quantize
 from marlinq.operations.quantize.budget import Work, gradient_jobs, gradient_tokens
 from marlinq.operations.quantize.gradients import LossGradients
-from marlinq.operations.quantize.recipe import Override
+from marlinq.operations.quantize.override import Override
 from tests.testing.mixtures import calibration_text, save_mixture
 from tests.testing.original_folders import READ, folder_bytes, save_tiny
 from tests.testing.tiny_models import tiny_model

@@ -25,8 +25,9 @@ from marlinq.operations.convert import convert
 from marlinq.operations.evaluate import evaluate
 from marlinq.operations.quantize import QuantizeReport, quantize
 from marlinq.operations.quantize.head import solve_head
+from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.planning import PlannedModule, plan_output
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.verify import verify
 from marlinq.runtime import load
 from marlinq.runtime.linear import QuantLinear

@@ -28,8 +28,9 @@ from marlinq.operations.convert import convert
 from marlinq.operations.evaluate import evaluate
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import QuantizeReport, quantize
+from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.planning import plan_output
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.solves import try_solver
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load

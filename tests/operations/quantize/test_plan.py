@@ -20,9 +20,9 @@ from marlinq.operations.quantize.budget import (
     tuning_budget,
     tuning_rates,
 )
+from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.pace import Pace
 from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL
-from marlinq.operations.quantize.recipe import Override
 from marlinq.operations.quantize.tuning import TuningSettings
 from marlinq.operations.quantize.tuning.rows import NOISE
 from tests.testing.mixtures import save_mixture

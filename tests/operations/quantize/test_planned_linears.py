@@ -10,8 +10,9 @@ from lab.models.families import families, random_model
 from marlinq.checkpoint import Checkpoint
 from marlinq.models import build_blueprint
 from marlinq.operations.inspect.servers import built_plain
+from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_output
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.original_folders import save_tiny
 
 SKIPPED = Override(r"q_proj$", skip=True)

@@ -26,7 +26,8 @@ from marlinq.core.progress import no_message, no_progress
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import build_blueprint
 from marlinq.operations.quantize import QuantizeReport, numerics, plan_quantize, quantize
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import READ, RECIPE, ROWS, folder_bytes, save_tiny
 from tests.testing.schemes import scheme

@@ -16,13 +16,9 @@ from marlinq.core.rules import Keep
 from marlinq.core.scheme import INT8
 from marlinq.methods import GPTQOptions, RTNOptions
 from marlinq.operations.quantize import recipe as recipe_module
-from marlinq.operations.quantize.recipe import (
-    ModuleSettings,
-    Override,
-    Recipe,
-    common_group_size,
-    read_recipe,
-)
+from marlinq.operations.quantize.module_settings import ModuleSettings, common_group_size
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe, read_recipe
 from tests.testing.layouts import INTEGERS
 from tests.testing.recipes import write_recipe
 

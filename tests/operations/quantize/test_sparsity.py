@@ -11,7 +11,8 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import UsageError
 from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.operations.quantize import quantize
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.original_folders import READ, save_tiny
 
 SPARSE = READ.replace(sparsity="2:4", format="compressed-tensors")

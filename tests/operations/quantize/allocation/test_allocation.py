@@ -21,9 +21,10 @@ from marlinq.operations.quantize.allocation import allocate as allocating
 from marlinq.operations.quantize.allocation import kept as kept_allocations
 from marlinq.operations.quantize.allocation.sensitivity import MeasuringText, measure
 from marlinq.operations.quantize.allocation.units import units_of
+from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.prepare import plan_run
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.verify import verify
 from marlinq.runtime import load

@@ -11,8 +11,9 @@ from marlinq.core.errors import MarlinqError, UnsupportedError, UsageError
 from marlinq.models import Blueprint, build_blueprint
 from marlinq.operations.quantize.allocation.allocate import with_choice
 from marlinq.operations.quantize.allocation.units import Unit, units_of
+from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.planning import plan_output
-from marlinq.operations.quantize.recipe import Override, Recipe
+from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import save_tiny
 
