@@ -15,6 +15,7 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.cli import main
 from marlinq.core.weight import QuantizedWeight
 from marlinq.runtime import load
+from tests.testing.mixtures import calibration_text
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.tiny_models import tiny_model
 
@@ -142,3 +143,19 @@ def test_a_scheme_goes_through_every_command(
         assert stored[0].keys() == stored[1].keys()
         for name, tensor in stored[0].items():
             assert torch.equal(tensor.float(), stored[1][name].float()), name
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])
+def test_fp4_by_gptq_is_better_and_raises_no_alarm(
+    run: Run, original: Path, tmp_path: Path, scheme: str
+) -> None:
+    options = ("--scheme", scheme, "--format", "compressed-tensors", "--drift-correction", 0)
+    text = ("--calibration", calibration_text(tmp_path), "--samples", 4, "--max-length", 64)
+    code, report = run("quantize", original, tmp_path / "gptq", *options, *text, *CPU)
+    assert code == 0, report
+    # The error of outputs, of which rounding to nearest would leave 1 % (half a step of E2M1, squared).
+    assert {module["quantity"] for module in report["modules"].values()} == {"outputs"}
+    assert max(module["relative_error"] for module in report["modules"].values()) < 0.01
+    code, checked = run("verify", tmp_path / "gptq", "--against", original, *CPU)
+    assert code == 0, checked
+    assert [row for row in checked["checks"] if row["status"] in ("failed", "warning")] == []

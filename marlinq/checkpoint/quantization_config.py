@@ -12,6 +12,8 @@ from marlinq.core.errors import CheckpointError
 from marlinq.formats.dialects import Keys, QuantizationConfig, dialect_of
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
+_EXPERT_DTYPE = "expert_dtype"
+"""A word on the quantisation of experts that DeepSeek-V4 has beside the others."""
 
 
 def read_quantization_config(folder: Path, config: Mapping[str, Any]) -> QuantizationConfig | None:
@@ -39,6 +41,8 @@ def read_quantization_config(folder: Path, config: Mapping[str, Any]) -> Quantiz
         return None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{where}: expected an object, found {type(raw).__name__}")
+    if _EXPERT_DTYPE in config and raw.get("quant_method") == "fp8":
+        raw = {_EXPERT_DTYPE: config[_EXPERT_DTYPE], **raw}
     return replace(dialect_of(raw, where).read(Keys(raw, where)), raw=raw)
 
 
@@ -55,7 +59,7 @@ def read_separate_config(folder: Path, name: str) -> dict[str, Any]:
 
 def without_quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config.json`` without its quantization_config, at every level that may hold one."""
-    result = {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
+    result = {key: value for key, value in config.items() if key not in (*_CONFIG_KEYS, _EXPERT_DTYPE)}
     text_config = result.get("text_config")
     if isinstance(text_config, dict):
         result["text_config"] = {key: value for key, value in text_config.items() if key not in _CONFIG_KEYS}

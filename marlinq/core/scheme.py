@@ -86,14 +86,21 @@ class Element:
         """
         if self.table is None:
             return torch.round(values).clamp_(0, self.codes - 1).to(torch.uint8)
-        codes, bounds = (part.to(values.device) for part in _nearest_code(self.table))
+        codes, bounds, _ = _nearest_code(self.table, values.device)
         return codes[torch.bucketize(values.contiguous(), bounds)]
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """The values of :meth:`nearest`, float32."""
+        if self.table is None:
+            return torch.round(values).clamp_(0, self.codes - 1)
+        _, bounds, different = _nearest_code(self.table, values.device)
+        return different[torch.bucketize(values.contiguous(), bounds)]
 
 
 @lru_cache(maxsize=16)
-def _nearest_code(table: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """The codes of distinct values, uint8 in ascending order of value, and the largest float32 value that is
-    nearest to each but the last."""
+def _nearest_code(table: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes of distinct values, uint8 in ascending order of value; the largest float32 value that is
+    nearest to each but the last; and the values, float32."""
     lowest: dict[float, int] = {}
     for code, value in enumerate(table):
         if not math.isnan(value):
@@ -104,7 +111,8 @@ def _nearest_code(table: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     bounds = ((wide[1:] + wide[:-1]) / 2).to(torch.float32)
     # A value equal to a bound goes to the lower code, so the bound is lowered where the upper code is even.
     below = torch.nextafter(bounds, torch.full_like(bounds, -torch.inf))
-    return codes, torch.where(codes[:-1] % 2 == 0, bounds, below)
+    bounds = torch.where(codes[:-1] % 2 == 0, bounds, below)
+    return codes.to(device), bounds.to(device), wide.to(device, torch.float32)
 
 
 ELEMENTS: dict[str, Element] = {}

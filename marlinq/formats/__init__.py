@@ -9,7 +9,7 @@ from marlinq.formats.layouts import (
     COMPRESSED_24,
     COMPRESSED_FLOATS,
     COMPRESSED_MXFP4,
-    DEEPSEEK_FP4,
+    DEEPSEEK_V4,
     GPTQ,
     GPTQ_24,
     GPTQMODEL_FP8,
@@ -39,7 +39,8 @@ for _form in (
     # Linears that are quantised but not sparse are stored like those of any compressed-tensors checkpoint.
     Format("marlin-24", "compressed-tensors", (COMPRESSED_24, _COMPRESSED_INTEGERS)),
     Format("gptq-marlin-24", "gptq", (GPTQ_24,)),
-    Format("fp8", "fp8", (*HUGGING_FACE_FP8, DEEPSEEK_FP4)),
+    Format("fp8", "fp8", HUGGING_FACE_FP8),
+    Format("deepseek-v4", "fp8", DEEPSEEK_V4),
     Format("modelopt", "modelopt", MODELOPT),
     Format("gpt-oss", "mxfp4", (COMPRESSED_MXFP4,), stacked=True),
     Format(

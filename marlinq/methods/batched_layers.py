@@ -110,7 +110,7 @@ def solve_many(
     for place, (number, row) in enumerate(zip(chosen, figures, strict=False)):
         losses, powers = row[: len(widths)], row[len(widths) : -2]
         if row[-2]:
-            quantized = solution.layer(place).weights(order[place], widths, g, scheme)
+            quantized = solution.layer(place).weights(order[place], widths, g, scheme, [None] * len(widths))
             told = {"damp": damp, "dead_channels": int(row[-1])}
             results[number] = [
                 (

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import NumericsError, UnsupportedError
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Choice, Flag, Fraction, ProperShare, Share, setting
@@ -31,6 +30,7 @@ from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.hessian import HessianAccumulator, tensor_cores
 from marlinq.methods.outputs import solve_in_parts
 from marlinq.methods.rtn import round_to_nearest
+from marlinq.methods.second_level import first_level, searched_second_level
 from marlinq.methods.slices import solve_slices
 from marlinq.methods.solution import Solution
 
@@ -85,13 +85,16 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
 
     name = "gptq"
     options = GPTQOptions
+    per_output = False
     prunes = True
 
     def scheme_refusal(self, scheme: Scheme) -> str | None:
-        if scheme.element.table is not None:
-            return f"{scheme.element.name} weights; {self.name} rounds to integers only"
-        if scheme.scale_dtype not in FLOATS:
-            return f"scales in {scheme.scale_dtype}; {self.name} searches scales of 16 or 32 bits"
+        if scheme.element.table is not None and scheme.element.bits > _MOST_FLOAT_BITS:
+            return f"{scheme.element.name} weights; 8-bit floats are rounded to nearest (rtn)"
+        if scheme.granularity.kind not in ("group", "channel"):
+            return f"{scheme.granularity.describe()}; {self.name} solves each output channel alone"
+        if scheme.activations is not None and not scheme.activations.dynamic:
+            return f"{scheme.activations.describe()}; {self.name} makes no scale for them"
         return super().scheme_refusal(scheme)
 
     def statistics(
@@ -142,7 +145,8 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         g = whole_groups(scheme, k, inputs[0].names[0])
         together = _together(inputs[0].weights)
         drifts = any(isinstance(each.statistics, PairedHessian) and each.statistics.pairs for each in inputs)
-        if together == 1 or drifts or scheme.sparsity is not None or not has_panel_kernel(device):
+        plain = scheme.sparsity is None and scheme.element.table is None
+        if together == 1 or drifts or not plain or not has_panel_kernel(device):
             return super().solve_many(inputs, scheme, options)
         from marlinq.kernels.solve import PANEL_ROWS
         from marlinq.methods.batched_layers import Layer, solve_many
@@ -196,7 +200,7 @@ def solve_gptq_shared(
     Args:
         weights: float [N_i, K] each, on the Hessian's device.
         hessian: float [K, K], the symmetric sum (or mean) of x x^T over the calibration's inputs x.
-        scheme: integer element, group size (a divisor of K, or -1), zero points, dtype of the scales.
+        scheme: element, group size (a divisor of K, or -1), zero points, dtype of the scales.
         options: the defaults when None.
         names: names of the weights in error messages.
         outputs: for each weight the Hessian of the loss's gradients at its outputs, or None. If empty, no
@@ -235,7 +239,16 @@ def solve_gptq_shared(
     factor = factorise(hessian, order, options.damp)
     wanted = weights if corrected is None else corrected(factor)
     uncorrected = "no drift correction: it is not finite" if wanted is None else None
-    w = torch.cat([weight.t().to(torch.float32) for weight in wanted or weights], dim=1)
+    wanted = wanted or weights
+    power = factor.root.diagonal().square()[torch.argsort(order)]
+    seconds = [searched_second_level(weight, power, g, scheme) for weight in wanted]
+    w = torch.cat(
+        [
+            first_level(weight.t().to(torch.float32), second, scheme)
+            for weight, second in zip(wanted, seconds, strict=True)
+        ],
+        dim=1,
+    )
     norms = _norms(w, hessian, factor)
     widths = [weight.shape[0] for weight in weights]
     solve_columns = _solver(factor, g, scheme, options, w.device)
@@ -246,22 +259,27 @@ def solve_gptq_shared(
         solution, reasons = solve_columns(w[order]), [None] * len(weights)
         losses = solution.loss.clamp_(min=0)
 
-    quantized = solution.weights(order, widths, g, scheme)
+    quantized = solution.weights(order, widths, g, scheme, seconds)
     results = []
-    for found, loss, norm, reason in zip(
-        quantized, torch.split(losses, widths), torch.split(norms, widths), reasons, strict=True
+    for found, loss, norm, reason, second in zip(
+        quantized, torch.split(losses, widths), torch.split(norms, widths), reasons, seconds, strict=True
     ):
-        error, power = float(loss.sum()), float(norm.sum())
+        # Both are in units of the first level.
+        unit = 1.0 if second is None else float(first_level(torch.ones(()), second.cpu(), scheme)) ** -2
+        error, whole = float(loss.sum()) * unit, float(norm.sum()) * unit
         report = SolveReport(
-            relative_error=error / power if power > 0 else 0.0,
+            relative_error=error / whole if whole > 0 else 0.0,
             quantity=factor.quantity,
             fallback=factor.fallback or reason or uncorrected,
             figures={"damp": factor.damp, "dead_channels": factor.dead_channels},
-            norm=power,
+            norm=whole,
         )
         results.append((found, report))
     return results
 
+
+# Widest element with a table that is not rounded to nearest alone.
+_MOST_FLOAT_BITS = 4
 
 # Bytes of a batched solve, about: weights, carried errors, codes and results (16 bytes a weight), and three
 # copies of a Hessian (12 bytes an entry).
@@ -291,7 +309,8 @@ def _solver(
     factor: Factor, g: int, scheme: Scheme, options: GPTQOptions, device: torch.device
 ) -> Callable[[Tensor], Solution]:
     """A function that solves columns, float32 [K, n] in processing order, on a device."""
-    if scheme.sparsity is not None or not has_panel_kernel(device):
+    plain = scheme.sparsity is None and scheme.element.table is None
+    if not plain or not has_panel_kernel(device):
         return lambda w: solve_slices(w, factor, g, scheme, clip_search=options.clip_search)
     # Imported late: it imports torch, which reading a recipe must not do.
     from marlinq.methods.panels import cut, solve_panels

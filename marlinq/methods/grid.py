@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import FLOATS, torch_dtype
+from marlinq.core.float_elements import E2M1
 from marlinq.core.scheme import Element, Scheme
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ else:
 # other texts need (docs/lab-notes/quality.md). 1.06 because the full range of GPTQ's convention has the scale
 # absmax/7.5, but code 7 reaches absmax only with a scale of absmax/7.
 _SHRINK = tuple(1.06 - 0.03 * step for step in range(13))
+
+# Of E2M1: up to 1.5, with which the largest weight becomes 4, not 6: values below 4 lie closer together.
+_VALUES_SHRINK = tuple(1.56 - 0.08 * step for step in range(11))
+# Of powers of two: the least that spans the range, and half of it, which clips.
+_POWERS = (1.0, 0.5)
 
 # Two signs of a scale whose costs differ by less than this share are equally good: far more than the rounding
 # of float32 sums, far less than matters.
@@ -85,8 +91,17 @@ def search_grid(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Ten
 
 
 def search_factors() -> tuple[float, ...]:
-    """Factors of a group's full scale, or range, that the search tries, in order."""
+    """Factors of the full scale, or range, of a group of integers that the search tries, in order."""
     return _SHRINK
+
+
+def nearest_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """As :func:`storable_scales`, powers of two to the nearest as well."""
+    if dtype != torch.float8_e8m0fnu:
+        return storable_scales(scales, dtype)
+    # What storable_scales rounds up lies above a power; the nearest is that power below 1.5 times it.
+    upper = storable_scales(scales, dtype)
+    return torch.where(scales.abs() < 0.75 * upper, (upper / 2).clamp(min=torch.finfo(dtype).tiny), upper)
 
 
 def storable_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -139,7 +154,7 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
     # 8-bit scales can't be negative.
     signs = (1,) if scheme.stores_zeros or scheme.scale_dtype not in FLOATS else (1, -1)
-    for factor in _SHRINK:
+    for factor in _factors(scheme):
         for sign in signs:
             if scheme.stores_zeros:
                 scales, zeros = _asymmetric_grid(low * factor, high * factor, top, dtype)
@@ -150,7 +165,7 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
             if element.table is None:
                 torch.round(errors, out=codes).clamp_(0, top)
             else:
-                codes = element.decode(element.nearest(errors))
+                codes = element.rounded(errors)
             cost = _weighed(importance, errors.sub_(codes).square_()).mul_(scales.square())
             if sign == 1:
                 found_cost, found_scales, found_zeros = cost, scales, zeros
@@ -165,6 +180,13 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
         best_scales = torch.where(better, found_scales, best_scales)
         best_zeros = torch.where(better, found_zeros, best_zeros)
     return best_scales, best_zeros
+
+
+def _factors(scheme: Scheme) -> tuple[float, ...]:
+    """What the search multiplies the full scale by."""
+    if scheme.scale_dtype == "float8_e8m0fnu":
+        return _POWERS
+    return _VALUES_SHRINK if scheme.element == E2M1 else _SHRINK
 
 
 def _weighed(importance: Tensor, squares: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, real_rows, whole_groups
 from marlinq.methods.gpu import has_panel_kernel
-from marlinq.methods.grid import search_factors, search_grid, storable_scales
+from marlinq.methods.grid import nearest_scales, search_factors, search_grid
 from marlinq.methods.quantity import ErrorQuantity
 
 if TYPE_CHECKING:
@@ -177,8 +177,10 @@ def round_groups(w: Tensor, power: Tensor, scheme: Scheme) -> tuple[Tensor, Tens
     levels = scheme.element.decode(codes) - zeros
     # With the codes known, the best scale is a weighted least-squares fit.
     overlap, norm = (costs * levels * beside).sum(dim=0), (costs * levels.square()).sum(dim=0)
-    fitted = storable_scales(overlap / norm.clamp(min=torch.finfo(torch.float32).tiny), _dtype(scheme))
-    scales = torch.where((norm > 0) & (overlap != 0), fitted, scales)
+    fitted = nearest_scales(overlap / norm.clamp(min=torch.finfo(torch.float32).tiny), _dtype(scheme))
+    # Scales of 8 bits are magnitudes.
+    fits = overlap != 0 if _dtype(scheme).itemsize > 1 else overlap > 0
+    scales = torch.where((norm > 0) & fits, fitted, scales)
     loss = float((costs * (beside - levels * scales).square()).sum(dtype=torch.float64))
     found = codes.reshape(g, groups, n).transpose(0, 1).contiguous()
     return found, scales.reshape(groups, n), zeros.reshape(groups, n), loss

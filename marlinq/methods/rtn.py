@@ -22,6 +22,7 @@ from marlinq.methods.base import (
 from marlinq.methods.grid import minmax_grid, search_grid
 from marlinq.methods.pruning import smallest_removed
 from marlinq.methods.quantity import ErrorQuantity
+from marlinq.methods.second_level import first_level, second_level
 
 if TYPE_CHECKING:
     import torch
@@ -100,12 +101,8 @@ def round_to_nearest(
     if scheme.granularity.kind == "group":
         whole_groups(scheme, weight.shape[1], name)
     wide = smallest_removed(weight.to(torch.float32), scheme.sparsity)
-    tensor_scale, first_level = None, wide
-    if scheme.tensor_scale != "none":
-        tensor_scale = _tensor_scale(wide, scheme)
-        divides = scheme.tensor_scale == "divides"
-        first_level = wide * tensor_scale if divides else wide / tensor_scale
-    tiles = _to_tiles(first_level, scheme.granularity)
+    tensor_scale = second_level(wide, scheme)
+    tiles = _to_tiles(first_level(wide, tensor_scale, scheme), scheme.granularity)
     if clip_search:
         ones = torch.ones(tiles.shape[1], device=tiles.device)
         grids = [search_grid(tile, ones, scheme) for tile in tiles]
@@ -120,15 +117,6 @@ def round_to_nearest(
         zeros=zeros.to(torch.uint8),
         tensor_scale=tensor_scale,
     )
-
-
-def _tensor_scale(weight: Tensor, scheme: Scheme) -> Tensor:
-    """The second-level scale, float32 [], with which the largest first-level scale is its dtype's largest
-    value."""
-    largest = weight.abs().amax()
-    reach = torch.finfo(torch_dtype(scheme.scale_dtype)).max * scheme.element.ends[1]
-    multiplier = torch.where(largest == 0, torch.ones_like(largest), largest / reach)
-    return multiplier.reciprocal() if scheme.tensor_scale == "divides" else multiplier
 
 
 def _to_tiles(weight: Tensor, granularity: Granularity) -> Tensor:

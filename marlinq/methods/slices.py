@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import torch_dtype
-from marlinq.core.scheme import Scheme
+from marlinq.core.scheme import Element, Scheme
 from marlinq.methods.factor import Factor
 from marlinq.methods.grid import minmax_grid, search_grid
 from marlinq.methods.pruning import Pruning, expected
@@ -44,7 +44,7 @@ def solve_slices(w: Tensor, factor: Factor, g: int, scheme: Scheme, *, clip_sear
         scheme: scheme of the result.
         clip_search: search the scales and fit them to the codes, instead of spanning each group's range.
     """
-    solution = Solution.empty(w, g)
+    solution = Solution.empty(w, g, scheme.element)
     # Each group's inverse is the same for all slices.
     roots = factor.root.unfold(0, g, g).unfold(1, g, g)
     own = torch.stack([roots[group, group] for group in range(w.shape[0] // g)])
@@ -96,7 +96,7 @@ def _solve_slice(
 ) -> None:
     """GPTQ on w, float32 [K, n], the output channels ``columns``; each input channel is a row of n."""
     k, g = w.shape[0], inverses.shape[1]
-    top = scheme.element.codes - 1
+    element = scheme.element
     root, sparsity = factor.root, scheme.sparsity
     # Row j is (R^T D)_j, summed over the channels quantised so far.
     carried = torch.zeros_like(w)
@@ -112,11 +112,12 @@ def _solve_slice(
         else:
             s, z = minmax_grid(kept, scheme)
         pruning = None if sparsity is None else Pruning(sparsity, z, diagonal)
-        # In code units the feedback of an error does not depend on the scale.
+        # In units of values the feedback of an error does not depend on the scale.
         rounded = torch.empty_like(updated)
         errors = updated.div(s).add_(z)
-        _round_channels(errors, rounded, inverse * diagonal.unsqueeze(1), top, pruning)
-        solution.codes[part, columns] = rounded.to(torch.uint8)
+        _round_channels(errors, rounded, inverse * diagonal.unsqueeze(1), element, pruning)
+        codes = rounded.to(torch.uint8) if element.table is None else element.nearest(rounded)
+        solution.codes[part, columns] = codes
         levels = rounded.sub_(z)
         terms = errors.mul_(diagonal.unsqueeze(1)).mul_(s)
         if clip_search:
@@ -129,8 +130,12 @@ def _solve_slice(
             carried[part.stop :].addmm_(root[part, part.stop :].t(), difference)
 
 
-def _round_channels(v: Tensor, codes: Tensor, feedback: Tensor, top: int, pruning: Pruning | None) -> None:
-    """Round the rows of v, float32 [g, n] in code units, in order, into codes; v is left with the errors.
+def _round_channels(
+    v: Tensor, rounded: Tensor, feedback: Tensor, element: Element, pruning: Pruning | None
+) -> None:
+    """Round the rows of v, float32 [g, n] in units of the element's values, in order, to such values.
+
+    v is left with the errors.
 
     ``feedback`` [g, g] is upper triangular: entry [k, j] is subtracted from row j per code unit of error of
     row k. Recursive halving turns most rank-1 updates into matrix products. ``pruning`` prunes each span when
@@ -141,16 +146,19 @@ def _round_channels(v: Tensor, codes: Tensor, feedback: Tensor, top: int, prunin
         half = g // 2 if pruning is None else pruning.halved(g)
         first, second = slice(0, half), slice(half, g)
         parts = (None, None) if pruning is None else (pruning.part(first), pruning.part(second))
-        _round_channels(v[first], codes[first], feedback[first, first], top, parts[0])
+        _round_channels(v[first], rounded[first], feedback[first, first], element, parts[0])
         v[second].addmm_(feedback[first, second].t(), v[first], alpha=-1)
-        _round_channels(v[second], codes[second], feedback[second, second], top, parts[1])
+        _round_channels(v[second], rounded[second], feedback[second, second], element, parts[1])
         return
     for k in range(g):
-        torch.round(v[k], out=codes[k]).clamp_(0, top)
+        if element.table is None:
+            torch.round(v[k], out=rounded[k]).clamp_(0, element.codes - 1)
+        else:
+            rounded[k] = element.rounded(v[k])
         if pruning is not None:
             place = k % pruning.sparsity.span
             if place == 0:
                 pruned = pruning.pruned(v[k : k + pruning.sparsity.span], k)
-            torch.where(pruned[place], pruning.zeros, codes[k], out=codes[k])
-        v[k].sub_(codes[k])
+            torch.where(pruned[place], pruning.zeros, rounded[k], out=rounded[k])
+        v[k].sub_(rounded[k])
         v[k + 1 :].addr_(feedback[k, k + 1 :], v[k], alpha=-1)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import torch_dtype
-from marlinq.core.scheme import Scheme
+from marlinq.core.scheme import INT4, Element, Scheme
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.methods.grid import storable_scales
+from marlinq.methods.grid import nearest_scales
 
 if TYPE_CHECKING:
     import torch
@@ -20,29 +20,38 @@ else:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Codes uint8 [K, N], scales and zeros float32 [G, N], in processing order; the loss, float64 [N]."""
+    """Codes uint8 [K, N], scales and zeros float32 [G, N], in processing order; the loss, float64 [N]. Codes
+    of an ``element`` with a table stand for its values, others for themselves."""
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor
     loss: Tensor
+    element: Element = INT4
 
     @classmethod
-    def empty(cls, w: Tensor, g: int) -> Solution:
+    def empty(cls, w: Tensor, g: int, element: Element = INT4) -> Solution:
         """An uninitialised solution, with a loss of zero, for weights w, float32 [K, N], in groups of g
         channels."""
         k, n = w.shape
         codes = torch.empty((k, n), dtype=torch.uint8, device=w.device)
         scales = torch.empty((k // g, n), device=w.device)
         loss = torch.zeros(n, dtype=torch.float64, device=w.device)
-        return cls(codes, scales, torch.empty_like(scales), loss)
+        return cls(codes, scales, torch.empty_like(scales), loss, element)
 
     def dense(self, g: int) -> Tensor:
         """The dequantised weights, float32 [K, N], in processing order, in groups of g channels."""
-        codes = self.codes.to(torch.float32).reshape(len(self.scales), g, -1)
+        codes = self.element.decode(self.codes).reshape(len(self.scales), g, -1)
         return ((codes - self.zeros.unsqueeze(1)) * self.scales.unsqueeze(1)).reshape(self.codes.shape)
 
-    def weights(self, order: Tensor, widths: Sequence[int], g: int, scheme: Scheme) -> list[QuantizedWeight]:
+    def weights(
+        self,
+        order: Tensor,
+        widths: Sequence[int],
+        g: int,
+        scheme: Scheme,
+        seconds: Sequence[Tensor | None],
+    ) -> list[QuantizedWeight]:
         """The quantised weights, which lie side by side, with channels in their own order.
 
         Args:
@@ -50,6 +59,7 @@ class Solution:
             widths: output channels of each weight.
             g: channels of a group.
             scheme: scheme of the weights.
+            seconds: second-level scale of each weight, where the scheme has one.
         """
         back = torch.argsort(order)
         # The processing position of a group's first channel gives the group's position.
@@ -61,9 +71,14 @@ class Solution:
         parts = (torch.split(part, list(widths), dim=1) for part in (codes, scales, zeros))
         return [
             QuantizedWeight.from_codes(
-                scheme, c.contiguous(), scales=s.contiguous(), zeros=z.contiguous(), g_idx=g_idx
+                scheme,
+                c.contiguous(),
+                scales=s.contiguous(),
+                zeros=z.contiguous(),
+                g_idx=g_idx,
+                tensor_scale=second,
             )
-            for c, s, z in zip(*parts, strict=True)
+            for c, s, z, second in zip(*parts, seconds, strict=True)
         ]
 
 
@@ -79,7 +94,8 @@ def refit(scales: Tensor, reached: Tensor, terms: Tensor, dtype: torch.dtype) ->
     """
     overlap, power = (reached * terms).sum(dim=0), reached.square().sum(dim=0)
     best = scales + overlap / power
-    solvable = (power > 0) & (best != 0)
-    fitted = torch.where(solvable, storable_scales(best, dtype), scales)
+    # Scales of 8 bits are magnitudes.
+    solvable = (power > 0) & (best != 0 if dtype.itemsize > 1 else best > 0)
+    fitted = torch.where(solvable, nearest_scales(best, dtype), scales)
     terms.addcmul_(reached, fitted - scales, value=-1)
     return fitted

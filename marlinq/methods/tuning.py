@@ -31,7 +31,8 @@ _LARGEST_REMAINDER = 0.3
 class TunableWeight:
     """A quantised weight with parameters for an optimiser.
 
-    ``change`` [G, N] is the relative change of each scale. ``latent`` [K, N] rounds to the codes; it begins
+    ``change`` [G, P] is the relative change of each scale; powers of two stay, since small steps lead to no
+    other one, and so does a second-level scale. ``latent`` [K, N] rounds to the codes; it begins
     at the code, moved towards the original weight by at most 0.3 of a step, so that codes which the
     quantiser rounded away from the nearest value change first. Without ``original`` there is none, and the
     codes stay. Pruned weights of a sparse scheme stay at the zero point: no gradient reaches them.
@@ -108,16 +109,17 @@ class TunableWeight:
         )
 
     def scales(self) -> Tensor:
-        """The scales as they would be stored, float32 [G, N]; differentiable."""
+        """The scales as they would be stored, float32 [G, P]; differentiable."""
         wanted = self._scales * (1 + self.change)
-        stored = storable_scales(wanted.detach(), self._quantized.scales.dtype)
+        dtype = self._quantized.scales.dtype
+        moves = dtype != torch.float8_e8m0fnu
+        stored = storable_scales(wanted.detach(), dtype) if moves else self._scales
         return wanted + (stored - wanted).detach()
 
     def _levels(self) -> Tensor:
         """Codes minus zero points, float32 [G, g, N]; differentiable if codes are trained."""
         if self.latent is None:
-            decoded = self._quantized.element.decode(self._quantized.codes).to(torch.float32)
-            return self._grouped(decoded) - self._zeros
+            return self._grouped(self._quantized.codes.to(torch.float32)) - self._zeros
         # Clamped: a latent code beyond the first or last code gets no gradient.
         bounded = self.latent.clamp(-_LARGEST_REMAINDER, self._top + _LARGEST_REMAINDER)
         codes = bounded + (bounded.detach().round() - bounded).detach()
@@ -131,8 +133,18 @@ class TunableWeight:
         """The dequantised weight [N, K], in float32 or rounded to ``dtype``; differentiable."""
         if self._fused:
             return fused_dense(self.tensors(), dtype)
+        if self._quantized.element.table is not None:
+            return self._dense_floats().t().to(dtype)
         product = self._levels() * self.scales().unsqueeze(1)
         return product.reshape(self._quantized.codes.shape).t().to(dtype)
+
+    def _dense_floats(self) -> Tensor:
+        """[K, N], of values in any tiles."""
+        q = self._quantized
+        product = q.element.decode(q.codes) * q.per_output(self.scales())[q.g_idx.long()]
+        if q.tensor_scale is None:
+            return product
+        return product / q.tensor_scale if q.tensor_scale_divides else product * q.tensor_scale
 
     def tensors(self) -> TunedTensors:
         """Codes and scales, for the kernels."""

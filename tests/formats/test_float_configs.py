@@ -72,13 +72,17 @@ def test_schemes_are_mixed_by_module() -> None:
 def test_hugging_face_says_one_scheme_and_fp4_of_experts() -> None:
     with pytest.raises(ConversionRefused, match="in one checkpoint"):
         written("fp8", {Q: "fp8-static", EXPERT: "fp8-block"})
-    raw = written("fp8", {Q: "fp8-block", EXPERT: "mxfp4"})
+    raw = written("deepseek-v4", {Q: "fp8-block", EXPERT: "mxfp4"})
     assert raw["expert_dtype"] == "fp4"
+    assert raw["scale_fmt"] == "ue8m0"
     config = read(raw)
-    assert config.rules.scheme(EXPERT) == stored("fp8", "mxfp4")
-    assert config.rules.scheme(Q) == stored("fp8", "fp8-block")
+    assert config.format == "deepseek-v4"
+    assert config.rules.scheme(EXPERT) == stored("deepseek-v4", "mxfp4")
+    assert config.rules.scheme(Q) == stored("deepseek-v4", "fp8-block")
+    assert written("deepseek-v4", {Q: "fp8-block", EXPERT: "fp8-block"})["expert_dtype"] == "fp8"
+    assert "expert_dtype" not in written("fp8", {Q: "fp8-block"})
     with pytest.raises(ConversionRefused, match="of experts only"):
-        written("fp8", {Q: "mxfp4"})
+        written("deepseek-v4", {Q: "mxfp4"})
     # Loaders of this format quantise activations.
     sixteen = replace(stored("fp8", "fp8-block"), activations=None)
     with pytest.raises(ConversionRefused, match="16-bit activations"):

@@ -123,7 +123,8 @@ def test_methods_refuse_schemes_they_have_no_values_for():
     assert "no zero points" in (
         METHODS["rtn"].scheme_refusal(Scheme(CODEBOOK, Granularity.group(32), "stored")) or ""
     )
-    assert "integers only" in (
-        METHODS["gptq"].scheme_refusal(Scheme(CODEBOOK, Granularity.group(32), "none")) or ""
+    assert METHODS["gptq"].scheme_refusal(Scheme(CODEBOOK, Granularity.group(32), "none")) is None
+    assert "each output channel alone" in (
+        METHODS["gptq"].scheme_refusal(Scheme(CODEBOOK, Granularity.block(2, 32), "none")) or ""
     )
     assert METHODS["gptq"].scheme_refusal(scheme(bits=8)) is None

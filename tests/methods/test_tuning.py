@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from marlinq.core.errors import UnsupportedError
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Scheme, TensorScale
+from marlinq.core.schemes import SCHEMES
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.tuning import TunableVector, TunableWeight, divergence
@@ -28,6 +31,31 @@ def test_what_was_not_moved_stays(symmetric: bool, codes: bool) -> None:
     tunable = TunableWeight(q, weight if codes else None)
     assert tunable.quantized().difference(q) is None
     assert torch.equal(tunable.dense(), q.dequantize())
+
+
+@pytest.mark.parametrize("use", ["multiplies", "divides"])
+@pytest.mark.parametrize("name", ["fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4"])
+def test_scales_of_floats_follow_as_they_are_stored(name: str, use: TensorScale) -> None:
+    weight = torch.randn(160, 192, generator=torch.Generator().manual_seed(3))
+    named = SCHEMES[name]
+    wanted = named.example(Scheme(named.element, Granularity.group(32), "none"))
+    if named.two_levels:
+        wanted = replace(wanted, tensor_scale=use)
+    q = round_to_nearest(weight, wanted)
+    tunable = TunableWeight(q)
+    assert tunable.quantized().difference(q) is None
+    assert torch.equal(tunable.dense(), q.dequantize())
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        tunable.change += 0.1 * torch.randn(tunable.change.shape, generator=generator)
+    after = tunable.quantized()
+    assert torch.equal(tunable.dense(), after.dequantize())
+    # A power of two has no neighbour within a small step.
+    assert torch.equal(after.scales.float(), q.scales.float()) == name.startswith("mx")
+    assert after.scales.dtype == q.scales.dtype
+    tunable.dense().sum().backward()
+    assert tunable.change.grad is not None
+    assert bool(tunable.change.grad.any())
 
 
 def test_gradients_are_those_of_the_formula() -> None:

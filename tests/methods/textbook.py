@@ -6,6 +6,8 @@ two different roads arrive at one solution.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,34 @@ def textbook_gptq(
         w[:, column:] -= error[:, None] * u[column, column:]
         codes[column] = c.long()
     return codes
+
+
+def textbook_floats(
+    weight: Tensor,
+    hessian: Tensor,
+    *,
+    group_size: int,
+    scale: Callable[[Tensor], Tensor],
+    values: Tensor,
+    damp: float,
+) -> Tensor:
+    """What a weight becomes, float64 [N, K], on a grid of ``values`` times scales.
+
+    ``scale`` gives those of a group, [N], from the largest of the updated weights of each output channel.
+    """
+    w = weight.to(torch.float64).clone()
+    k = w.shape[1]
+    h = hessian.to(torch.float64).clone()
+    h += damp * h.diagonal().mean() * torch.eye(k, dtype=torch.float64)
+    u = torch.linalg.cholesky(torch.linalg.inv(h), upper=True)
+    found = torch.empty_like(w)
+    for column in range(k):
+        if column % group_size == 0:
+            s = scale(w[:, column : column + group_size].abs().amax(dim=1))
+        distances = (w[:, column, None] / s[:, None] - values).abs()
+        found[:, column] = values[distances.argmin(dim=1)] * s
+        w[:, column:] -= ((w[:, column] - found[:, column]) / u[column, column])[:, None] * u[column, column:]
+    return found
 
 
 def layer_loss(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:

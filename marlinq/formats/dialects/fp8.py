@@ -2,7 +2,8 @@
 
 ``weight_block_size`` is [rows, columns] of a block, or null for one scale per tensor. Modules are excluded by
 name. Weights are codes times scales; only in GPTQModel's files, whose config has ``weight_scale_semantics:
-inverse``, they are codes divided by scales.
+inverse``, they are codes divided by scales. ``expert_dtype`` is in configs of DeepSeek-V4, whose scales are
+powers of two.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class FP8Dialect(Dialect):
         granularity = _granularity(keys)
         activations = None if inverse else _activations(keys, granularity)
         scheme = Scheme(E4M3, granularity, E4M3.zero_point, activations=activations)
-        return QuantizationConfig("gptqmodel-fp8" if inverse else "fp8", Rules(scheme, rules))
+        form = "gptqmodel-fp8" if inverse else "deepseek-v4" if "expert_dtype" in keys.raw else "fp8"
+        return QuantizationConfig(form, Rules(scheme, rules))
 
     def write(
         self, form: Format, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
@@ -86,6 +88,7 @@ class FP8Dialect(Dialect):
                 f"{form.name}: 16-bit activations; loaders of {form.name} quantise activations to 8 bits; "
                 "use compressed-tensors"
             )
+        exponents = all(layout.scale_dtype == _FP4.scale_dtype for layout in form.layouts)
         block = granularity.kind == "block"
         if inputs.granularity != _activation_granularity(granularity, inputs.dynamic):
             raise ConversionRefused(f"{form.name}: {inputs.describe()}; its config can't say so")
@@ -96,7 +99,7 @@ class FP8Dialect(Dialect):
             "modules_to_not_convert": both_spellings(
                 with_whole_experts(unquantized, modules), wrapped=in_wrapper([*modules, *unquantized])
             ),
-            **({"expert_dtype": "fp4", "scale_fmt": "ue8m0"} if small else {}),
+            **({"expert_dtype": "fp4" if small else "fp8", "scale_fmt": "ue8m0"} if exponents else {}),
         }
 
 

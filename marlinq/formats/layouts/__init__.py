@@ -9,7 +9,7 @@ from marlinq.formats.layouts.compressed_tensors import CompressedTensors
 from marlinq.formats.layouts.floats import (
     COMPRESSED_FLOATS,
     COMPRESSED_MXFP4,
-    DEEPSEEK_FP4,
+    DEEPSEEK_V4,
     GPTQMODEL_FP8,
     HUGGING_FACE_FP8,
     MODELOPT,
@@ -35,7 +35,7 @@ __all__ = [
     "COMPRESSED_24",
     "COMPRESSED_FLOATS",
     "COMPRESSED_MXFP4",
-    "DEEPSEEK_FP4",
+    "DEEPSEEK_V4",
     "GPTQ",
     "GPTQMODEL_FP8",
     "GPTQ_24",

@@ -68,7 +68,7 @@ HUGGING_FACE_FP8 = tuple(
     for name, scales, inputs in (
         ("fp8", "weight_scale_inv", "activation_scale"),
         ("fp8-vllm", "weight_scale", "input_scale"),
-        ("fp8-deepseek-v4", "scale", None),
+        ("fp8-scale", "scale", None),
         ("fp8-mistral", "qscale_weight", "qscale_act"),
     )
 )
@@ -83,14 +83,22 @@ GPTQMODEL_FP8 = FloatCodes(
 )
 """GPTQModel ``fp8``: weight = code / scale."""
 
-DEEPSEEK_FP4 = FloatCodes(
-    "deepseek-v4-fp4",
-    FP4,
-    FloatNames(code_dtype="int8", scales="scale", scale_dtype="float8_e8m0fnu"),
-    granularities=("group",),
-    groups=_MX,
+DEEPSEEK_V4 = (
+    FloatCodes(
+        "deepseek-v4-fp8",
+        FP8,
+        FloatNames(scales="scale", scale_dtype="float8_e8m0fnu"),
+        granularities=("block",),
+    ),
+    FloatCodes(
+        "deepseek-v4-fp4",
+        FP4,
+        FloatNames(code_dtype="int8", scales="scale", scale_dtype="float8_e8m0fnu"),
+        granularities=("group",),
+        groups=_MX,
+    ),
 )
-"""FP4 experts of DeepSeek-V4, whose other linears are FP8."""
+"""DeepSeek-V4: FP4 experts, other linears FP8."""
 
 MODELOPT = (
     FloatCodes(

@@ -107,3 +107,12 @@ def test_weights_that_a_method_moved_fail_nothing(rounded: QuantizedWeight) -> N
     found = find_float_faults(w, round_to_nearest(moved, rounded.scheme))
     assert not found.rounded
     assert not any(finding.fails for finding in found.findings)
+
+
+@pytest.mark.parametrize("amount", [0.003, 0.01, 0.02, 0.04])
+def test_weights_that_a_method_hardly_moved_fail_nothing(rounded: QuantizedWeight, amount: float) -> None:
+    w = weight()
+    generator = torch.Generator().manual_seed(2)
+    moved = w + amount * w.std() * torch.randn(w.shape, generator=generator)
+    found = find_float_faults(w, round_to_nearest(moved, rounded.scheme))
+    assert not any(finding.fails for finding in found.findings)

@@ -74,9 +74,10 @@ class Student:
                 for planned in members:
                     name = planned.projection.name
                     weight = quantized[name].to(instance.device)
-                    self.weights[name] = TunableWeight(
-                        weight, self._original(planned) if codes else None, name=name
-                    )
+                    # Of floats the scales alone are tuned.
+                    integers = weight.element.table is None
+                    original = self._original(planned) if codes and integers else None
+                    self.weights[name] = TunableWeight(weight, original, name=name)
                 replaced = {planned.projection.parameter for planned in members if planned.projection.whole}
                 module = instance.materialise(block.name, skip=replaced)
                 self._inside.append(
