@@ -123,12 +123,11 @@ def _codes(q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[Finding]:
         tail = Tail.fit(
             values[odd:large], sizes.numel() - odd, floor=_CODE_FLOOR, least_spread=_LEAST_CODE_SPREAD
         )
-        chances = log_expected(tail.log_chance(values[:odd].double()), run.weights)
-        expected = [math.exp(min(chance, 50.0)) for chance in chances.tolist()]
-        if expected[-1] < WARNING:
+        if _exp(log_expected(tail.log_chance(values[odd - 1 : odd].double()), run.weights))[0] < WARNING:
             break
     else:
         return
+    expected = _exp(log_expected(tail.log_chance(values[:odd].double()), run.weights))
     usual = float(values[odd]) if odd < count else -math.inf
     for size, place, chance in zip(values.double(), places.tolist(), expected, strict=False):
         k, n = divmod(place, q.out_features)
@@ -143,11 +142,10 @@ def _words(exchanges: Exchanges, run: RunSize, weights: int) -> Iterator[Finding
     suspects = []
     for suspect in exchanges.suspects:
         expected = _expected(exchanges, suspect.evidence, tests)
-        if expected < WARNING:
-            what = (
-                f"the word that holds input channel {suspect.k} of output channel {suspect.n}: {suspect.what}"
-            )
-            suspects.append((suspect, Finding(what, suspect.evidence, expected, fails=False)))
+        if expected >= WARNING:
+            break  # they come by falling evidence
+        what = f"the word that holds input channel {suspect.k} of output channel {suspect.n}: {suspect.what}"
+        suspects.append((suspect, Finding(what, suspect.evidence, expected, fails=False)))
     yield from (finding for _, finding in suspects)
     apart = min(len({suspect.k for suspect, _ in suspects}), len({suspect.n for suspect, _ in suspects}))
     if apart >= MANY:
@@ -164,7 +162,12 @@ def _words(exchanges: Exchanges, run: RunSize, weights: int) -> Iterator[Finding
 def _expected(exchanges: Exchanges, evidence: float, tests: float) -> float:
     value = torch.tensor([evidence], dtype=torch.float64)
     chance = at_least(exchanges.tail.log_chance(value), value, exchanges.alternatives)
-    return math.exp(min(float(log_expected(chance, tests)), 50.0))
+    return _exp(log_expected(chance, tests))[0]
+
+
+def _exp(logarithms: Tensor) -> list[float]:
+    """Exponentials of a vector, the largest cut to exp(50)."""
+    return [math.exp(min(value, 50.0)) for value in logarithms.tolist()]
 
 
 def _whole_module(
