@@ -61,6 +61,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def blocks_key(name: str) -> str:
+    """The entry of that model's config that says how many decoder blocks it has."""
+    return "n_layer" if "n_layer" in CONFIGS[name][1] else "num_hidden_layers"
+
+
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """The tiny float32 model of that name, in evaluation mode, with weights of a visible size.
 
