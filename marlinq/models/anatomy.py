@@ -68,6 +68,8 @@ class Attention:
         rotary: rotary embedding; None without one.
         gated: whether attention's result is multiplied by the sigmoid of gates. Each head of queries is then
             followed by as many columns of gates, and ``qkv`` has 2 H D columns of queries.
+        sinks: full name of the parameter [heads] whose exponentials are added to the sums that the softmax
+            divides by; None without sinks.
     """
 
     qkv: Slices
@@ -82,6 +84,7 @@ class Attention:
     key_norm: Norm | None = None
     rotary: Rotary | None = None
     gated: bool = False
+    sinks: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Groups:
 class Router:
     """The choice of a token's experts, and their weights.
 
-    ``logits = W x`` become ``scores``. The ``top`` experts with the highest score, or with a correction the
+    ``logits = W x + bias`` become ``scores``. The ``top`` experts with the highest score, or with a correction the
     highest ``score + correction``, are chosen. The weight of a chosen expert is ``scale * score``, or
     ``scale * score / (sum of the chosen scores)`` if ``normalised``; a correction does not change it. (A
     softmax over the chosen logits equals a normalised one over all.)
@@ -147,6 +150,7 @@ class Router:
             one.
         groups: groups that limit the choice (only with a correction); None without groups.
         wide: whether logits are computed and kept in float32, without rounding to the activations' dtype.
+        bias: full name of the parameter [experts] that is added to the logits; None without one.
     """
 
     module: str
@@ -158,6 +162,7 @@ class Router:
     correction: str | None = None
     groups: Groups | None = None
     wide: bool = False
+    bias: str | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ class Mixture:
 
     router: Router
     experts: str
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
     shared: MLP | None = None
     shared_gate: str | None = None
 

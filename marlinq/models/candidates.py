@@ -24,6 +24,7 @@ _ROWS = 16
 _SEED = 20_260
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+ExpertActivation = Activation | Literal["clamped_swiglu"]
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -31,6 +32,12 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """What stands between the products of GPT-OSS's experts."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 @dataclass(frozen=True)

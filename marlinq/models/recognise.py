@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
@@ -38,8 +38,9 @@ from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.building import parameters_on_meta
 from marlinq.models.candidates import (
     ACTIVATIONS,
-    Activation,
+    ExpertActivation,
     NormFormula,
+    clamped_swiglu,
     close,
     factor,
     norm_formula,
@@ -82,10 +83,13 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
         norms = _find_norms(model)
         experts: dict[str, _RoutedExperts] = {}
         mixers: dict[str, DeltaNet] = {}
+        vectors: dict[str, tuple[int, ...]] = {}
+        heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
         for name, block in zip(names, blocks, strict=True):
             experts |= _find_routed(name, block)
             mixers |= find_delta_nets(name, block)
-            _check_parameters(name, block, norms, experts, mixers)
+            vectors |= _maybe_sinks(name, block, heads)
+            _check_parameters(name, block, norms, experts, mixers, vectors)
         rotary = RotaryModules(model)
         far = _far(model, rotary)
         corrections = {
@@ -112,6 +116,10 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
                 raise Refusal(type(model).__name__, reason)
             if any(anatomy != anatomy_in(recording) for recording in recordings[1:]):
                 raise Refusal(type(model).__name__, "its forward pass is another one each time")
+            for layer in anatomy.layers:
+                if isinstance(layer.attention, Attention):
+                    vectors.pop(layer.attention.sinks or "", None)
+            _refuse_strange(vectors)
         except _FORWARD_ERRORS as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise Refusal(
@@ -182,7 +190,7 @@ class _RoutedExperts:
 
     count: int
     hidden: int
-    activation: Activation
+    activation: ExpertActivation
     routers: tuple[str, ...]
     correction: str | None
 
@@ -198,7 +206,7 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
             experts = find_experts(full, module, (), _proved_experts)
         except UnsupportedError:
             continue  # _check_parameters refuses them
-        if experts is None or not experts.gated or not experts.routed or experts.biases is not None:
+        if experts is None or not experts.gated or not experts.routed:
             continue
         activation = _expert_activation(experts.activation(module))
         if activation is None:
@@ -213,7 +221,8 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
         routers = []
         for beside, other in around.named_modules():
             shapes = [tuple(value.shape) for value in other.parameters(recurse=False)]
-            if not is_linear(other) and shapes == [(experts.count, experts.hidden)]:
+            weight, bias = (experts.count, experts.hidden), (experts.count,)
+            if not is_linear(other) and shapes in ([weight], [weight, bias]):
                 routers.append(".".join(part for part in (around_name, beside) if part))
         correction = buffers[0] if buffers else None
         found[full] = _RoutedExperts(experts.count, experts.hidden, activation, tuple(routers), correction)
@@ -224,7 +233,7 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
 _proved_experts: set[tuple[object, ...]] = set()
 
 
-def _expert_activation(gate: Callable[[Tensor], Tensor]) -> Activation | None:
+def _expert_activation(gate: Callable[[Tensor], Tensor]) -> ExpertActivation | None:
     """The activation that ``gate`` ([T, 2I] to [T, I]) applies to the first half; None if it is unknown."""
     first = torch.linspace(-9.0, 9.0, 96).view(3, 32)
     second = first.flip(1) + 0.5
@@ -233,7 +242,7 @@ def _expert_activation(gate: Callable[[Tensor], Tensor]) -> Activation | None:
     for activation, function in ACTIVATIONS.items():
         if close(given, function(first) * second):
             return activation
-    return None
+    return "clamped_swiglu" if close(given, clamped_swiglu(first, second)) else None
 
 
 def _check_parameters(
@@ -242,8 +251,9 @@ def _check_parameters(
     norms: dict[str, Norm],
     experts: dict[str, _RoutedExperts],
     mixers: dict[str, DeltaNet],
+    vectors: Collection[str],
 ) -> None:
-    """Refuses a block with parameters of no known use; the largest of them names the part."""
+    """Refuses a block with parameters of no known use; ``vectors`` are looked at later."""
     used = {*experts, *(router for found in experts.values() for router in found.routers)}
     strange: dict[str, tuple[int, ...]] = {}
     for inner, module in block.named_modules():
@@ -252,7 +262,28 @@ def _check_parameters(
             continue
         if not is_linear(module) and full not in norms and full not in used:
             parameters = module.named_parameters(recurse=False)
-            strange |= {f"{full}.{key}": tuple(value.shape) for key, value in parameters}
+            strange |= {
+                f"{full}.{key}": tuple(value.shape)
+                for key, value in parameters
+                if f"{full}.{key}" not in vectors
+            }
+    _refuse_strange(strange)
+
+
+def _maybe_sinks(name: str, block: nn.Module, heads: int | None) -> dict[str, tuple[int, ...]]:
+    """Full names and shapes of parameters that attention may take as sinks: one number a head, beside three
+    linears or more."""
+    return {
+        f"{name}.{inner}.{key}": tuple(value.shape)
+        for inner, module in block.named_modules()
+        if inner and sum(map(is_linear, module.children())) >= 3
+        for key, value in module.named_parameters(recurse=False)
+        if value.shape == (heads,)
+    }
+
+
+def _refuse_strange(strange: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises a refusal that names the largest of these parameters, if there are any."""
     if strange:
         part, shape = max(strange.items(), key=lambda item: math.prod(item[1]))
         raise Refusal(part, f"a parameter of shape {list(shape)} that belongs to no linear and no known norm")
@@ -558,7 +589,8 @@ class _Block:
                     if scale is not None:
                         kind: Literal["softmax", "sigmoid"] = "softmax" if scoring == "softmax" else "sigmoid"
                         router = Router(
-                            *(call.name, count, top, kind, normalised, scale, correction, groups, call.wide)
+                            *(call.name, count, top, kind, normalised, scale, correction, groups, call.wide),
+                            bias=call.bias,
                         )
                         return router, call
         raise Refusal(

@@ -193,6 +193,7 @@ def attention_part(
         key_norm=key.norm,
         rotary=query.rotary,
         gated=gate is not None,
+        sinks=call.sinks,
     )
     used = [*projections, output, *(heads.call for heads in (query, key) if heads.call is not None)]
     return attention, used, projections[0].input, output

@@ -85,6 +85,7 @@ class Call:
         input: input of the module; for attention the queries [1, H, T, D].
         output: random numbers that the stub returned.
         wide: whether the weight was cast to float32 first (a router's product).
+        bias: full name of the parameter that is added (to a router's product), or None.
     """
 
     kind: Literal["linear", "norm", "embedding", "attention", "experts", "mixer"]
@@ -93,6 +94,7 @@ class Call:
     input: Tensor
     output: Tensor
     wide: bool = field(default=False, kw_only=True)
+    bias: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +105,7 @@ class AttentionCall(Call):
         keys, values: keys and values [1, KV, T, D].
         scale, softcap: arguments, as in :class:`marlinq.models.anatomy.Attention`.
         mask: function visible(batch, head, query, key) of tensors of positions.
+        sinks: full name of the parameter [H] of attention sinks, or None.
     """
 
     keys: Tensor
@@ -110,6 +113,7 @@ class AttentionCall(Call):
     scale: float
     softcap: float | None
     mask: MaskFunction
+    sinks: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,7 +306,7 @@ class _Recorder:
 
         return stub
 
-    def logits(self, name: str, x: Tensor, experts: int, *, wide: bool) -> Tensor:
+    def logits(self, name: str, x: Tensor, experts: int, *, wide: bool, bias: str | None) -> Tensor:
         """Logits of a router: different for all experts of a token, and with no score near zero."""
         order = torch.stack([self.random((experts,)).argsort(stable=True) for _ in range(x[..., 0].numel())])
         # Scaled by row, because otherwise the chosen scores would have the same sum for every token.
@@ -311,7 +315,8 @@ class _Recorder:
         given, kept = x.detach().clone(), values.clone()
         if x.dim() == 2:
             given, kept = given[None], kept[None]
-        self.recording.calls.append(Call("linear", name, self._block, given, kept, wide=wide))
+        call = Call("linear", name, self._block, given, kept, wide=wide, bias=bias)
+        self.recording.calls.append(call)
         return values
 
     @contextmanager
@@ -401,9 +406,11 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         name = self.names[id(module)]
         for key, value in told.items():
-            if key not in _HARMLESS and value is not None:
-                kind = "attention sinks" if key == "s_aux" else f"an argument {key!r}"
-                raise Refusal(name, f"its attention has {kind}")
+            if key not in _HARMLESS and key != "s_aux" and value is not None:
+                raise Refusal(name, f"its attention has an argument {key!r}")
+        sinks = told.get("s_aux")
+        if sinks is not None and (id(sinks) not in self.parameters or sinks.shape != (q.shape[1],)):
+            raise Refusal(name, "its attention has sinks that are no parameter of one number a head")
         if mask is None or int(mask.flatten()[0]) >= len(self._masks):
             raise Refusal(name, "its mask does not come from transformers' mask functions")
         if v.shape[-1] != q.shape[-1] or k.shape[-1] != q.shape[-1]:
@@ -421,6 +428,7 @@ class _Recorder:
             scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
             softcap=None if told.get("softcap") is None else float(told["softcap"]),
             mask=self._masks[int(mask.flatten()[0])],
+            sinks=None if sinks is None else self.parameters[id(sinks)],
         )
         self.recording.calls.append(call)
         return output.clone(), None
@@ -455,8 +463,13 @@ class _Parameters(TorchFunctionMode):
             cast = torch.empty_like(parameters[0], dtype=torch.float32, device="meta")
             self._casts[id(cast)] = cast, parameters[0]
             return cast
-        if func is F.linear and len(args) == 2 and not kwargs and rows in self._recorder.routed:
+        if func is F.linear and len(args) in (2, 3) and not kwargs and rows in self._recorder.routed:
             module, _, key = name.rpartition(".")
+            bias = None
+            if len(args) == 3 and args[2] is not None:
+                bias = self._recorder.parameters.get(id(args[2]))
+                if bias is None:
+                    raise Refusal(name, "is multiplied with a bias that is no parameter")
             if key == "weight" and parameters[0].dim() == 2:
-                return self._recorder.logits(module, args[0], rows, wide=wide)
+                return self._recorder.logits(module, args[0], rows, wide=wide, bias=bias)
         raise Refusal(name, "is used by neither a linear, a norm nor an embedding")

@@ -54,6 +54,7 @@ def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) 
     torch.manual_seed(size + splits)
     batch, capacity = len(lengths), max(lengths) + 2
     columns = (heads + 2 * kv) * size
+    sinks = apart(torch.linspace(-2, 4, heads)) if kind is None else None
     x = strided(batch, columns, columns + 64, dtype)
     table = apart(rotation_table(capacity, channels)) if channels else None
     norms = [head_norm(kind, size, count, dtype, wide=wide) for count in (heads, kv)]
@@ -83,10 +84,11 @@ def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) 
             division=division,
             window=window,
             softcap=softcap,
+            sinks=sinks,
         )
         memory = [
             *given(x=x),
-            *constants(table=table, lengths=counted),
+            *constants(table=table, lengths=counted, sinks=sinks),
             *weights_of("query norm's", norms[0]),
             *weights_of("key norm's", norms[1]),
             # Of these, earlier kernels of the step have written nothing.
@@ -109,7 +111,11 @@ def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) 
         filling[places] = new.to(dtype)
     # Queries and keys are rounded as they are in memory.
     expected = expected_attention(
-        q.to(dtype), *filled, counted, scale=size**-0.5, window=window, softcap=softcap
+        *(q.to(dtype), *filled, counted),
+        scale=size**-0.5,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
     )
     assert relative_error(found[0], expected) < BOUND[dtype]
     assert all(torch.equal(out, found[0]) for out in found), "how splits meet, or when, shows in the bits"
@@ -131,6 +137,7 @@ def test_neighbouring_tokens_of_one_sequence(
     (heads, kv, size, length, rows, splits, window, softcap), warps, channels, kind, gated = case
     torch.manual_seed(size)
     capacity, columns = length + rows, ((1 + gated) * heads + 2 * kv) * size
+    sinks = None if gated else apart(torch.linspace(-2, 4, heads))
     x = strided(rows, columns, columns + 64, dtype)
     plain, factor = x, torch.ones(1)
     if gated:
@@ -156,6 +163,7 @@ def test_neighbouring_tokens_of_one_sequence(
         scale=size**-0.5,
         window=window,
         softcap=softcap,
+        sinks=sinks,
     )
     for meets in (False, True)[: 1 if splits == 1 else 2]:
         division = Division(splits, warps, meets)
@@ -169,11 +177,12 @@ def test_neighbouring_tokens_of_one_sequence(
             division=division,
             window=window,
             softcap=softcap,
+            sinks=sinks,
             together=True,
         )
         memory = [
             *given(x=x),
-            *constants(table=table, lengths=lengths),
+            *constants(table=table, lengths=lengths, sinks=sinks),
             *weights_of("query norm's", norms[0]),
             *weights_of("key norm's", norms[1]),
             Memory("keys", keys, writable=True, holds_values=True),

@@ -26,6 +26,7 @@ def route(
     *,
     normalised: bool,
     scale: float = 1.0,
+    bias: Tensor | None = None,
     correction: Tensor | None = None,
     groups: tuple[int, int, bool] = (1, 1, False),
     wide: bool = False,
@@ -43,6 +44,7 @@ def route(
         scoring=scoring,
         normalised=normalised,
         scale=scale,
+        bias=bias,
         correction=correction,
         groups=groups[0],
         kept=groups[1],
@@ -54,7 +56,7 @@ def route(
     )
     memory = [
         *given(x=x),
-        *constants(weight=weight, correction=correction, gate=gate),
+        *constants(weight=weight, bias=bias, correction=correction, gate=gate),
         *results(ids=ids, weights=weights, gates=gates),
     ]
     start(builder, prepared, memory, capability=90 if clusters else 80, planted=planted)
@@ -81,10 +83,16 @@ def test_routers(
     # Eighths, of which sums are exact, so that rounding exchanges nothing and many logits are equal.
     x = apart((2 * torch.randn(3, width + 8)).round().clamp(-3, 3).to(dtype)[:, :width])
     weight = apart((2 * torch.randn(experts, width)).round().clamp(-3, 3).div(64).to(dtype))
+    bias = apart(torch.randn(experts).round()) if normalised else None
     ids, weights = route(
-        builder, x, weight, top, scoring, normalised=normalised, scale=scale, clusters=clusters
+        *(builder, x, weight, top, scoring),
+        normalised=normalised,
+        scale=scale,
+        bias=bias,
+        clusters=clusters,
     )
-    logits = (x.double() @ weight.double().T).to(dtype).double()
+    added = 0.0 if bias is None else bias.double()
+    logits = (x.double() @ weight.double().T + added).to(dtype).double()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     taken = (-logits).sort(dim=-1, stable=True).indices[:, :top]
     expected = scores.gather(1, taken)

@@ -97,8 +97,9 @@ def expected_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """[B, H, D] in float64, of one query per sequence at position ``lengths[b]``."""
+    """[B, H, D] in float64, of one query per sequence at position ``lengths[b]``; ``sinks`` [H]."""
     group = q.shape[1] // keys.shape[1]
     results = []
     for b, length in enumerate(lengths.tolist()):
@@ -107,7 +108,11 @@ def expected_attention(
         scores = (k @ q[b].double()[:, :, None])[..., 0] * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        results.append((scores.softmax(-1)[:, None] @ v)[:, 0])
+        parts = scores.exp()
+        whole = parts.sum(-1, keepdim=True)
+        if sinks is not None:
+            whole = whole + sinks.double().exp()[:, None]
+        results.append(((parts / whole)[:, None] @ v)[:, 0])
     return torch.stack(results)
 
 

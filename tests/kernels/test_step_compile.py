@@ -115,6 +115,7 @@ def attentions(*, clusters: bool = False) -> list[Prepared]:
                     scale=1.0,
                     division=division,
                     softcap=20.0 if number % 3 else None,
+                    sinks=torch.empty(8) if number % 2 else None,
                 )
             )
     return prepared

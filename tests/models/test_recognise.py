@@ -179,8 +179,17 @@ def test_what_a_block_adds_on_its_own_is_noticed() -> None:
     assert "residual stream" in found.reason
 
 
-def test_sinks_and_unknown_terms_of_attention_are_refused() -> None:
-    for key, reason in (("s_aux", "attention sinks"), ("something", "an argument 'something'")):
+def test_numbers_a_head_that_attention_does_not_take_are_named() -> None:
+    model = random_decoder(KNOWN["llama"])
+    model.model.layers[1].self_attn.per_head = nn.Parameter(torch.zeros(4))
+    found = recognise(model, "model.layers")
+    assert isinstance(found, Unrecognised)
+    assert found.part == "model.layers.1.self_attn.per_head"
+
+
+def test_unknown_terms_of_attention_are_refused() -> None:
+    sinks = "sinks that are no parameter of one number a head"
+    for key, reason in (("s_aux", sinks), ("something", "an argument 'something'")):
         model = random_decoder(KNOWN["llama"])
         attention = model.model.layers[1].self_attn
         attention.forward = partial(attention.forward, **{key: torch.zeros(4)})

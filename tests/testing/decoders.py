@@ -197,7 +197,6 @@ KNOWN |= {
 }
 
 UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
-    "gpt-oss": (Decoder("gpt_oss", {**_HEADS, "num_local_experts": 4}), r"0\.mlp\.experts", "no linear"),
     "mamba": (
         Decoder("mamba", {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2}),
         r"layers\.0\.mixer\.A_log",

@@ -123,7 +123,8 @@ class Workspace(NamedTuple):
 class _Arguments(ctypes.Structure):
     _fields_ = (
         ("given", NewHeads),
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "out", "partials", "counters", "lengths")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "out", "partials", "counters")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "sinks")),
         *((name, ctypes.c_int) for name in ("group", "chunks", "splits", "capacity", "window")),
         ("out_stride", ctypes.c_longlong),
         ("scale", ctypes.c_float),
@@ -144,6 +145,7 @@ def attend(
     division: Division,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     together: bool = False,
 ) -> Prepared:
     """Append a token to every sequence, and compute its attention over positions 0 to ``lengths[b]``.
@@ -163,6 +165,7 @@ def attend(
         division: from :func:`divide`.
         window: positions that a token sees at most, its own included; None for all.
         softcap: dot products become ``softcap * tanh(product / softcap)``; None for uncapped ones.
+        sinks: float32 [H], or None; ``exp(sinks[h])`` is added to the sum that head h's softmax divides by.
         together: whether the rows are neighbouring tokens of one sequence, each of which sees the rows before
             it; not with norms over all heads.
 
@@ -177,6 +180,8 @@ def attend(
         raise ValueError("keys, values, rows of out: expected contiguous tensors")
     if x.shape[0] != batch or keys.shape[0] != (1 if together else batch):
         raise ValueError(f"x: expected {batch} rows, found {list(x.shape)}")
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32):
+        raise ValueError(f"sinks: expected float32 {[heads]}, found {sinks.dtype} {list(sinks.shape)}")
     shape = AttentionShape(batch, heads, kv_heads, size, capacity)
     group = heads // kv_heads
     # The kernel computes powers of 2 instead of e.
@@ -189,6 +194,7 @@ def attend(
         partials=address(workspace.partials),
         counters=address(workspace.counters),
         lengths=lengths.data_ptr(),
+        sinks=address(sinks),
         group=group,
         chunks=-(-group // _HEADS),
         splits=division.splits,
@@ -208,6 +214,7 @@ def attend(
         ("CLUSTER", division.splits if division.meets else 1),
         ("TOGETHER", rows),
         ("GATED", work.gated),
+        ("SINKS", sinks is not None),
         ("SOFTCAP", softcap is not None),
         *head_parameters(work),
         ("SHARED_BYTES", shared),

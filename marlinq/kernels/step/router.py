@@ -46,7 +46,7 @@ class Addition:
 class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("source", "first", "norm_weight", "norm_bias", "stored")),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "gate", "correction")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "gate", "bias", "correction")),
         *((name, ctypes.c_void_p) for name in ("ids", "weights", "gates")),
         ("experts", ctypes.c_int),
         ("width", ctypes.c_int),
@@ -64,6 +64,7 @@ def router(
     scoring: str,
     normalised: bool,
     scale: float = 1.0,
+    bias: Tensor | None = None,
     correction: Tensor | None = None,
     groups: int = 1,
     kept: int = 1,
@@ -74,7 +75,7 @@ def router(
     clusters: bool = True,
     addition: Addition | None = None,
 ) -> Prepared:
-    """``ids`` and ``weights`` of the experts with the highest logits ``x @ weight.T``.
+    """``ids`` and ``weights`` of the experts with the highest logits ``x @ weight.T + bias``.
 
     Logits are summed in float32. Of equal ones the lowest number is taken.
 
@@ -86,6 +87,7 @@ def router(
         scoring: ``softmax`` or ``sigmoid``.
         normalised: weights are divided by their sum before they are scaled.
         scale: factor on the weights.
+        bias: float32 [E], added to logits before they are rounded; or None.
         correction: float32 [E], added to scores to choose experts; weights are made of scores alone. Or None.
         groups: number of groups of neighbouring experts, equal in size, two experts or more each; 1 without
             groups. A group's score is the sum of its two highest ``score + correction``.
@@ -112,12 +114,13 @@ def router(
     for name, value, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
         if value.shape != (m, top) or value.dtype != dtype or not value.is_contiguous():
             raise ValueError(f"{name}: expected {dtype} {[m, top]}, found {value.dtype} {list(value.shape)}")
-    if correction is not None and (
-        correction.shape != (experts,) or correction.dtype != torch.float32 or not correction.is_contiguous()
-    ):
-        raise ValueError(
-            f"correction: expected float32 {[experts]}, found {correction.dtype} {list(correction.shape)}"
-        )
+    for name, vector in (("bias", bias), ("correction", correction)):
+        if vector is not None and (
+            vector.shape != (experts,) or vector.dtype != torch.float32 or not vector.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name}: expected float32 {[experts]}, found {vector.dtype} {list(vector.shape)}"
+            )
     if groups > 1 and (
         correction is None
         or experts % groups
@@ -153,6 +156,7 @@ def router(
         ("TOP", top),
         ("SOFTMAX", scoring == "softmax"),
         ("NORMALISED", normalised),
+        ("BIASED", bias is not None),
         ("CORRECTED", correction is not None),
         ("GROUPS", groups),
         ("KEPT", kept),
@@ -172,6 +176,7 @@ def router(
         x.data_ptr(),
         weight.data_ptr(),
         address(gate),
+        address(bias),
         address(correction),
         ids.data_ptr(),
         weights.data_ptr(),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from marlinq.formats.layouts import ModuleSpec
 from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin
 from marlinq.kernels import explain
 from marlinq.kernels.contract import weight_formats
+from marlinq.kernels.experts import ExpertWeights, StoredExperts
 from marlinq.models import Blueprint, Experts, Projection, build_blueprint
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.kernels import SCHEMES
@@ -103,6 +105,16 @@ SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 256,
         "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_attention_heads": 16,
         "num_key_value_heads": 2, "head_dim": 256, **_DELTA_NET, "linear_num_value_heads": 32,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
     },
     "smollm2-135m": {
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
@@ -262,16 +274,24 @@ def _random_grouped(
         raise UsageError(f"{experts.name}: no synthetic experts of this kind; choose another --synthetic")
     layer = ExpertsLayer(experts.name, experts.count, 1, experts.hidden, experts.intermediate)
     weight_format, usual = SCHEMES[wanted.scheme]
-    granularity = Granularity.from_group_size(wanted.group_size if usual is None else usual)
+    inputs = math.gcd(experts.hidden, experts.intermediate)
+    size = _group_size(experts.name, inputs, wanted.group_size) if usual is None else usual
     weights = random_experts(
         layer,
-        granularity,
+        Granularity.from_group_size(size),
         asymmetric=False,
         dtype=setting.dtype,
         device=setting.device,
         weight_format=weight_format,
     )
+    if experts.biases is not None:
+        weights = ExpertWeights(*(_with_biases(stored, setting) for stored in weights))
     return GroupedExperts(weights, activation)
+
+
+def _with_biases(stored: StoredExperts, setting: Setting) -> StoredExperts:
+    count, _, columns = stored.shape
+    return replace(stored, bias=0.1 * torch.randn(count, columns, dtype=setting.dtype, device=setting.device))
 
 
 def _random_packed(
@@ -303,18 +323,26 @@ def _random_packed(
     return Decision(chosen, ()), QuantLinear(weight, bias)
 
 
+def _group_size(name: str, channels: int, most: int) -> int:
+    """The largest group size up to ``most`` that divides ``channels``; -1 where ``most`` is."""
+    if most == Granularity.channel().group_size:
+        return most
+    for size in sorted(GROUP_SIZES, reverse=True):
+        if 0 < size <= most and channels % size == 0:
+            return size
+    raise UsageError(
+        f"{name}: K={channels} must be a multiple of a group size up to {most}; choose another --group-size"
+    )
+
+
 def _random_stored(projection: Projection, group_size: int, setting: Setting) -> StoredWeight:
     k, n = projection.in_features, projection.out_features
-    sizes = [size for size in sorted(GROUP_SIZES, reverse=True) if 0 < size <= group_size and k % size == 0]
-    if group_size == Granularity.channel().group_size:
-        sizes = [group_size]
-    if not sizes or k % 64 or n % 64:
+    if k % 64 or n % 64:
         raise UsageError(
-            f"{projection.name}: K={k} and N={n} must be multiples of 64 and K of a group size up to "
-            f"{group_size}; choose another --group-size"
+            f"{projection.name}: K={k} and N={n} must be multiples of 64; choose another --synthetic"
         )
     dtype = torch.float16 if setting.dtype == torch.float32 else setting.dtype
-    granularity = Granularity.from_group_size(sizes[0])
+    granularity = Granularity.from_group_size(_group_size(projection.name, k, group_size))
     weight = random_weight(
         Layer(projection.name, n, k),
         granularity,

@@ -171,6 +171,7 @@ class BoundMixture:
     Attributes:
         router: description of the router.
         weight: weight of the router, [E, H].
+        bias: float32 [E], added to logits; or None.
         correction: float32 [E], added to scores to choose experts; or None.
         experts: packed experts.
         shared: expert that every token passes; or None.
@@ -180,6 +181,7 @@ class BoundMixture:
 
     router: Router
     weight: Tensor
+    bias: Tensor | None
     correction: Tensor | None
     experts: GroupedExperts
     shared: BoundMLP | None
@@ -222,6 +224,7 @@ class BoundLayer:
         heads: norms and rotation of queries and keys; none in a delta net.
         keys, values: the cache [B, KV, L, D]; empty in a delta net.
         delta: the delta net in the place of attention, or None.
+        sinks: float32 [H] of attention, or None.
     """
 
     anatomy: Layer
@@ -236,6 +239,7 @@ class BoundLayer:
     keys: Tensor
     values: Tensor
     delta: BoundDelta | None = None
+    sinks: Tensor | None = None
 
     @property
     def attention(self) -> Attention:

@@ -27,6 +27,7 @@ from marlinq.runtime.step.bound import (
 )
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.products import Product, find_product, single_product
+from marlinq.runtime.step.reference import attention_sinks
 
 
 class BoundForward(Forward):
@@ -133,6 +134,7 @@ class BoundForward(Forward):
             ),
             keys=keys,
             values=torch.zeros_like(keys),
+            sinks=attention_sinks(model, attention),
         )
 
     def _delta_layer(
@@ -222,7 +224,9 @@ def _bound(model: nn.Module, mlp: MLP | Mixture, apart: dict[str, None]) -> Boun
         experts = model.get_submodule(mlp.experts)
         assert isinstance(experts, GroupedExperts)
         weight = model.get_submodule(mlp.router.module).get_parameter("weight").detach().contiguous()
-        correction = None
+        bias = correction = None
+        if mlp.router.bias is not None:
+            bias = model.get_parameter(mlp.router.bias).detach().float().contiguous()
         if mlp.router.correction is not None:
             correction = model.get_buffer(mlp.router.correction).detach().float().contiguous()
         shared = None if mlp.shared is None else _bound_mlp(model, mlp.shared, apart)
@@ -230,7 +234,7 @@ def _bound(model: nn.Module, mlp: MLP | Mixture, apart: dict[str, None]) -> Boun
         if mlp.shared_gate is not None:
             column = model.get_submodule(mlp.shared_gate).get_parameter("weight")
             gate = column.detach().reshape(-1).contiguous()
-        return BoundMixture(mlp.router, weight, correction, experts, shared, gate)
+        return BoundMixture(mlp.router, weight, bias, correction, experts, shared, gate)
     return _bound_mlp(model, mlp, apart)
 
 

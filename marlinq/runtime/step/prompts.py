@@ -76,7 +76,8 @@ def read_prompts(
                 gates.append(pairs[:, :, 1].sigmoid().flatten(1))
         queries = q.view(batch, width, attention.heads, attention.head_dim).transpose(1, 2)
         keys, values = (cache[part, :, :width] for cache in (layer.keys, layer.values))
-        mixed = causal_attention(queries, keys, values, attention).transpose(1, 2).reshape(total, -1)
+        mixed = causal_attention(queries, keys, values, attention, layer.sinks)
+        mixed = mixed.transpose(1, 2).reshape(total, -1)
         del q, queries
         if gates:
             mixed = mixed * torch.cat(gates)

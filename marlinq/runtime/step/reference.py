@@ -203,7 +203,8 @@ class ReferenceForward(Forward):
             q, k, v = (each.transpose(1, 2) for each in heads)
             self._keys[index][:, :, : x.shape[1]] = k
             self._values[index][:, :, : x.shape[1]] = v
-            return _gated(causal_attention(q, k, v, parts.attention).transpose(1, 2), gate)
+            mixed = causal_attention(q, k, v, parts.attention, parts.sinks)
+            return _gated(mixed.transpose(1, 2), gate)
 
         return attend
 
@@ -229,7 +230,7 @@ class ReferenceForward(Forward):
                 values[self._rows, :, positions] = v[:, 0]
             seen = keys[:, :, first:end]
             with threads_at_most(1 if seen.is_cpu and seen.numel() <= _ALONE else None):
-                mixed = _one_query(q, seen, values[:, :, first:end], mask, parts.attention)
+                mixed = _one_query(q, seen, values[:, :, first:end], mask, parts)
             return _gated(mixed, gate)
 
         return attend
@@ -250,7 +251,8 @@ class ReferenceForward(Forward):
             if window is not None:
                 mask &= place > query - window
             seen = keys[:, :, first:end], values[:, :, first:end]
-            return _gated(_masked(q, *seen, mask=mask, attention=parts.attention).transpose(1, 2), gate)
+            mixed = _masked(q, *seen, mask=mask, attention=parts.attention, sinks=parts.sinks)
+            return _gated(mixed.transpose(1, 2), gate)
 
         return attend
 
@@ -342,13 +344,16 @@ class _LayerParts:
     qkv: Callable[[Tensor], Sequence[Tensor]]
     output: Function
     mlp: Function
+    sinks: Tensor | None
 
     @classmethod
     def of(cls, model: nn.Module, layer: Layer, dtype: torch.dtype, chosen: Chosen) -> _LayerParts:
         attention = layer.attention
         norms: tuple[Norm | None, Norm | None] = (None, None)
+        sinks = None
         if isinstance(attention, Attention):
             norms = attention.query_norm, attention.key_norm
+            sinks = attention_sinks(model, attention)
         projections = attention.qkv if isinstance(attention, Attention) else attention.inputs
         return cls(
             layer=layer,
@@ -363,6 +368,7 @@ class _LayerParts:
             mlp=_mixture(model, layer.mlp, chosen)
             if isinstance(layer.mlp, Mixture)
             else _mlp(model, layer.mlp),
+            sinks=sinks,
         )
 
     @property
@@ -433,10 +439,22 @@ def _by_head(x: Tensor, heads: int, norm: Norm | None, normalise: Function | Non
     return normalise(_heads(x, heads))
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-    """Attention of a whole prompt: q [B, H, T, D], k and v [B, KV, T, D] to [B, H, T, D]."""
+def attention_sinks(model: nn.Module, attention: Attention) -> Tensor | None:
+    """The attention's sinks, float32 [H], or None."""
+    if attention.sinks is None:
+        return None
+    return model.get_parameter(attention.sinks).detach().float().contiguous()
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, attention: Attention, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of a whole prompt: q [B, H, T, D], k and v [B, KV, T, D] to [B, H, T, D].
+
+    ``sinks``, float32 [H], are what :func:`attention_sinks` gives.
+    """
     length, window = q.shape[2], attention.window
-    if attention.softcap is None and (window is None or window >= length):
+    if attention.softcap is None and sinks is None and (window is None or window >= length):
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=attention.scale, enable_gqa=attention.heads != attention.kv_heads
         )
@@ -449,35 +467,49 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> T
         mask = key <= query
         if window is not None:
             mask &= key > query - window
-        blocks.append(_masked(q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], mask, attention))
+        seen = k[:, :, first:end], v[:, :, first:end]
+        blocks.append(_masked(q[:, :, start:end], *seen, mask, attention, sinks))
     return torch.cat(blocks, 2)
 
 
-def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attention: Attention) -> Tensor:
+def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parts: _LayerParts) -> Tensor:
     """Attention of one token: q [B, 1, H, D], k and v [B, KV, places, D] to [B, 1, H, D]."""
+    attention, sinks = parts.attention, parts.sinks
     # The queries that share a key are the rows of one product.
     grouped = q.reshape(q.shape[0], attention.kv_heads, -1, q.shape[-1])
-    if attention.softcap is None:
+    if attention.softcap is None and sinks is None:
         result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=attention.scale)
     else:
-        result = _product(grouped, k, v, mask, attention)
+        of_rows = None if sinks is None else sinks.view(attention.kv_heads, -1, 1)
+        result = _product(grouped, k, v, mask, attention, of_rows)
     return result.flatten(1, 2)[:, None]
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, attention: Attention) -> Tensor:
-    if attention.softcap is None:
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, attention: Attention, sinks: Tensor | None
+) -> Tensor:
+    if attention.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=attention.scale, enable_gqa=attention.heads != attention.kv_heads
         )
     grouped = q.reshape(q.shape[0], attention.kv_heads, -1, *q.shape[2:])
-    return _product(grouped, k[:, :, None], v[:, :, None], mask, attention).flatten(1, 2)
+    of_rows = None if sinks is None else sinks.view(attention.kv_heads, -1, 1, 1)
+    return _product(grouped, k[:, :, None], v[:, :, None], mask, attention, of_rows).flatten(1, 2)
 
 
-def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attention: Attention) -> Tensor:
+def _product(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attention: Attention, sinks: Tensor | None
+) -> Tensor:
+    """Attention of rows of queries; ``sinks`` are broadcast to one number a row."""
     scores = _capped(torch.matmul(q, k.transpose(-1, -2)) * attention.scale, attention.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    return torch.matmul(scores.float().softmax(-1).to(q.dtype), v)
+    scores = scores.float()
+    if sinks is not None:
+        # A column more, whose value nobody reads.
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+        return torch.matmul(scores.softmax(-1)[..., :-1].to(q.dtype), v)
+    return torch.matmul(scores.softmax(-1).to(q.dtype), v)
 
 
 def _capped(x: Tensor, cap: float | None) -> Tensor:
@@ -532,13 +564,14 @@ def _mixture(model: nn.Module, mixture: Mixture, chosen: Chosen) -> Function:
     experts = model.get_submodule(mixture.experts)
     router = mixture.router
     weight = _weight(model, router.module)
+    bias = None if router.bias is None else model.get_parameter(router.bias).detach()
     correction = None if router.correction is None else model.get_buffer(router.correction).float()
     shared = None if mixture.shared is None else _mlp(model, mixture.shared)
     gate = None if mixture.shared_gate is None else _linear(model, mixture.shared_gate)
 
     def run(x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        logits = F.linear(rows.float(), weight.float()) if router.wide else F.linear(rows, weight)
+        logits = F.linear(rows.float(), weight.float()) if router.wide else F.linear(rows, weight, bias)
         index, counts = route(logits, router, correction)
         chosen(index.view(*x.shape[:-1], -1), counts.view(*x.shape[:-1], -1))
         m: Tensor = experts(rows, index, counts).view(x.shape)

@@ -273,6 +273,7 @@ class Walk:
                 division=forward.divisions[index],
                 window=attention.window,
                 softcap=attention.softcap,
+                sinks=layer.sinks,
                 together=forward.together,
             )
         )
@@ -368,6 +369,7 @@ class Walk:
                 scoring=router.scoring,
                 normalised=router.normalised,
                 scale=router.scale,
+                bias=mixture.bias,
                 correction=mixture.correction,
                 groups=groups.count,
                 kept=groups.kept,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from marlinq.cli.bench import decode
 from marlinq.core.errors import UsageError
 from marlinq.models import build_blueprint
 from marlinq.operations.bench import SYNTHETIC, Synthetic, bench_decode, synthetic_model
@@ -107,6 +108,12 @@ def test_every_synthetic_shape_is_a_model(name: str) -> None:
         assert projection.in_features % 64 == 0
         # Betas and steps of a delta net have a column a head, and are not quantised.
         assert projection.out_features % 64 == 0 or projection.name.endswith(("in_proj_a", "in_proj_b"))
+
+
+def test_help_names_every_synthetic_shape() -> None:
+    text = decode.help
+    assert text is not None
+    assert [name for name in sorted(SYNTHETIC) if name not in text] == []
 
 
 def test_kernels_of_a_profile_are_added_up() -> None:

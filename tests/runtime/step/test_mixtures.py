@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.weight_formats import INT4
-from marlinq.models.anatomy import Anatomy, Groups, Mixture, Router, Unrecognised
+from marlinq.models.anatomy import Anatomy, Attention, Groups, Mixture, Router, Unrecognised
 from marlinq.models.experts import find_experts
 from marlinq.models.recognise import recognise
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.synthetic_experts import random_experts
-from marlinq.runtime.grouped_experts import GroupedExperts
+from marlinq.runtime.grouped_experts import GroupedExperts, activation_name
 from marlinq.runtime.step import recorded_step, reference, walk
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
@@ -54,7 +54,9 @@ def router_of(model: PreTrainedModel) -> Router:
     return mixture.router
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5", "gpt-oss"]
+)
 def test_reference_computes_what_transformers_does(name: str) -> None:
     model = tiny(name)
     anatomy = found_in(model)
@@ -131,10 +133,31 @@ def test_other_routers_are_refused(forward: Callable[[Tensor], tuple[Tensor, Ten
     assert found.part == "model.layers.0.mlp.experts"
 
 
-def test_experts_with_biases_are_refused() -> None:
-    found = found_in(tiny("gpt-oss"))
-    assert isinstance(found, Unrecognised)
-    assert "experts" in found.part, found
+def test_sinks_biases_and_clamped_swiglu_are_found() -> None:
+    model = tiny("gpt-oss")
+    anatomy = found_in(model)
+    assert isinstance(anatomy, Anatomy), anatomy
+    last = anatomy.layers[-1]
+    assert isinstance(last.attention, Attention)
+    assert isinstance(last.mlp, Mixture)
+    assert last.attention.sinks == "model.layers.1.self_attn.sinks"
+    assert last.mlp.router.bias == "model.layers.1.mlp.router.bias"
+    assert last.mlp.activation == "clamped_swiglu"
+
+
+@pytest.mark.parametrize("part", ["sinks", "bias"])
+def test_forgotten_sinks_and_biases_are_found_by_the_probe(part: str) -> None:
+    model = tiny("gpt-oss")
+    anatomy = found_in(model)
+    assert isinstance(anatomy, Anatomy)
+    last = anatomy.layers[-1]
+    assert isinstance(last.attention, Attention)
+    assert isinstance(last.mlp, Mixture)
+    if part == "sinks":
+        wrong = replace(last, attention=replace(last.attention, sinks=None))
+    else:
+        wrong = replace(last, mlp=replace(last.mlp, router=replace(last.mlp.router, bias=None)))
+    assert differing(model, replace(anatomy, layers=(*anatomy.layers[:-1], wrong)))
 
 
 def test_a_correction_bias_is_found_and_left_as_it_was() -> None:
@@ -340,7 +363,9 @@ def grouped(model: PreTrainedModel) -> None:
                 device=device,
                 weight_format=INT4,
             )
-            model.set_submodule(name, GroupedExperts(weights, "silu"))
+            activation = activation_name(found.activation(module))
+            assert activation is not None
+            model.set_submodule(name, GroupedExperts(weights, activation))
 
 
 # Whose experts have a size of their own, beside that of dense layers.
@@ -353,7 +378,10 @@ _VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
-PACKED = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5", "glm-4.5 in groups")
+PACKED = (
+    *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5", "glm-4.5 in groups"),
+    "gpt-oss",
+)
 
 
 def grouped_mixture(name: str) -> tuple[PreTrainedModel, Anatomy]:

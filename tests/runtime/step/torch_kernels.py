@@ -188,6 +188,7 @@ def attend(
     division: Division,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     together: bool = False,
 ) -> Prepared:
     def run(launch: Prepared) -> None:
@@ -195,7 +196,9 @@ def attend(
         before, each = (lengths[:1], out.shape[0]) if together else (lengths, 1)
         append(x, q, keys, values, before, work, tokens_each=each).action(launch)
         seen = (cache.expand(out.shape[0], -1, -1, -1) for cache in (keys, values))
-        mixed = expected_attention(q, *seen, lengths, scale=scale, window=window, softcap=softcap)
+        mixed = expected_attention(
+            q, *seen, lengths, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
         if work.gated:
             columns = 2 * out.shape[1] * out.shape[2]
             mixed = (
@@ -233,6 +236,7 @@ def router(
     scoring: str,
     normalised: bool,
     scale: float = 1.0,
+    bias: Tensor | None = None,
     correction: Tensor | None = None,
     groups: int = 1,
     kept: int = 1,
@@ -254,7 +258,8 @@ def router(
                 factor=addition.factor,
             ).action(launch)
         rounding = torch.float32 if wide else x.dtype
-        logits = (x.double() @ weight.double().T).to(rounding).double()
+        added = 0.0 if bias is None else bias.double()
+        logits = (x.double() @ weight.double().T + added).to(rounding).double()
         scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
         decisive = logits if correction is None else scores + correction
         if groups > 1:

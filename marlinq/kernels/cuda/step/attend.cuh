@@ -27,9 +27,10 @@
 // of them. A block then makes the keys and values of all rows up to its own that fall into its split, and puts its own into the
 // cache.
 //
-// With GATED the result is multiplied by the sigmoid of gates that lie behind each head of queries.
+// With GATED the result is multiplied by the sigmoid of gates that lie behind each head of queries. With SINKS the exponential of
+// sinks[h] is added to the sum of a head's exponentials, once.
 //
-// Configuration: Element, D, WARPS, MIN_BLOCKS, CLUSTER (1, or the splits), TOGETHER, GATED, SOFTCAP, and those of step/heads.cuh, but
+// Configuration: Element, D, WARPS, MIN_BLOCKS, CLUSTER (1, or the splits), TOGETHER, GATED, SINKS, SOFTCAP, and those of step/heads.cuh, but
 // WIDE only where TOGETHER is 1; SHARED_BYTES, the host's count of dynamic shared memory.
 #pragma once
 #include "fault_site.cuh"
@@ -65,7 +66,7 @@ __device__ __forceinline__ Split split_of(int tokens, int window, int splits, in
 
 template <typename C>
 __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* values, u16* out, float* partials, u32* counters,
-                                       const int* lengths, int group, int chunks, int splits, int capacity, int window,
+                                       const int* lengths, const float* sinks, int group, int chunks, int splits, int capacity, int window,
                                        i64 out_stride, float scale, float softcap) {
     typedef typename C::Element E;
     constexpr int D = C::D, WARPS = C::WARPS, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
@@ -304,6 +305,10 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
         }
         store_global(target + head * D + channel, make_uint2(E::narrow(x0, x1), E::narrow(x2, x3)));
     };
+    // The sum of a head's exponentials in units of 2^most, with its sink's.
+    const auto with_sink = [&](int head, float most, float whole) {
+        return C::SINKS ? whole + exp2f(sinks[first_head + head] * 1.44269504f - most) : whole;
+    };
     float* slots = partials + (i64)work * splits * SLOT;
     for (int index = threadIdx.x; index < heads * (D / 4); index += 32 * WARPS) {
         const int head = index / (D / 4), channel = index % (D / 4) * 4;
@@ -318,6 +323,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             x[0] += share * found.x, x[1] += share * found.y, x[2] += share * found.z, x[3] += share * found.w;
         }
         if (part.active == 1) {
+            whole = with_sink(head, most, whole);
             store_result(head, channel, x[0] / whole, x[1] / whole, x[2] / whole, x[3] / whole);
         } else if constexpr (MEETS) {
             // No other thread of the block reads these.
@@ -352,6 +358,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                 x[2] = x[2] * shrink + share * found.z;
                 x[3] = x[3] * shrink + share * found.w;
             }
+            whole = with_sink(head, most, whole);
             store_result(head, channel, x[0] / whole, x[1] / whole, x[2] / whole, x[3] / whole);
         }
     };
@@ -387,8 +394,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
 #define INSTANTIATE_STEP_ATTEND(NAME, CONFIGURATION)                                                                      \
     extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, CONFIGURATION::MIN_BLOCKS)                    \
     CLUSTER_OF(CONFIGURATION::CLUSTER)                                                                                    \
-    NAME(NewHeads given, u16* keys, u16* values, u16* out, float* partials, u32* counters, const int* lengths, int group, \
-         int chunks, int splits, int capacity, int window, i64 out_stride, float scale, float softcap) {                  \
-        attend<CONFIGURATION>(given, keys, values, out, partials, counters, lengths, group, chunks, splits, capacity,      \
+    NAME(NewHeads given, u16* keys, u16* values, u16* out, float* partials, u32* counters, const int* lengths,            \
+         const float* sinks, int group, int chunks, int splits, int capacity, int window, i64 out_stride, float scale,    \
+         float softcap) {                                                                                                 \
+        attend<CONFIGURATION>(given, keys, values, out, partials, counters, lengths, sinks, group, chunks, splits, capacity, \
                               window, out_stride, scale, softcap);                                                        \
     }

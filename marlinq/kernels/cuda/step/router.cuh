@@ -1,6 +1,7 @@
 // Which experts a row goes to, and how much each counts:
 //
-//   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, then, unless WIDE, rounded to Element, as a product of the model's is
+//   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, with logit_bias[e] if BIASED, then, unless WIDE, rounded to Element,
+//               as a product of the model's is
 //   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number first.
 //               If CORRECTED, of the highest score(logits[e]) + correction[e]. Of GROUPS of as many neighbours then only the KEPT
 //               take part whose two highest such sums are together greatest; experts of the others are left out, or, if ZEROED,
@@ -19,7 +20,7 @@
 // turns, and leave each block its logits in its own shared memory. The first block collects them, and one warp of it, which
 // holds PER logits a lane, takes the largest TOP times. A warp's first loads of weights are requested before the previous kernel ends.
 //
-// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, CORRECTED, GROUPS,
+// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, BIASED, CORRECTED, GROUPS,
 // KEPT, ZEROED, WIDE, GATED, NORM, VECTORS (of a row, a thread).
 #pragma once
 #include "fault_site.cuh"
@@ -51,6 +52,7 @@ struct RouterRow {
 
     uint4* x;
     const uint4 *weight, *gate;
+    const float* logit_bias;
     int experts, vectors, lane, warp, rank;
 
     __device__ __forceinline__ int products() const { return experts + C::GATED; }
@@ -130,6 +132,7 @@ struct RouterRow {
                 sum = add(row, w, begin, sum);
             }
             sum = warp_sum(sum);
+            if (C::BIASED && expert < experts) sum += logit_bias[expert];
             if (lane == 0) logits[expert] = FAULT_SITE(logit_width, C::WIDE ? sum : rounded<E>(sum));
         }
     }
@@ -232,7 +235,7 @@ struct RouterRow {
 
 template <typename C>
 __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x, const uint4* weight, const uint4* gate,
-                                           const float* correction, int* ids, float* weights, float* gates, int experts, int width, i64 x_stride, float scale) {
+                                           const float* logit_bias, const float* correction, int* ids, float* weights, float* gates, int experts, int width, i64 x_stride, float scale) {
     typedef RouterRow<C> Row;
     static_assert(C::TOP <= 32 && C::PER <= 32, "a lane keeps one choice, and a bit for each of its logits");
     static_assert(C::GROUPS <= 32, "a lane looks at a group");
@@ -240,7 +243,7 @@ __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x
     __shared__ uint4 made[Row::ADDS ? C::VECTORS * 32 * C::WARPS : 1];
     launch_dependents();
     const i64 m = blockIdx.x / C::CLUSTER;
-    const Row row{x + m * (x_stride / 8), weight, gate, experts, width / 8, static_cast<int>(threadIdx.x % 32),
+    const Row row{x + m * (x_stride / 8), weight, gate, logit_bias, experts, width / 8, static_cast<int>(threadIdx.x % 32),
                   static_cast<int>(threadIdx.x / 32), static_cast<int>(blockIdx.x % C::CLUSTER)};
     row.multiply(given, m, made, logits);
     if constexpr (C::CLUSTER > 1) {
@@ -268,9 +271,9 @@ __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x
 #define INSTANTIATE_STEP_ROUTER(NAME, CONFIGURATION)                                                                    \
     extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, 1) CLUSTER_OF(CONFIGURATION::CLUSTER)       \
     NAME(const uint4* residual, const uint4* first, const uint4* norm_weight, const uint4* norm_bias, uint4* stored, uint4* x,      \
-         const uint4* weight, const uint4* gate, const float* correction, int* ids, float* weights, float* gates,       \
-         int experts, int width, i64 residual_stride, i64 first_stride, i64 x_stride, float factor, float eps,          \
+         const uint4* weight, const uint4* gate, const float* logit_bias, const float* correction, int* ids,            \
+         float* weights, float* gates, int experts, int width, i64 residual_stride, i64 first_stride, i64 x_stride, float factor, float eps,          \
          float offset, float scale) {                                                                                   \
         const RouterAddition given = {residual, first, norm_weight, norm_bias, stored, residual_stride, first_stride, factor, eps, offset}; \
-        route_rows<CONFIGURATION>(given, x, weight, gate, correction, ids, weights, gates, experts, width, x_stride, scale); \
+        route_rows<CONFIGURATION>(given, x, weight, gate, logit_bias, correction, ids, weights, gates, experts, width, x_stride, scale); \
     }
