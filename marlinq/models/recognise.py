@@ -88,7 +88,7 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
         for name, block in zip(names, blocks, strict=True):
             experts |= _find_routed(name, block)
             mixers |= find_delta_nets(name, block)
-            vectors |= _maybe_sinks(name, block, heads)
+            vectors |= _maybe_sinks(name, block, heads, mixers)
             _check_parameters(name, block, norms, experts, mixers, vectors)
         rotary = RotaryModules(model)
         far = _far(model, rotary)
@@ -270,13 +270,15 @@ def _check_parameters(
     _refuse_strange(strange)
 
 
-def _maybe_sinks(name: str, block: nn.Module, heads: int | None) -> dict[str, tuple[int, ...]]:
+def _maybe_sinks(
+    name: str, block: nn.Module, heads: int | None, mixers: Collection[str]
+) -> dict[str, tuple[int, ...]]:
     """Full names and shapes of parameters that attention may take as sinks: one number a head, beside three
     linears or more."""
     return {
         f"{name}.{inner}.{key}": tuple(value.shape)
         for inner, module in block.named_modules()
-        if inner and sum(map(is_linear, module.children())) >= 3
+        if inner and f"{name}.{inner}" not in mixers and sum(map(is_linear, module.children())) >= 3
         for key, value in module.named_parameters(recurse=False)
         if value.shape == (heads,)
     }
