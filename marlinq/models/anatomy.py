@@ -134,7 +134,7 @@ class Groups:
 class Router:
     """The choice of a token's experts, and their weights.
 
-    ``logits = W x + bias`` become ``scores``. The ``top`` experts with the highest score, or with a correction the
+    ``logits = W x + bias`` become ``scores``. The ``top`` experts of highest score, or with a correction of
     highest ``score + correction``, are chosen. The weight of a chosen expert is ``scale * score``, or
     ``scale * score / (sum of the chosen scores)`` if ``normalised``; a correction does not change it. (A
     softmax over the chosen logits equals a normalised one over all.)
