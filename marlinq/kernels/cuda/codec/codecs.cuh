@@ -1,11 +1,11 @@
-// Every codec. One says of itself:
+// Every codec. A codec has these members:
 //
-//   BITS           of a code
+//   BITS           bits of a code
 //   PLANES         512-byte planes of a 16 x 64 tile (codec/lane_words.cuh), TILE_BYTES in all
 //   BLOCK_WORDS    words of a lane in a 16 x 16 block
-//   SUMS_CODES     it has codes(): codes that are multiplied without a subtraction
-//   FUSES          it has factors() and scaled(): zero points and scales in one instruction
-//   NORMALIZES     scales of FUSES need normalizers
+//   SUMS_CODES     whether it has codes(): codes that are multiplied without a subtraction
+//   FUSES          whether it has factors() and scaled(): zero points and scales in one instruction
+//   NORMALIZES     whether scales of FUSES need normalizers
 //   dequantize     words of a block to operand A: value minus zero point, times 2^-STORED_POWER, exactly
 //   weights        the same times scales, in 16 bits
 //   STORED_POWER   scales are stored times 2^STORED_POWER, so that both are in the range of the element

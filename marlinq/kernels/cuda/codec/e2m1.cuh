@@ -19,7 +19,7 @@
 #include "element/half.cuh"
 #include "ptx/bits.cuh"
 
-// Bytes of the eight magnitudes 0, 1/2, 1, 3/2, 2, 3, 4, 6 as an element: high ones, and low ones where they are not all zeros.
+// Bytes of the eight magnitudes 0, 1/2, 1, 3/2, 2, 3, 4, 6 as an element: the high bytes, and the low bytes unless all are zero.
 template <typename E>
 struct E2m1Bytes;
 

@@ -26,7 +26,7 @@ struct E4m3<Half> : ByteOrder {
 
     static __device__ __forceinline__ NoOffsets offsets() { return {}; }
     static __device__ __forceinline__ NoOffsets offsets(u32) { return {}; }
-    // The odd bytes.
+    // 2^-8 of the odd bytes' values.
     static __device__ __forceinline__ u32 widened(u32 bytes) {
         return (bytes & FAULT_SITE(e4m3_sign, 0x80008000u)) | (bytes >> 1 & FAULT_SITE(e4m3_mantissa, 0x3f803f80u));
     }
@@ -48,7 +48,7 @@ struct E4m3<Bfloat16> : ByteOrder {
 
     static __device__ __forceinline__ NoOffsets offsets() { return {}; }
     static __device__ __forceinline__ NoOffsets offsets(u32) { return {}; }
-    // 2^-120 of the odd bytes.
+    // 2^-120 of the odd bytes' values.
     static __device__ __forceinline__ u32 widened(u32 bytes) {
         return (bytes & 0x80008000u) | (bytes >> 4 & 0x07f007f0u);
     }
@@ -61,7 +61,7 @@ struct E4m3<Bfloat16> : ByteOrder {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = Bfloat16::multiply(a[i], FAULT_SITE(e4m3_bias, UNIT));
     }
-    // Scales take the power of two along, once for all fragments of a quantisation group.
+    // The scales are multiplied by 2^120, once for all fragments of a quantisation group.
     static __device__ __forceinline__ void weights(const u32* words, u32 (&a)[4], NoOffsets, u32 scales) {
         raw(words, a);
         scale_fragment<Bfloat16>(a, Bfloat16::multiply(scales, UNIT));

@@ -9,7 +9,7 @@
 //   a[2]       1, 5      n                                   k + 8
 //   a[3]       3, 7      n + 8                               k + 8
 //
-// There are four ways, one file each. A kernel takes the one that leaves it the fewest instructions:
+// There are four ways to dequantise, one file each. A kernel takes the one with the fewest instructions for it:
 //
 //   int4_differences.cuh   code minus zero point, exact; the scale multiplies the fragment or the sums
 //   int4_codes.cuh         the code alone; the zero point comes to the sums of a quantisation group
@@ -30,7 +30,7 @@ struct Int4 : Int4Differences<E>, Int4Codes<E>, Int4Scaled<E>, Int4Bytes {
     static constexpr int BITS = 4, PLANES = 1, BLOCK_WORDS = 1, TILE_BYTES = PLANES * PLANE_BYTES, STORED_POWER = 0;
     static constexpr bool SUMS_CODES = true, FUSES = true;
 
-    // The words of a block are one.
+    // A block has a single word.
     static __device__ __forceinline__ void dequantize(const u32* words, u32 (&a)[4], const Offsets& offsets) {
         Int4Differences<E>::dequantize(words[0], a, offsets);
     }

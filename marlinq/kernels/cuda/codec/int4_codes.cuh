@@ -1,9 +1,9 @@
-// int4 to the code alone, without a subtraction: zero points come to the sums of a quantisation group.
+// int4 to the code alone, without a subtraction: zero points are subtracted from the sums of a quantisation group.
 //
-// float16: a nibble that is nothing but masked is a subnormal number, 2^-24 times the code, or 2^-20 times the code in the
-// next four bits. The tensor cores multiply subnormal numbers exactly. The two kinds of codes have sums of their own.
-// bfloat16 has no such small numbers whose products a float32 could hold, so its codes keep the 128 of their exponent, which
-// leaves the sums together with the zero points.
+// float16: a masked nibble is a subnormal number, 2^-24 times the code, or 2^-20 times the code in the next four bits. The tensor
+// cores multiply subnormal numbers exactly. The two kinds of codes have separate sums.
+// bfloat16: products of subnormal numbers would underflow float32, so a code is 128 + code (the base), and the base is subtracted
+// from the sums together with the zero points.
 #pragma once
 #include "element/bfloat16.cuh"
 #include "element/half.cuh"
@@ -14,11 +14,11 @@ struct Int4Codes;
 
 template <>
 struct Int4Codes<Half> {
-    static constexpr int KINDS = 2;            // of codes, whose sums are kept apart
-    static constexpr float SECOND = 0.0625f;   // the weight of the second kind's sums
-    static constexpr float UNIT = 16777216.f;  // the factor that a sum of the first kind lacks
-    static constexpr float BASE = 0.f;         // what an operand holds beside the code
-    // Operand A of products that sum activations alone: once, and as often as codes with a zero point of 8 hold too much.
+    static constexpr int KINDS = 2;            // kinds of codes, with separate sums
+    static constexpr float SECOND = 0.0625f;   // factor of the second kind's sums
+    static constexpr float UNIT = 16777216.f;  // factor of the first kind's sums
+    static constexpr float BASE = 0.f;         // number that an operand contains beside the code
+    // Operands A whose products sum the activations: times 1, and times base + 8, what symmetric codes contain too much.
     static constexpr u32 ONES_AS_CODES = 0x00010001u;
     static constexpr u32 EIGHTS_AS_CODES = 0x00080008u;
 

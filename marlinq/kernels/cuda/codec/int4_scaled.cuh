@@ -1,6 +1,6 @@
 // int4 to (code - 8) * scale in one fused instruction, for weights without stored zero points.
 //
-// A nibble that is nothing but masked is a subnormal number, u times the code. So (code - 8) * scale = factor * nibble + shift
+// A masked nibble is a subnormal number, u times the code. So (code - 8) * scale = factor * nibble + shift
 // with factor = scale / u and shift = -8 * scale. Both are the scale times a power of two: the only rounding is that of the
 // fused multiply-add.
 //
@@ -17,7 +17,7 @@
 #include "element/half.cuh"
 #include "ptx/bits.cuh"
 
-// What nibbles of the first and of the second kind are multiplied by, and what is added: pairs for rows n and n + 8.
+// Factors of nibbles of the first and of the second kind, and the shift that is added: pairs for rows n and n + 8.
 struct Factors {
     u32 first, second, shift;
 };
@@ -30,7 +30,7 @@ struct Int4Factors<Half> {
     // Whether scales need normalizers.
     static constexpr bool NORMALIZES = true;
     static constexpr u32 LARGEST_NORMALIZERS = 0x7c007c00u;  // larger than any
-    // For a pair of columns the smaller of `known` and what brings their scales to 2 .. 4.
+    // For a pair of columns, the smaller of `known` and the powers of two that bring their scales to 2 .. 4.
     static __device__ __forceinline__ u32 normalizers(u32 known, u32 scales) {
         const u32 low = 0x7c00u - max(scales & 0x7c00u, 0x400u), high = 0x7c00u - max(scales >> 16 & 0x7c00u, 0x400u);
         return min(known & 0xffffu, low) | FAULT_SITE(upper_normalizer, min(known >> 16, high)) << 16;
@@ -44,7 +44,7 @@ struct Int4Factors<Half> {
         return {Half::multiply(normalized, 0x6c006c00u), Half::multiply(normalized, 0x5c005c00u),
                 Half::multiply(normalized, 0x98009800u)};
     }
-    // What sums of column h of a pair have to be multiplied by in the end.
+    // The factor of the final sums of column h of a pair.
     template <int H>
     static __device__ __forceinline__ float unit(u32 normalizers) {
         return __uint_as_float(154u - (H == 0 ? normalizers >> 10 & 31u : normalizers >> 26) << 23);

@@ -13,7 +13,7 @@
 #include "element/half.cuh"
 #include "ptx/bits.cuh"
 
-// What is subtracted from rows n and n + 8: pairs.
+// Numbers subtracted from rows n and n + 8: pairs.
 struct ByteOffsets {
     u32 of[2];
 };
@@ -28,7 +28,7 @@ struct Int8<Half> : ByteOrder {
 
     // For zero points of 128.
     static __device__ __forceinline__ ByteOffsets offsets() { return {{0x44804480u, 0x44804480u}}; }
-    // For those of rows n and n + 8, a pair.
+    // For the zero points of rows n and n + 8, a pair.
     static __device__ __forceinline__ ByteOffsets offsets(u32 zeros) {
         constexpr u32 UNIT = 0x1c001c00u, BASE = 0x44004400u;  // 2^-8 and 4
         return {{Half::multiply_add(broadcast<0>(zeros), UNIT, BASE),
@@ -70,7 +70,7 @@ struct Int8<Bfloat16> : ByteOrder {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             a[h] = centred(words[h]), a[h + 2] = centred(words[h] >> 8);
-            // Zeros for symmetric weights, which the compiler sees.
+            // Zero for symmetric weights: the compiler then removes the subtraction.
             if (offsets.of[h] != 0)
                 a[h] = Bfloat16::subtract(a[h], offsets.of[h]), a[h + 2] = Bfloat16::subtract(a[h + 2], offsets.of[h]);
         }

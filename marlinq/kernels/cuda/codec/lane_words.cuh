@@ -1,4 +1,4 @@
-// How a lane finds its words of a 16 (K) x 64 (N) tile, whatever the codec.
+// A lane's words of a 16 (K) x 64 (N) tile, for any codec.
 //
 // A tile is Codec::PLANES planes of 512 bytes, in which lane l has the 16 bytes at 16 l. So a plane is read by a warp without bank
 // conflicts, and is a vector a lane of any copy. Side by side, a lane's words are those of 16 x 16 blocks 0..3 of the tile,
@@ -8,7 +8,7 @@
 
 constexpr int PLANE_BYTES = 512;
 
-// Of `Blocks` (1, 2 or 4) neighbouring blocks.
+// A lane's words of `Blocks` (1, 2 or 4) neighbouring blocks.
 template <typename Codec, int Blocks>
 struct LaneWords {
     static constexpr int COUNT = Blocks * Codec::BLOCK_WORDS;

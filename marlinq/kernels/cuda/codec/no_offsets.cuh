@@ -1,4 +1,4 @@
-// In the place of zero points, for elements that have none.
+// Empty type in place of zero points, for elements that have none.
 #pragma once
 
 struct NoOffsets {};

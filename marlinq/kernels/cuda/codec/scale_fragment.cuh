@@ -1,4 +1,4 @@
-// Scales of weights in 16 bits.
+// Multiplying weights by scales in 16 bits.
 #pragma once
 #include "element/pair.cuh"
 

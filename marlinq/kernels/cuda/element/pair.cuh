@@ -1,4 +1,4 @@
-// Pairs of 16-bit floats in one 32-bit register, whatever their type.
+// Pairs of 16-bit floats in one 32-bit register, for any element type.
 #pragma once
 #include "fault_site.cuh"
 #include "ptx/types.cuh"
@@ -7,7 +7,7 @@
 template <int H>
 __device__ __forceinline__ u32 broadcast(u32 pair) {
     u32 r;
-    // As halves: an instruction can then read them in place, while prmt would be an instruction of its own.
+    // Written as halves, which the next instruction can often read in place; prmt would always be an instruction of its own.
     if constexpr (H == 0) {
         asm("{ .reg .b16 l; .reg .b16 h; mov.b32 {l, h}, %1; " FAULT_SITE(low_pair, "mov.b32 %0, {l, l};") " }" : "=r"(r) : "r"(pair));
     } else {

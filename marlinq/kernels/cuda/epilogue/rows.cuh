@@ -1,5 +1,5 @@
-// What an epilogue does with whole rows of a product's result beside storing them, so that the residual stream and its RMS norm
-// need no kernel of their own (docs/decode.md, "The chain").
+// Epilogues that also apply an RMS norm to a product's results, or add them to the residual stream, so that these need no kernel of
+// their own (docs/decode.md, "The chain").
 //
 //   behind a norm:    sum[m, n] *= unit / sqrt(mean of squares of row m + eps)       the activations were weight * x, not yet normalised
 //   residual stream:  r = residual[m, n] + factor * sum[m, n], rounded;  stored[m, n] = r;  out[m, n] = weight[n] * r;
@@ -22,9 +22,9 @@ struct PlainRows {
     __device__ __forceinline__ void add(float4&, int, int, bool, bool) const {}
 };
 
-// Operands of the work on rows.
+// Operands of norm and residual stream.
 struct RowOperands {
-    const float *squares;  // [M][parts], of the activations
+    const float *squares;  // [M][parts], partial sums of squares of the activations
     int parts;
     float unit, eps, inverse_width;
     const u16* residual;   // [M][residual_stride]
@@ -35,11 +35,11 @@ struct RowOperands {
     float factor;
 };
 
-// The factors of a tile's rows, to shared memory, by `Warps` warps of which this is number `warp`. Loads of several rows are
-// requested at once: these warps have nothing else to wait for.
+// Computes the factors of a tile's rows into shared memory, by `Warps` warps of which this is number `warp`. Loads of several rows
+// are requested at once, to hide their latency.
 template <int TileM, int Warps>
 __device__ __forceinline__ void share_factors(const RowOperands& given, int m0, int rows, float* factors, int warp) {
-    // Beside large tiles these warps have given registers to those that multiply.
+    // With large tiles fewer at once, since these warps have given registers to those that multiply.
     constexpr bool FEW_REGISTERS = TileM > 32;
     constexpr int MINE = (TileM + Warps - 1) / Warps, MOST = FEW_REGISTERS ? 4 : 6, ROWS = MINE < MOST ? MINE : MOST;
     constexpr int AT_ONCE = FEW_REGISTERS ? 2 : 4;
@@ -104,7 +104,7 @@ struct RowEpilogue {
             }
         }
     }
-    // The first addend alone.
+    // Requests the first addend only.
     __device__ __forceinline__ Addend request(int m0, int n0, u32 rank, int rows) {
         const int four = rank * Threads + threadIdx.x, m = four / (TileN / 4), n = n0 + four % (TileN / 4) * 4;
         if (m < rows && n < N) load(m0 + m, n);

@@ -1,5 +1,5 @@
-// Sorts a few pairs by expert inside every block that needs their order: no launch for it (experts/route.cuh), and no rows that
-// are gathered, since a block that knows a row's place in the batch loads it from there.
+// Sorts a few pairs by expert inside every block that needs their order. So no launch sorts them (experts/route.cuh) or gathers
+// their rows: a block loads rows directly from the batch.
 //
 //   1. lanes with the same expert find each other (match.any); the first of them notes their number in counts[warp][expert]
 //   2. thread e sums expert e's counts over the warps, and leaves in their place what the warps before have
@@ -13,7 +13,7 @@
 #include "experts/scan.cuh"
 #include "ptx/vote.cuh"
 
-// Where pairs come from. `places` gets a pair's sorted row, -1 if its expert is not here; null: somebody else writes it.
+// The pairs to sort. `places` gets a pair's sorted row, -1 if its expert is on another GPU; null: another block writes it.
 struct PairsGiven {
     const int *ids, *map;
     int* places;
@@ -95,7 +95,7 @@ struct FewPairs {
         if (thread < given.pairs) {
             const int place = mine < 0 ? -1 : FAULT_SITE(few_pairs_place, first_rows[mine] + of_warps[warp * Experts + mine] + rank);
             if (place >= 0) sources[place] = (u16)(FAULT_SITE(few_pairs_row, thread / given.top));
-            // Of the blocks that sort the same pairs, one tells.
+            // Only one of the blocks that sort the same pairs writes the result.
             if (given.places && blockIdx.x == 0) given.places[thread] = place;
         }
         __syncthreads();

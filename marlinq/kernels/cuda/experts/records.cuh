@@ -1,4 +1,4 @@
-// What the kernels of a routed layer tell each other about the sorted pairs.
+// Records of sorted pairs, which one kernel of a routed layer writes and the others read.
 //
 // A pair is a row of the batch and one of its experts, number  row * T + slot.  Sorted by expert, pairs are the rows of the
 // grouped products: expert e has rows first_row .. first_row + rows - 1, cut into tiles of TILE_M. Every tile has a record,
@@ -12,7 +12,7 @@ struct __align__(16) ExpertRecord {
     int expert, first_tile, first_row, rows;
 };
 
-// The records that the kernel before has left in memory.
+// Records in global memory, written by an earlier kernel.
 struct StoredRecords {
     const ExpertRecord* records;
 
@@ -22,10 +22,10 @@ struct StoredRecords {
     }
 };
 
-// The place of an expert of the router among those here; -1 if it is elsewhere.
+// Index of an expert of the router among those on this GPU; -1 if it is on another one.
 template <bool WIDE>
 __device__ __forceinline__ int local_expert(const int* ids, i64 pair, const int* map, int map_size, int experts) {
-    // Of 64 bits the high ones are zero, or the number is no expert's.
+    // An id of 64 bits whose high half is not zero is no expert's.
     const int low = ids[WIDE ? 2 * pair : pair];
     const bool known = !WIDE || ids[2 * pair + 1] == 0;
     if (!known || low < 0) return -1;

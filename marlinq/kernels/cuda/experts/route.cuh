@@ -1,7 +1,7 @@
 // Sorts the pairs of a batch by expert and brings their activations into that order.
 //
-//   places[pair]      the pair's sorted row, -1 if its expert is not here
-//   records, tiles    of the tiles of TILE_M sorted rows, and how many there are (experts/records.cuh)
+//   places[pair]      the pair's sorted row, -1 if its expert is on another GPU
+//   records, tiles    records of the tiles of TILE_M sorted rows, and the number of tiles (experts/records.cuh)
 //   gathered[row]     x of the pair's row
 //
 // A counting sort without atomics, so that equal pairs keep their order. A block sorts up to 1024 pairs, one a thread:
@@ -10,9 +10,9 @@
 //   2. thread e sums expert e's counts over the warps, and leaves in their place what the warps before have
 //   3. a scan over the experts gives their first rows and tiles
 //
-// STEP. ALL: every block sorts all pairs, for they are few, and gathers those of one row of the batch. Otherwise pairs are
-// divided into runs of 1024, which blocks COUNT in one launch and PLACE in the next, knowing everybody's counts. There `shares`
-// blocks sort the same run, and each gathers its share of the rows: one alone would take longer for that than all the rest.
+// STEP. ALL: for few pairs, every block sorts all of them, and gathers those of one row of the batch. Otherwise pairs are divided
+// into runs of 1024. One launch COUNTs the pairs of each run, the next PLACEs them with the counts of all runs. There `shares`
+// blocks sort the same run, and each gathers its share of the rows: a single block would take longer for that than for all the rest.
 //
 // Configuration: THREADS (1024), EXPERTS (a multiple of 32, at most 512), TILE_M, STEP, WIDE (64-bit ids).
 #pragma once
@@ -93,7 +93,7 @@ struct Route {
         __syncthreads();
         const int place = expert < 0 ? -1 : FAULT_SITE(route_place, first_rows[expert] + of_warps[warp * EXPERTS + expert] + rank);
         own_places[thread] = place;
-        // Of the blocks that sort the same pairs, one tells.
+        // Only one of the blocks that sort the same pairs writes the result.
         const int share = STEP == RouteStep::ALL ? blockIdx.x : blockIdx.x % shares;
         if (pair < pairs && share == 0) places[pair] = place;
         __syncthreads();

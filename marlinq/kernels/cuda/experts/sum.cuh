@@ -1,4 +1,4 @@
-// The end of a routed layer: every row of the batch adds what its experts gave, times the routing weights.
+// The end of a routed layer: sums the results of each row's experts, times the routing weights.
 //
 //   out[m] = sum_s weights[m, s] * y[places[m, s]]     slots in order, in float32, so the result has the same bits every time
 //

@@ -2,8 +2,8 @@
 //
 //   out[m, n] = sum_k x[m, k] * (code[k, n] - zero[g(k), n]) * scale[g(k), n] + bias[n]
 //
-// Operands and fragments are those of the stream kernel (kernels/stream.cuh). What differs is who copies and who waits for
-// whom. A block owns 64*WARPS_N columns, 8*BLOCKS_M rows of the batch and a slice of K's chunks; the blocks of a cluster own
+// Operands and fragments are those of the stream kernel (kernels/stream.cuh); copies and waits differ.
+// A block owns 64*WARPS_N columns, 8*BLOCKS_M rows of the batch and a slice of K's chunks; the blocks of a cluster own
 // the slices of one tile. One thread of an extra warp is the TMA producer (tma/producer.cuh). Chunk j of the slice is multiplied
 // by the WARPS_N warps of part j % WARPS_K. So a chunk's work begins when its own bytes are there, and after the last bytes of
 // a slice there is one chunk's work left, whatever the number of warps:
@@ -11,8 +11,8 @@
 //   chunk     | 0     | 1     | 2     | 3     | 4     |   in the order of arrival
 //   part      | 0     | 1     | 2     | 0     | 1     |   with WARPS_K = 3
 //
-// Scales, and with one block of batch rows zero points (mma/quant_group_sums.cuh), come to float accumulators at the end of a
-// quantisation group or of a chunk. Parts of K are added by a pushed DSMEM reduction (reduce/dsmem_push.cuh), in memory beside
+// Scales, and with one block of batch rows zero points (mma/quant_group_sums.cuh), are applied to float accumulators at the end of
+// a quantisation group or of a chunk. Parts of K are added by a pushed DSMEM reduction (reduce/dsmem_push.cuh), in memory beside
 // the ring, so that no warp waits for the ring to drain.
 //
 // Configuration: Codec, WARPS_N, WARPS_K, BLOCKS_M, ROWS, QUANT_GROUP (channels; 0: all of K), ZEROS (stored zero points),
@@ -48,7 +48,7 @@ struct BulkGemm {
     static_assert(C::SHARED_BYTES == SHARED_BYTES, "host and kernel count different bytes of shared memory");
 
     typedef Accumulators<BLOCKS_M> Sums;
-    // Sums are those of two rows; where each row is a quantisation group, weights are scaled.
+    // Two rows are summed before they are scaled; so where each row is a quantisation group, weights are scaled instead.
     static constexpr bool SCALE_SUMS = QUANT_GROUP_ROWS > 1;
     typedef QuantGroupSums<Codec, BLOCKS_M, ZEROS, SCALE_SUMS> GroupSums;
 
@@ -166,7 +166,7 @@ struct BulkGemm {
         }
         if (QUANT_GROUP == 0) group_sums.close(total, channel_scale, channel_zero);
 
-        // The owners have started: their barriers are initialised.
+        // Wait until the blocks that receive sums have started and initialised their barriers.
         FAULT_SITE(bulk_owner_begun, if (CLUSTER > 1) cluster_wait();)
 #pragma unroll
         for (int q = 0; q < 4; ++q)

@@ -1,4 +1,4 @@
-// A plain read of a layer's words and scales: the time that no kernel which needs those bytes can beat in one launch.
+// A plain read of a layer's words and scales: a lower bound for the time of any kernel that reads these bytes in one launch.
 //
 // Threads of the whole grid read neighbouring 16-byte vectors, UNROLL of them in flight a thread. The words come first,
 // the scales follow as if they were one array.
@@ -31,7 +31,7 @@ __device__ __forceinline__ void read_once(const uint4* __restrict__ words, i64 w
 #pragma unroll
         for (int u = 0; u < C::UNROLL; ++u) sum ^= value[u].x ^ value[u].y ^ value[u].z ^ value[u].w;
     }
-    // Nobody reads the sink; the condition, which the compiler can't decide, keeps the loads.
+    // Never true in practice, but the compiler can't know that, so it keeps the loads.
     if (sum == 0x9e3779b9u) *sink = sum;
 }
 

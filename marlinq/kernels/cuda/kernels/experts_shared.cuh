@@ -8,8 +8,8 @@
 //           out[m, n] = sum_e sum_j inner[pair(m, e), j] * down[e][j, n]
 //           So an expert is read once, and the sum over the experts is the one over K.
 //
-// Which pairs belong together every block finds out by itself, comparing all pairs' experts: no sorting, and no launch for it.
-// Groups are numbered in the order of their first pairs, so the result has the same bits every time.
+// Every block finds the groups by itself, by comparing the experts of all pairs, so that no launch has to sort them. Groups are
+// numbered in the order of their first pairs, so the result has the same bits every time.
 //
 //   pairs' experts -> groups -> segments: an expert, and the pair of each column (or none)
 //
@@ -28,7 +28,7 @@ struct ExpertsShared {
     typedef StreamGemm<C> Gemm;
     typedef typename Gemm::Codec Codec;
     typedef typename Gemm::E E;
-    typedef ExpertsStream<C> Alone;  // whose operands and ends these are, too
+    typedef ExpertsStream<C> Alone;  // operands and epilogues are the same as there
     typedef typename Alone::Router Router;
     typedef typename Alone::Weights Weights;
     static constexpr int CLUSTER = Gemm::CLUSTER, WARPS_N = Gemm::WARPS_N, WARPS_K = Gemm::WARPS_K, PARTS = CLUSTER * WARPS_K;
@@ -62,10 +62,10 @@ struct ExpertsShared {
     struct Scratch {
         int expert[PAIRS];
         int key[PAIRS];   // the same for pairs that may share a group; -1: none
-        int rank[PAIRS];  // how many pairs before have the same; -1: none
-        int first[PAIRS];  // the first that has it
-        u32 leads[PAIRS / 32];  // which are the first of a group
-        int base;               // rank of the first of the group that is kept
+        int rank[PAIRS];  // number of earlier pairs with the same key; -1: none
+        int first[PAIRS];  // first pair with the same key
+        u32 leads[PAIRS / 32];  // bits of pairs that are the first of a group
+        int base;               // rank of the first pair of the group that is kept
     };
     static_assert(sizeof(Scratch) <= RING_BYTES, "pairs are compared in the ring's memory");
 
@@ -79,7 +79,7 @@ struct ExpertsShared {
         for (int i = thread; i < SEGMENTS * COLUMNS; i += THREADS) segments.pair[i / COLUMNS][i % COLUMNS] = -1;
         __syncthreads();
         if constexpr (!GATED) {
-            // A row that names an expert twice has it in two groups: columns are rows.
+            // A row that names an expert twice is in two groups of it, since a group has one column for each row.
             for (int t = thread; t < padded; t += THREADS) {
                 const int expert = scratch.expert[t];
                 bool again = false;
@@ -250,11 +250,11 @@ struct ExpertsShared {
             const uint4* my_weights = reinterpret_cast<const uint4*>(shared + stage + warp * Gemm::WEIGHT_BYTES) + lane;
             const u32 activations = ring + stage + Gemm::ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
             const u16* my_scales = reinterpret_cast<const u16*>(shared + stage + SCALES_AT + warp * Gemm::SCALE_BYTES);
-            // A single group ends with every chunk, for the next may be another expert's.
+            // With one scale per channel, sums are scaled after every chunk, since the next chunk may be another expert's.
 #pragma unroll
             for (int i = 0; i < ROWS; i += 2) {
                 u32 fragments[1][2][2];
-                // Columns that are not there are those that are, again; nobody stores them.
+                // Missing columns repeat existing ones; their results are not stored.
                 const int column = lane % COLUMNS, at = 2 * i + Gemm::GroupSums::piece(lane);
                 u32 matrices[4];
                 load_matrix_x4(matrices, activations + column * (CHUNK * 2) + ((at ^ column) * 16));
@@ -298,7 +298,7 @@ struct ExpertsShared {
         Scratch& scratch = *reinterpret_cast<Scratch*>(shared);
         FAULT_SITE(shared_choice_waits, if (dependent) wait_for_previous_kernel();)
         const int unit = blockIdx.x / CLUSTER, groups = find(segments, scratch, router, 0, M * SLOTS, unit);
-        // The grid has blocks for as many groups as there may be; those that exist are the first.
+        // The grid has blocks for the largest possible number of groups; existing groups come first.
         if (groups == 0) return;
         const int tile = unit / groups, n0 = tile * TILE_N;
         if (n0 >= weights.N) return;
@@ -315,7 +315,7 @@ struct ExpertsShared {
             inner, n0, rank);
     }
 
-    // Ids are older than the previous kernel, which waited for them, so weights are requested before that has ended.
+    // Ids were written before the previous kernel began, so weights are requested without waiting for that kernel.
     static __device__ __forceinline__ void down(const u16* inner, const Weights& weights, const Router& router,
                                                 const float* routing, u16* out, int M, int dependent) {
         extern __shared__ __align__(128) unsigned char shared[];

@@ -10,7 +10,7 @@
 //           reduction of split-K, in a fixed order. BIASED adds weights[m, s] * bias[ids[m, s]].
 //
 // Pairs, or rows, that share columns are neighbours in the grid: weights that they share come from L2 after the first.
-// A pair whose expert is elsewhere is left out.
+// A pair whose expert is on another GPU is skipped.
 //
 // Configuration: that of kernels/stream.cuh, GATED, BIASED, ACTIVATION, WIDE (64-bit ids), SLOTS (T; parts are a
 // multiple of it).
@@ -70,7 +70,7 @@ struct ExpertsStream {
 
     static __device__ __forceinline__ void gate_up(const u16* x, const Weights& weights, const Router& router,
                                                    const float* routing, u16* inner, int M, i64 x_stride, int dependent) {
-        // Ids, weights and activations are the previous kernel's.
+        // The previous kernel writes ids, weights and activations.
         FAULT_SITE(choice_waits, if (dependent) wait_for_previous_kernel();)
         const int pairs = M * SLOTS, unit = blockIdx.x / CLUSTER, tile = unit / pairs, pair = unit - tile * pairs;
         const int expert = router.expert(pair);
@@ -93,9 +93,8 @@ struct ExpertsStream {
         return make_float4(widen_half<E, 0>(v.x), widen_half<E, 1>(v.x), widen_half<E, 0>(v.y), widen_half<E, 1>(v.y));
     }
 
-    // What is between the products, of those of the first `columns` columns of the product, of which a part has COLUMNS, that are
-    // pairs: find(column, pair, expert, weight) says which.
-    // Blocks of 16 columns of the weights take turns: gate, up.
+    // Stores weight * activation(gate) * up of the product's first `columns` columns (a part has COLUMNS of them), as far as they
+    // are pairs: find(column, pair, expert, weight) tells. Blocks of 16 columns of the weights alternate: gate, up.
     template <int COLUMNS, typename Find>
     static __device__ __forceinline__ void store_inner(const float* buffer, int columns, const Weights& weights, Find find,
                                                        u16* inner, int n0, u32 rank) {
@@ -105,7 +104,7 @@ struct ExpertsStream {
         } else {
             __syncthreads();
         }
-        constexpr int FOURS = TILE_N / 8;  // of a column's results
+        constexpr int FOURS = TILE_N / 8;  // vectors of four results of a column
         for (int four = rank * THREADS + threadIdx.x; four < FAULT_SITE(inner_columns, columns) * FOURS; four += CLUSTER * THREADS) {
             const int column = COLUMNS == 1 ? 0 : four / FOURS, j = 4 * (four - column * FOURS), n = j / 16 * 32 + j % 16;
             i64 pair;
@@ -170,7 +169,7 @@ struct ExpertsStream {
         }
     }
 
-    // Ids are older than the previous kernel, which waited for them, so weights are requested before that has ended.
+    // Ids were written before the previous kernel began, so weights are requested without waiting for that kernel.
     static __device__ __forceinline__ void down(const u16* inner, const Weights& weights, const Router& router,
                                                 const float* routing, u16* out, int M, int dependent) {
         const int unit = blockIdx.x / CLUSTER, tile = unit / M, m = unit - tile * M;

@@ -12,9 +12,10 @@
 //
 // GATED: columns are gate's and up's in turns of 16, so that neighbouring products of a lane hold gate and up of one channel.
 //
-// HERE: few pairs, which every block sorts for itself (experts/few_pairs.cuh), HERE at most. Then gate and up load the rows of the
-// batch one by one, into the rows of a tile; rows of a stage that no pair has keep what they held, and are not stored. Warps of
-// their own do that: lanes whose operands differ copy one after the other, 80 cycles each, for which words would wait.
+// HERE: number of pairs up to which every block sorts the pairs for itself (experts/few_pairs.cuh); 0: another kernel has sorted
+// them. With HERE, gate and up load the rows of the batch one by one into the rows of a tile; rows of a stage without a pair keep
+// their old contents, and their results are not stored. Separate warps issue these copies: lanes with different operands copy one
+// after the other, 80 cycles each, which would delay the words.
 //
 // A block's last chunk of an expert may reach into the next expert's weights where K is no multiple of a chunk. Activations past
 // K are zeros, and weights are finite.
@@ -45,7 +46,7 @@ struct ExpertsWarpgroup {
 
     static constexpr int STORED = GATED ? PRODUCTS / 2 : PRODUCTS;  // 16-column blocks that a warp stores
     typedef TransposedStore<typename Shape::E, STORED, TILE_M> Transposed;
-    // Of a warpgroup, behind the ring. Single blocks of columns take more than the pairs that the dense kernel counts.
+    // Bytes of a warpgroup's epilogue behind the ring. A single block of columns needs more than the dense kernel's pairs.
     static constexpr int EPILOGUE_BYTES =
         4 * Transposed::BYTES > Shape::EPILOGUE_BYTES ? 4 * Transposed::BYTES : Shape::EPILOGUE_BYTES;
     static_assert(C::GROUPED_SHARED_BYTES == Shape::ALIGNED_RING_BYTES + CONSUMERS * EPILOGUE_BYTES,
@@ -97,7 +98,7 @@ struct ExpertsWarpgroup {
                 if (lane < at.rows)
                     copy_box(ring.address() + slab * Layout::SLAB_BYTES + FAULT_SITE(gathered_row, lane * 128), &x, chunk * Layout::CHUNK + slab * 64, row,
                              ring.full + 8 * ring.stage);
-                // Nobody waits for lanes without a row, which could miss a phase of the barrier.
+                // Keeps lanes without a row, for which nothing waits, from missing a phase of the barrier.
                 __syncwarp();
             }
         }
@@ -145,7 +146,7 @@ struct ExpertsWarpgroup {
         const int warp = uniform(threadIdx.x / 32 % 4), warpgroup = uniform(threadIdx.x / 128);
         Ring<Layout> ring(shared, shared_address(barriers), warpgroup == CONSUMERS);
         if (warpgroup == CONSUMERS && warp == 0 && elected()) ring.init(0, STAGES, CONSUMERS * 4);
-        // Behind the kernel that sorts, or chooses, nothing is known before it has ended.
+        // Where the previous kernel sorts pairs or chooses experts, wait for it first.
         if constexpr (HERE) {
             typedef FewPairs<THREADS, C::EXPERTS, C::HERE, TILE_M, C::WIDE> Pairs;
             static_assert(C::SORTING_BYTES == sizeof(Pairs), "host and kernel count different bytes of static shared memory");
@@ -187,7 +188,7 @@ struct ExpertsWarpgroup {
             for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
                 const ExpertTile at = order.find(tile);
                 float sums[PRODUCTS][TILE_M / 2];
-                // Scales of whole channels don't travel with the words.
+                // Scales per channel are not part of a stage.
                 const i64 column = QUANT_GROUP == 0 ? (i64)at.expert * N + min(at.n0 + my_tile * 64, N - 64) : 0;
                 PerColumn<PRODUCTS> units = loop.multiply(sums, chunks, scales + column, zeros + column);
                 const int n = at.n0 + first_column;

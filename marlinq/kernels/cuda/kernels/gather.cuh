@@ -2,7 +2,7 @@
 //
 //   out[m, j] = x[m, order[j]], zero where order[j] is negative
 //
-// Eight channels a thread. It lets the GEMM behind it begin at once, whose weights then travel while this one runs.
+// Eight channels a thread. It lets the GEMM behind it begin at once, which requests its weights while this kernel runs.
 //
 // Configuration: THREADS.
 #pragma once

@@ -4,11 +4,12 @@
 // block, and all blocks run at once. Each streams its share of all weights through one ring (persistent/producer.cuh), which
 // never waits for activations. Blocks hand each other sums and activations as messages (persistent/message.cuh).
 //
-// A layer has five steps that all blocks depend on. Each one, from its sums:
+// A layer has five steps that all blocks depend on. Each sends its partial sums:
 //
-//   qkv        parts of K -> attention, which adds them     attention  outputs of parts of the context -> o, which merges them
-//   o, down    parts of K -> everybody, who adds them to the residual stream
-//   gate_up    parts of K -> owners, which apply the activation -> down
+//   qkv        parts of K -> blocks of attention, which add them
+//   attention  outputs of parts of the context -> blocks of o, which merge them
+//   o, down    parts of K -> all blocks, which add them to the residual stream
+//   gate_up    parts of K -> owners of the columns, which apply the activation -> blocks of down
 //
 // Configuration: Codec, TEAM, TEAMS, STAGES, WINDOW, SLOTS, HEAD_DIM, QUANT_GROUP, ZEROS, SOFTCAP, POST_NORMS,
 // ACTIVATION_BYTES, STREAM_UNITS, SHARED_BYTES (persistent/shape.cuh).
@@ -71,7 +72,8 @@ struct PersistentStep {
                         residual.run(from, first ? DOWN : OUTPUT, first && l > 0 ? round - 1 : round, first ? layer.attention_gamma : layer.mlp_gamma,
                                      !first, round);
                     } else if (share.tiles > 0) {
-                        // Whoever reads messages has to send some, which others wait for: so none is overwritten before it is read.
+                        // Every block that reads messages also sends some that others wait for, so no message is overwritten before
+                        // it is read.
                         if (product == OUTPUT) {
                             AttentionSource<S> source{step, plan, round};
                             stage(source, step, product, share, shared, warp, lane);

@@ -1,10 +1,10 @@
 // Activations as FP8 E4M3 with their scales, in one launch; a block a row.
 //
-//   codes[m, k] = e4m3(x[m, k] * (448 / amax))      scales = amax / 448,  amax the largest magnitude of what shares a scale
+//   codes[m, k] = e4m3(x[m, k] * (448 / amax))      scales = amax / 448,  amax: largest magnitude among values with the same scale
 //
-//   GROUP 0    a row shares a scale: scales[m]. The block reads the row twice, the second time from L1.
-//   GROUP 128  128 channels of a row do: scales[k / 128][m]. Sixteen lanes have a group in registers.
-//   GIVEN      the scale of everything is *given, and scales[m] are copies of it
+//   GROUP 0    a scale per row, scales[m]. The block reads the row twice, the second time from L1.
+//   GROUP 128  a scale per 128 channels of a row, scales[k / 128][m]. Sixteen lanes have a group in registers.
+//   GIVEN      one scale for all, *given; scales[m] are copies of it
 //
 // Configuration: Element, THREADS, GROUP, GIVEN.
 #pragma once

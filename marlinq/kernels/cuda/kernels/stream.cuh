@@ -10,12 +10,12 @@
 //   lane l of a warp, tile (kt, nt), word q:  n = 64 nt + 16 q + l/4 + {0, 8},  k = 16 kt + 2 (l%4) + {0, 1, 8, 9}
 //   accumulator of word q, column block b:    n as above,  m = 8 b + 2 (l%4) + {0, 1}
 //
-// Who does what. A block owns 64*WARPS_N columns of N, 8*BLOCKS_M rows of the batch, and one slice of K; the blocks of
+// Division of work. A block owns 64*WARPS_N columns of N, 8*BLOCKS_M rows of the batch, and one slice of K; the blocks of
 // a cluster own the slices of one tile. Inside a block, warp (wn, wk) owns 64 columns and the wk-th part of the slice:
 //
 //   K  | block 0: wk 0 | wk 1 | block 1: wk 0 | wk 1 | ...   each part is a run of chunks of 16*ROWS channels
 //
-// Everything travels by cp.async through a ring of STAGES stages in shared memory, one chunk of every warp a stage:
+// All operands are copied by cp.async into a ring of STAGES stages in shared memory, one chunk of every warp a stage:
 //   weights      [warp][row][plane][lane] 16 bytes (codec/lane_words.cuh); a lane reads back only what it copied itself
 //   activations  [wk][m][channel], shared by the warps of a part; 16-byte pieces are swizzled by m so that ldmatrix
 //                reads without bank conflicts
@@ -24,7 +24,7 @@
 // for the previous kernel. Requests for more would delay that kernel's own (docs/kernels.md, "Dependent launches").
 //
 // SCALE_SUMS: scales multiply float accumulators at the end of a quantisation group (exact weights, fewer instructions), and
-// with one block of batch rows zero points come to the sums, too (mma/quant_group_sums.cuh). Otherwise scales multiply the
+// with one block of batch rows zero points are also applied to sums (mma/quant_group_sums.cuh). Otherwise scales multiply the
 // dequantised weights in 16 bits (no second set of accumulators, for large tiles).
 // Reduction: parts are added in shared memory, slices through DSMEM, always in the same order, so the result has the same
 // bits every time.
@@ -46,7 +46,7 @@
 #include "reduce/dsmem_pull.cuh"
 #include "scale/stored_order.cuh"
 
-// What is done between the requests for the first chunks and the product (kernels/stream_rows.cuh).
+// Hook between the requests for the first chunks and the product (used by kernels/stream_rows.cuh); this one does nothing.
 struct NothingFirst {
     __device__ __forceinline__ void operator()(int, int, u32, int) const {}
 };
@@ -113,7 +113,7 @@ struct StreamGemm {
         else
             return load_channel_scales_shared(base, lane);
     }
-    // The zero points behind its scales; anything where there are none.
+    // The zero points, which lie behind the scales; unspecified where none are stored.
     static __device__ __forceinline__ Scales<4> load_zeros(const u16* scales, int lane) {
         return ZEROS ? load_scales(scales + 64, lane) : Scales<4>();
     }
@@ -245,7 +245,7 @@ struct StreamGemm {
 
         for (int step = 0; step < steps; ++step) {
             copy_async_wait<FAULT_SITE(stream_copies_waited, STAGES - 2)>();
-            // Only a part's warps, side by side, share something: its activations.
+            // The warps of a part share its activations; a single warp shares nothing.
             if (WARPS_N == 1)
                 FAULT_SITE(stream_warp_met, __syncwarp();)
             else
@@ -288,7 +288,7 @@ struct StreamGemm {
                     group_sums.close(total, load_scales(group_scales, lane), load_zeros(group_scales, lane));
             }
         }
-        // A part without a chunk fetched no scales: whatever its memory holds, NaN perhaps, must not meet its zeros.
+        // A part without a chunk has loaded no scales: its memory may hold NaN, which must not be multiplied with its sums of zero.
         if (!DIGITS && QUANT_GROUP == 0 && my_steps > 0)
             group_sums.close(total, load_scales(channel_scales, lane), load_zeros(channel_scales, lane));
 

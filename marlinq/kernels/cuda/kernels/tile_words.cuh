@@ -8,8 +8,8 @@
 //   ALONG_K_TRANSPOSED           [n][k / 8]     k % 8
 //   ALONG_N_INTERLEAVED          [k][n / 8]     {0, 4, 1, 5, 2, 6, 3, 7}[n % 8]
 //
-// A block makes a tile, a thread a word. A tile reads few neighbouring bytes of each of its rows, so blocks that follow each
-// other read on in the same rows, while the cache lines are there.
+// A block writes a tile, a thread a word. A tile reads few neighbouring bytes of each of its rows, so successive blocks continue in
+// the same rows, while their cache lines are still cached.
 //
 // Configuration: THREADS (128, the words of a tile), SOURCE.
 #pragma once

@@ -12,7 +12,7 @@
 //   WORDS = 1   warp w owns word w of the only tile (64 columns a warpgroup); one product a row
 //   accumulator i of product q: n = 64 tile + 16 q + l/4 + 8 (i/2 % 2),  m = 8 (i/4) + 2 (l%4) + i%2
 //
-// Who does what. A block owns one column tile, TILE_M rows of the batch and one slice of K's chunks; the blocks of a
+// Division of work. A block owns one column tile, TILE_M rows of the batch and one slice of K's chunks; the blocks of a
 // cluster own the slices of one tile (schedule/tile_work.cuh). The warpgroups of a block:
 //
 //   0 .. CONSUMERS - 1   multiply (mma/warpgroup_loop.cuh): WARPGROUPS_N side by side share a chunk, and chunk j of the slice
@@ -30,7 +30,7 @@
 //                        store theirs (epilogue/transposed_store.cuh) or, with STORE_WARPS, leave all but the block's last
 //                        tile to the two warps
 //
-// SCALING says what scales multiply (scale/scaling.cuh). FUSED: if a chunk's scales outgrow their columns' normalizers, the
+// SCALING: the values that scales multiply (scale/scaling.cuh). FUSED: if a chunk's scales outgrow their columns' normalizers, the
 // loop waits for its products, adapts sums and normalizers, and goes on. SUMS takes a second set of accumulators, WEIGHTS more
 // instructions a weight.
 //
@@ -93,7 +93,7 @@ struct WarpgroupGemm {
         const u32 first_barrier = WORDS == 1 ? opaque(shared_address(barriers)) : shared_address(barriers);
         Ring<Layout> ring(shared, first_barrier, warpgroup == CONSUMERS);
         const u32 extra_barriers = first_barrier + 16 * STAGES, all_left = extra_barriers, all_there = all_left + 8;
-        // Of warpgroup g with STORE_WARPS: its results are in shared memory, and out of it again.
+        // Barriers of warpgroup g with STORE_WARPS: its results are in shared memory; they have been stored.
         const auto staged = [&](int g) { return all_there + 8 + 16 * g; };
         const auto drained = [&](int g) { return all_there + 16 + 16 * g; };
         const u32 factors_there = all_there + 8;
@@ -128,7 +128,7 @@ struct WarpgroupGemm {
                 },
                 rows);
         };
-        // By threads that will add up what their sums are added to.
+        // Requests the residuals; called by the threads that will add sums to them.
         const auto request = [&] {
             FAULT_SITE(residual_waits, if (dependent) wait_for_previous_kernel();)
             const TilePlace at = order.place(blockIdx.x / CLUSTER);
@@ -183,7 +183,7 @@ struct WarpgroupGemm {
                     parity ^= 1;
                 }
             }
-            // The barriers at the end want whole warps.
+            // The barriers at the end need whole warps.
             __syncwarp();
             if constexpr (ADDS && CLUSTER > 1 && !PUSH_SUMS) request();
         } else {
@@ -204,7 +204,7 @@ struct WarpgroupGemm {
                 const int column = min(at.n0 + my_tile * 64, N - 64);
                 PerColumn<PRODUCTS> units = loop.multiply(sums, work.count, scales + column, zeros + column);
                 if constexpr (PUSH_SUMS) {
-                    // The owners have started: their barriers are initialised.
+                    // Wait until the blocks that receive sums have started and initialised their barriers.
                     FAULT_SITE(warpgroup_owner_begun, cluster_wait();)
 #pragma unroll
                     for (int q = 0; q < PRODUCTS; ++q)

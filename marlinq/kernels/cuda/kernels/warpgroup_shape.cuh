@@ -1,4 +1,4 @@
-// What follows from a configuration of the warpgroup kernel: tiles, roles, memory.
+// Constants derived from a configuration of the warpgroup kernel: tiles, roles of warps, memory.
 #pragma once
 #include "codec/codecs.cuh"
 #include "epilogue/activation.cuh"

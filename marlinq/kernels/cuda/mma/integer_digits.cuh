@@ -10,9 +10,9 @@
 //
 // Integers. A chunk's activations are multiplied by a power of two that brings the largest to 2^29 .. 2^30 (those of the
 // upper eight channels to a sixteenth of that, since their nibbles count 16 times as much) and rounded. The rounding error is
-// zero unless an activation is 2^15 times smaller than the largest one and has bits that low. It is treated as activations
-// again, until nothing is left. So products, and the sums of a quantisation group's digits, are exact for any activations, but
-// for bits below 2^-122. An infinite or undefined activation makes the row NaN.
+// zero unless an activation is 2^15 times smaller than the largest one and has bits that low. Nonzero errors are converted to
+// digits and multiplied in the same way, until all are zero. So products, and the sums of a quantisation group's digits, are exact
+// for any activations, except bits below 2^-122. An infinite or NaN activation makes the row NaN.
 //
 // Lanes. Lane l makes the digits of four channels of k16 row l / 4 of the chunk, {2 (l%4) + 0, 1, 8, 9}, and stores them in
 // shared memory for the eight lanes with the same l % 4. It accumulates digit l % 4 of columns 16 q + l / 4 + 8 h.
@@ -22,7 +22,7 @@
 #include "ptx/bits.cuh"
 #include "ptx/matrix.cuh"
 
-constexpr int DIGIT_BYTES = 512;  // of a warp: digits of a chunk, [digit][l % 4][row] words of four channels
+constexpr int DIGIT_BYTES = 512;  // bytes of a warp's digits of a chunk, [digit][l % 4][row] words of four channels
 
 // Activations below 2^(LEAST_EXPONENT - 127) have no power of two of their own: its inverse would not be a float.
 constexpr u32 LEAST_EXPONENT = 30, NOT_FINITE = 255;
@@ -69,7 +69,7 @@ struct DigitSums {
         return value;
     }
 
-    // `add` in parts, for callers that multiply several words with the same digits.
+    // The steps of `add`, for callers that multiply several words with the same digits.
 
     // The bits of the warp's largest absolute value; more than those of infinity if one is undefined.
     static __device__ __forceinline__ u32 largest(const float (&values)[4]) {

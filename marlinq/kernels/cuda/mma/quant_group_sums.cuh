@@ -1,5 +1,4 @@
-// What the words of a quantisation group add to a warp's sums, for the kernels built on mma.sync: when scales multiply, and
-// which of the codec's ways a word takes.
+// Sums of a quantisation group in a warp, for the kernels built on mma.sync: how words are dequantised, and when scales multiply.
 #pragma once
 #include "fault_site.cuh"
 #include "codec/lane_words.cuh"
@@ -33,7 +32,7 @@ struct QuantGroupSums {
     typedef typename Codec::Element E;
     static constexpr bool CODES = Codec::SUMS_CODES && ScaleSums && BlocksM == 1;
 
-    // Kinds of codes, whose sums are kept apart.
+    // Kinds of codes, with separate sums.
     static __device__ constexpr int kinds() {
         if constexpr (CODES)
             return Codec::KINDS;
@@ -41,7 +40,7 @@ struct QuantGroupSums {
             return 1;
     }
     static constexpr int KINDS = kinds();
-    // What the sums of codes lack as a factor.
+    // Factor of the sums of codes.
     static __device__ constexpr float unit() {
         if constexpr (CODES)
             return Codec::UNIT;
@@ -50,8 +49,8 @@ struct QuantGroupSums {
     }
 
     Accumulators<BlocksM> sums[KINDS];
-    float plain[BlocksM][4];  // of the activations alone, times eight where no zero points are stored
-    Scales<4> scale, zero;    // where weights need them
+    float plain[BlocksM][4];  // sums of the activations alone, times eight where no zero points are stored
+    Scales<4> scale, zero;    // used where weights are scaled or zero points subtracted from them
 
     // The 16-byte piece of two rows' activations that matrix lane / 8 is loaded from. A row's B fragment is its two pieces;
     // for codes, whose kinds are channels apart, a fragment is one kind's pieces of both rows.

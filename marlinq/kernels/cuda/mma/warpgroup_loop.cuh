@@ -48,8 +48,8 @@ struct WarpgroupLoop {
     static constexpr int QUANT_GROUP = Shape::QUANT_GROUP, QUANT_GROUP_ROWS = Layout::QUANT_GROUP_ROWS;
     static constexpr bool ZEROS = Shape::ZEROS, SCALED_GROUPS = Shape::SCALED_GROUPS, NORMALIZED = Shape::NORMALIZED;
     static constexpr Scaling SCALING = Shape::SCALING;
-    // Rows between the loads of a quantisation group's scales and their first use. Factors are made of them at once; otherwise
-    // the registers are read until the group before has ended.
+    // Rows between the loads of a quantisation group's scales and their first use. FUSED computes factors at once, so that the
+    // registers are free; otherwise they are read until the previous group has ended.
     static constexpr int SCALES_AHEAD = FAULT_SITE(scales_ahead, SCALING == Scaling::FUSED ? 2 : 1);
 
     typedef float Sums[PRODUCTS][TILE_M / 2];
@@ -57,7 +57,7 @@ struct WarpgroupLoop {
 
     Ring<Layout> ring;
     const unsigned char* shared;
-    int words_at, scales_at;  // this lane's in the first stage, seen from `shared`
+    int words_at, scales_at;  // offsets from `shared` of this lane's words and scales in the first stage
     int part, word, lane;
 
     // `tile` is the 64-column tile of the block that this warp's columns are in, `first_word` the first of its words there.
@@ -77,8 +77,8 @@ struct WarpgroupLoop {
         if (lane == 0) read.release();
     }
 
-    // `sums` of the part's chunks, of the block's `count`, of a tile. Scales and zero points of whole channels, if it has such,
-    // begin at the warp's 64-column tile. Returns what the sums still have to be multiplied by.
+    // Computes `sums` of a tile over the part's chunks, of the block's `count`. Scales and zero points per channel, if the weight has
+    // such, begin at the warp's 64-column tile. Returns the factors by which the sums must still be multiplied.
     __device__ __forceinline__ PerColumn<PRODUCTS> multiply(Sums& sums, int count, const u16* scales, const u16* zeros) {
         Scales<PRODUCTS> scale, zero, normalizers;
         Factors factors[PRODUCTS];
@@ -88,7 +88,7 @@ struct WarpgroupLoop {
         const auto load_row = [&](int stage, int i) {
             w[i % 2].load(shared + (words_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
         };
-        // What row i's fragments need of the quantisation group that begins with it, if one does.
+        // Loads scales and zero points of the quantisation group that begins with row i, if one does.
         const auto load_quant_group = [&](int stage, int i) {
             if (QUANT_GROUP == 0 || i % QUANT_GROUP_ROWS) return;
             const unsigned char* at =
@@ -113,7 +113,7 @@ struct WarpgroupLoop {
                 }
             }
         };
-        // Calls `use` for every pair of scales in the stage, whose first quantisation group's are loaded.
+        // Calls `use` for every pair of scales in the stage; those of its first quantisation group are in registers.
         const auto each_scale = [&](int stage, auto use) {
 #pragma unroll
             for (int g = 0; g < Layout::QUANT_GROUPS; ++g) {
@@ -135,14 +135,13 @@ struct WarpgroupLoop {
             if constexpr (Codec::FUSES) normalizers.pair[q] = Codec::LARGEST_NORMALIZERS;
         }
         if (QUANT_GROUP == 0) {
-            // In registers of their own: otherwise the compiler copies one zero behind the fence of the first products.
+            // Keeps the zeros in separate registers: otherwise the compiler copies a shared zero behind the first products' fence.
             settle(sums);
             scale = load_channel_scales<PRODUCTS>(scales, word, lane);
             if (ZEROS) zero = load_channel_scales<PRODUCTS>(zeros, word, lane);
         }
-        // Rows past K have activations of zero (TMA fills them in) and finite weights. The wait for the last products is in
-        // the branch, not behind it: the paths with and without chunks meet there, and what the compiler copies for that it
-        // would copy too early.
+        // Rows past K have activations of zero (TMA fills them in) and finite weights. The wait for the last products is inside the
+        // branch: behind it, where the paths with and without chunks join, the compiler would copy sums before the wait.
         int chunk = part;
         if (!Shape::SPLIT || part < count) do {
             ring.wait_full();

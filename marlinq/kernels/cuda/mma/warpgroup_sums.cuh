@@ -15,7 +15,8 @@ struct PerColumn {
     }
 };
 
-// After a wait for products: the compiler does not know that they are asynchronous, and reads the sums only behind this.
+// Call it after a wait for products: it keeps the compiler, which does not know that products are asynchronous, from reading the
+// sums earlier.
 template <int Products, int Elements>
 __device__ __forceinline__ void settle(float (&sums)[Products][Elements]) {
 #pragma unroll
@@ -29,7 +30,7 @@ __device__ __forceinline__ float scale_of(const Scales<Products>& s, int q, int 
     return i / 2 % 2 == 0 ? widen_half<E, 0>(s.pair[q]) : widen_half<E, 1>(s.pair[q]);
 }
 
-// sums += scales * those of a quantisation group.
+// sums += scales * sums of a quantisation group.
 template <typename E, int Products, int Elements>
 __device__ __forceinline__ void add_scaled(float (&sums)[Products][Elements], const float (&group)[Products][Elements],
                                            const Scales<Products>& s) {

@@ -1,5 +1,5 @@
-// A block's part of a product's input: received from other blocks, normalised where the model says so, and laid out in shared
-// memory as the products want it.
+// A block's part of a product's input: received from other blocks, normalised where the model does so, and stored in shared memory
+// in the order of the products.
 #pragma once
 #include "codec/int4.cuh"
 #include "mma/integer_digits.cuh"

@@ -1,4 +1,4 @@
-// What the host tells the persistent kernel; mirrored in launch/persistent/memory.py.
+// Parameters of the persistent kernel; equal structures are in launch/persistent/memory.py.
 #pragma once
 #include "ptx/tensor_copy.cuh"
 

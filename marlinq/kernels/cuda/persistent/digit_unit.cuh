@@ -26,7 +26,7 @@ __device__ __forceinline__ void add_digit_unit(DigitSums<Codec>& sums, const uns
     for (int g = 0; g < S::UNIT_GROUPS; ++g) {
         const u32 activations = plain[4 * g];
         const Scales<4> scale = scales(g);
-        // Where codes count from the middle, sums begin with what that takes away.
+        // For symmetric weights the sums begin at the negative of 8 times the sum of the activations.
         const u32 begin = S::ZEROS ? MAGIC_BITS : MAGIC_BITS - 8 * activations;
         u32 made[CHAINS][2][4];
 #pragma unroll

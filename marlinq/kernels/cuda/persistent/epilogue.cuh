@@ -1,7 +1,7 @@
-// Sums to messages. A few warps of a block take sets of tiles in turn: each adds what its block's warps left and sends it. What
-// qkv, o and down give is added by whoever needs it. What gate_up gives is exchanged with the blocks of the same columns: part
-// p of K owns columns 16 p .. 16 p + 15 of a tile, applies the activation to them, and sends them on. Several warps, because an
-// exchange is a trip through L2.
+// Sends sums as messages. A few warps of a block take sets of tiles in turn; each adds the sums that the block's other warps left,
+// and sends the result. Partial sums of qkv, o and down are added by the blocks that read them. Partial sums of gate_up are
+// exchanged among the blocks of the same columns: part p of K owns columns 16 p .. 16 p + 15 of a tile, adds them, applies the
+// activation, and sends the result. Several warps take turns because an exchange waits for a trip through L2.
 #pragma once
 #include "persistent/products.cuh"
 #include "persistent/residual.cuh"
@@ -9,13 +9,13 @@
 template <typename S, typename Codec>
 struct Epilogue {
     typedef typename Codec::Element E;
-    static constexpr int PAIRS = S::WIDEST;  // of tiles in a set; lane l has columns 4 l .. 4 l + 3 of each
+    static constexpr int PAIRS = S::WIDEST;  // pairs of tiles in a set; lane l has columns 4 l .. 4 l + 3 of each
 
     const StepArguments& step;
     const Plan<S>& plan;
     const unsigned char* shared;
-    const float* roots;    // of the slots
-    Ring<Slots<S>> slots;  // at this warp's, which is its only one
+    const float* roots;    // factor of each slot's sums
+    Ring<Slots<S>> slots;  // at this warp's only slot
     int part, lane;
     int turn;  // sets until it is this warp's turn
 

@@ -1,9 +1,9 @@
-// Messages: how blocks of the persistent kernel hand numbers to each other.
+// Messages: floats that blocks of the persistent kernel send each other.
 //
-// A message is a float in global memory whose lowest bit says in which round it was written. Rounds alternate, so whoever
-// expects a round reads the word again until its bit is right. The number and the news of it travel together, in one trip
-// through L2: there are no flags, no fences and no barriers of the grid. A word is written once a round. The kernel
-// that runs before (persistent/prepare.cuh) sets all words to the round before the first.
+// A message is a float in global memory whose lowest bit is the parity of the round in which it was written. A reader reads the word
+// again until its bit is that of the expected round. So value and signal arrive in one trip through L2, without flags, fences or
+// barriers of the grid. A word is written once a round. The kernel that runs before (persistent/prepare.cuh) sets all words to the
+// round before the first.
 //
 // A float loses its last bit, 2^-24 of its size; one that was rounded to 16 bits loses nothing.
 #pragma once
@@ -34,7 +34,7 @@ struct Letters {
         from[i] = place;
         load_words(words[i], place);
     }
-    // What a lane has no need of.
+    // Marks vectors that a lane does not need.
     __device__ __forceinline__ void omit(int i, u32 round) {
         from[i] = nullptr;
 #pragma unroll
@@ -46,7 +46,7 @@ struct Letters {
         for (int n = 0; n < N; ++n) differs |= words[i][n] ^ round;
         return differs & 1;
     }
-    // Where one is that has not been there, or null.
+    // Address of a message that has not arrived; `otherwise` if all have.
     __device__ __forceinline__ const float* missing(u32 round, const float* otherwise) const {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)

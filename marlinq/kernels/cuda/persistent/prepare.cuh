@@ -1,4 +1,4 @@
-// Before the persistent kernel: the hidden state as the messages of round 0, and all other messages to a round that has not been.
+// Runs before the persistent kernel: writes the hidden state as messages of round 0, and marks all other messages as not yet sent.
 //
 // Messages lie in one piece of memory: the hidden state [M, H], all others.
 #pragma once

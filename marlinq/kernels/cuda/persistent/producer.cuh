@@ -1,5 +1,5 @@
 // The TMA producer of the persistent kernel: one lane that requests the weights of all layers, and the cache, in the order in
-// which they are used. It waits for nothing but room, so memory stays busy while activations are on their way.
+// which they are used. It waits only for free stages, so the memory stays busy while blocks wait for activations.
 #pragma once
 #include "persistent/shape.cuh"
 #include "tma/ring.cuh"
@@ -26,7 +26,7 @@ struct StepProducer {
             const StepLayer* layer = step.layers + l;
 #pragma unroll 1
             for (int p = QKV; p < PRODUCTS; ++p) {
-                // The maps of what comes next.
+                // Prefetches the tensor maps of the next product.
                 if (p == QKV) prefetch_map(&layer->keys), prefetch_map(&layer->values);
                 if (p + 1 < PRODUCTS)
                     prefetch(layer, p + 1);

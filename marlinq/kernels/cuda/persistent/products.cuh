@@ -12,8 +12,8 @@ struct Slots {
     static constexpr int STAGES = S::SLOTS, BYTES = S::SLOT_BYTES;
 };
 
-// Messages that a block needs before it sends sums, but not before it multiplies: sums of squares of the row in front of a norm, or
-// words that say how far all blocks have got.
+// Messages that a block needs before it sends sums, but not before it multiplies: sums of squares of the row before a norm, or
+// words that tell that all blocks have reached gate_up.
 constexpr int EXPECTED_LETTERS = 5;  // of a lane: 160 words
 struct Expected {
     const float* from;
@@ -22,7 +22,7 @@ struct Expected {
     int channels;  // that the squares are of, or 0
     float eps;
 
-    // The factor of sums: what turns a row into a normal one, 1 / sqrt(mean square + eps), or 1.
+    // The factor of sums: 1 / sqrt(mean square + eps) of the row, or 1 without a norm.
     template <typename AnyLetters>
     __device__ __forceinline__ float root(AnyLetters& letters, int lane) const {
         await(round, letters);
@@ -79,7 +79,7 @@ struct Multiplier {
             int stage = team - next;
             if (stage < 0) stage += S::TEAMS;
             next = (next + set.stages) % S::TEAMS;
-            // Teams without a stage of the set have nothing to leave.
+            // Teams without a stage of the set have no sums.
             const int contribution = stage >= set.stages ? -1 : (stage << set.slices) + slice;
             DigitSums<Codec> sums;
             sums.clear();

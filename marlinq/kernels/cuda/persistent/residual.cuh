@@ -1,8 +1,8 @@
-// The residual stream. Every block keeps its part of K of it, so all blocks of a part keep the same: each adds to it the four
-// parts of what o and down give, as their blocks sent them, and makes the next product's activations of it.
+// The residual stream. Every block keeps its part of K of the stream; blocks of the same part keep equal copies. Each adds the four
+// partial sums of o or down, as other blocks sent them, and computes the next product's activations.
 //
-// The norm's root needs the whole row. Blocks send the sums of squares of their units, and read those of the other parts. Nobody
-// waits for them before the product: the root multiplies its sums (persistent/epilogue.cuh).
+// The norm's root needs the whole row. Blocks send the sums of squares of their units, and read those of the other parts. The product
+// does not wait for them: its sums are multiplied by the root (persistent/epilogue.cuh).
 #pragma once
 #include "persistent/activations.cuh"
 
@@ -13,7 +13,7 @@ __device__ __forceinline__ float* squares_of(const StepArguments& step, float* s
     return squares + (i64)group * square_units(step);
 }
 
-// What turns a row into a normal one, 1 / sqrt(mean square + eps), from the squares of its units; in all lanes.
+// 1 / sqrt(mean square + eps) of a row, from the sums of squares of its units; in all lanes.
 __device__ __forceinline__ float root_of_row(const StepArguments& step, const float* squares, u32 round, int lane) {
     const int units = square_units(step);
     float sum = 0.f;

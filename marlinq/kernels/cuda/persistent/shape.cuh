@@ -1,4 +1,4 @@
-// Who does what in the persistent kernel, and where it lies in shared memory.
+// Division of work among blocks and warps of the persistent kernel, and its shared memory.
 //
 // Work. The grid has PARTS blocks for every group of columns. Block b owns part b % PARTS of K, in units of 128 channels, of
 // the columns of group b / PARTS: neighbouring tiles of 64 columns, whole pairs where gate and up take turns. It works them off
@@ -56,7 +56,7 @@ struct StepShape {
     // The block's part of the residual stream [STREAM_CHANNELS], as the element; and of what is to be added to it.
     static constexpr int STREAM_CHANNELS = C::STREAM_UNITS * UNIT, STREAM_AT = ACTIVATIONS_AT + C::ACTIVATION_BYTES;
     static constexpr int SLOTS_AT = STREAM_AT + (POST_NORMS ? 2 : 1) * STREAM_CHANNELS * 2;
-    static constexpr int SHARED_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES + 1024;  // of these some for the alignment
+    static constexpr int SHARED_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES + 1024;  // 1024: lost at most by aligning the ring
     static_assert(C::SHARED_BYTES == SHARED_BYTES, "host and kernel count different bytes of shared memory");
     static_assert(C::ACTIVATION_BYTES % 128 == 0, "sums are aligned");
 };
@@ -131,7 +131,7 @@ struct Plan {
 template <typename S>
 struct Chunks {
     int begin, count;
-    int first_position, length;  // what of them counts
+    int first_position, length;  // positions in the chunks that count
 
     __device__ __forceinline__ Chunks(const AttentionUnit& unit, int positions, int window) {
         length = positions;

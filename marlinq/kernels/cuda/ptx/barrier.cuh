@@ -20,12 +20,12 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives once, and adds `bytes` to what has to be copied before the phase ends.
+// Arrives once, and adds `bytes` to the bytes that must be copied before the phase ends.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits until the phase with that parity has ended, and makes visible what other blocks of the cluster stored for it.
+// Waits until the phase with that parity has ended; other blocks' counted stores of that phase are then visible.
 __device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"

@@ -13,7 +13,7 @@ __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// Without a memory order: enough to know that other blocks have finished their accesses, where nothing has to become visible.
+// Arrival without memory ordering, for waits that only need other blocks' accesses to have finished.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

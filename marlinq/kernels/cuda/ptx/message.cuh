@@ -11,7 +11,7 @@ __device__ __forceinline__ void store_words(void* pointer, const u32 (&words)[4]
                  : "memory");
 }
 
-// One, two or four neighbouring words. Each of them is read at once, the vector need not be.
+// One, two or four neighbouring words. Each word is read atomically, the vector need not be.
 __device__ __forceinline__ void load_words(u32 (&words)[1], const void* pointer) {
     asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(pointer) : "memory");
 }

@@ -1,8 +1,8 @@
-// Split-K reduction by reading: the parts of K that a block has lie in its shared memory, those of the other blocks of the
-// cluster are read through DSMEM.
+// Split-K reduction by reading: a block adds the sums of its own parts of K from its shared memory, and those of the cluster's other
+// blocks through DSMEM.
 //
-// With an ACTIVATION, tiles of 64 columns of gate and up take turns, and what is stored is activation(gate) * up: half as many
-// columns, from pairs of tiles that one block has.
+// With an ACTIVATION, tiles of 64 columns of gate and of up alternate, and activation(gate) * up is stored: half as many columns,
+// each from a pair of tiles of one block.
 #pragma once
 #include "fault_site.cuh"
 #include "epilogue/activation.cuh"
@@ -57,7 +57,7 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
         }
         return sum;
     };
-    // Lanes that have nothing to store help a warp to add up its rows.
+    // Lanes without columns to store still take part where a warp sums its rows.
     constexpr bool WHOLE_WARPS = RowWork::WHOLE_WARPS;
     static_assert(!GATED || !WHOLE_WARPS, "rows are added up without an activation");
     const int first = rank * Threads + threadIdx.x, fours = rows * (STORED / 4);

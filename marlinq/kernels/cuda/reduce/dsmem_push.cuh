@@ -18,8 +18,8 @@ struct PushedSums {
     static constexpr int SLOT_BYTES = TileM / 8 * 512;
     static constexpr int BYTES = Parts * SLOTS * SLOT_BYTES;
 
-    u32 memory, arrived;  // addresses: of the memory, and of the barrier that counts its bytes
-    int rank, slots;      // what this block owns
+    u32 memory, arrived;  // addresses of the received sums, and of the barrier that counts their bytes
+    int rank, slots;      // rank of this block, and number of slots that it owns
 
     __device__ __forceinline__ PushedSums(u32 at, u32 barrier, int block_rank)
         : memory(at),
@@ -36,14 +36,14 @@ struct PushedSums {
     // column lane / 4 + 8 (i / 2).
     __device__ __forceinline__ void send(const float (&v)[4], int part, int column_block, int row_block, int lane) const {
         const u32 at = memory + (part * SLOTS + FAULT_SITE(pushed_slot, column_block / Cluster)) * SLOT_BYTES + row_block * 512 + lane * 16;
-        // Addresses in a cluster exist only where there is one.
+        // Cluster addresses exist only with a cluster.
         if constexpr (Cluster > 1)
             store_cluster_counted(cluster_address(at, column_block % Cluster), v,
                                   cluster_address(arrived, column_block % Cluster));
         else
             store_shared(at, v);
     }
-    // What warp `warp` adds its first sums to, requested ahead: of the tile at m0, n0, behind the wait for the previous kernel.
+    // Requests, after the wait for the previous kernel, the residuals that warp `warp` adds to its first sums of the tile at m0, n0.
     template <typename RowWork>
     __device__ __forceinline__ typename RowWork::Addend request(const RowWork& work, int m0, int n0, int M, int N, int warp,
                                                                 int lane) const {

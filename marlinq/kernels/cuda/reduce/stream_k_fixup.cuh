@@ -1,7 +1,7 @@
 // Stream-K's fix-up: blocks that share a tile hand their sums over through global memory (schedule/tile_work.cuh).
 //
-// Every warp leaves its accumulators to the same warp of the higher block, vectors of four floats a lane, those of a warp side
-// by side. A block has one flag, 0 before and after every launch.
+// Every warp stores its accumulators for the same warp of the higher block: vectors of four floats a lane, those of a warp side by
+// side. A block has one flag, 0 before and after every launch.
 #pragma once
 #include "fault_site.cuh"
 #include "mma/warpgroup_sums.cuh"
@@ -10,7 +10,7 @@
 #include "ptx/launch.cuh"
 #include "schedule/tile_work.cuh"
 
-// Floats that a warp leaves.
+// Floats that a warp stores.
 template <typename Shape>
 constexpr int WARP_SUMS = Shape::PRODUCTS * Shape::TILE_M / 8 * 128;
 
@@ -27,13 +27,13 @@ __device__ __forceinline__ void leave_sums(const float (&sums)[Products][Element
     }
 }
 
-// sums = sums * units + what another block left.
+// sums = sums * units + sums that another block stored.
 template <int Products, int Elements>
 __device__ __forceinline__ void add_sums(float (&sums)[Products][Elements], const PerColumn<Products>& units,
                                          const float* warps, int lane) {
     constexpr int VECTORS = Products * Elements / 4, IN_PRODUCT = Elements / 4;
     const float* mine = opaque(warps + lane * 4);
-    // As many at once as there are registers free between two tiles.
+    // Vectors loaded at once, limited by the registers that are free between two tiles.
     constexpr int AT_ONCE = 16;
 #pragma unroll
     for (int from = 0; from < VECTORS; from += AT_ONCE) {

@@ -12,7 +12,7 @@ struct Scales {
     u32 pair[Blocks];  // q: the scales (or zero points) of this lane's rows n and n + 8 of block q
 };
 
-// One quantisation group's, of the 64-column tile at `tile` in shared memory.
+// Scales of one quantisation group, of the 64-column tile at `tile` in shared memory.
 __device__ __forceinline__ Scales<4> load_group_scales(const u16* tile, int lane) {
     const uint4 v = *reinterpret_cast<const uint4*>(tile + FAULT_SITE(scales_of_lane, 8 * (lane / 4)));
     Scales<4> s;
@@ -20,7 +20,7 @@ __device__ __forceinline__ Scales<4> load_group_scales(const u16* tile, int lane
     return s;
 }
 
-// Where block q of a tile of whole channels' scales has that of this lane's row n; that of row n + 8 follows two behind.
+// Address of the scale of this lane's row n of block q, in a tile of scales per channel; the scale of row n + 8 is two behind it.
 __device__ __forceinline__ const u16* channel_scale(const u16* tile, int q, int lane) {
     return tile + 32 * (q / 2) + 8 * (lane / 8) + 4 * (q % 2) + lane / 4 % 2;
 }

@@ -13,10 +13,10 @@
 //                                                                     2. t + 1   3. t, adding the sums of block b - 1
 //                                                                     4. its whole tiles
 //
-// Whoever has a tile's last chunk stores the tile. A run ends inside one tile at most, so a block leaves sums at most once,
-// and before it waits for any itself. It waits for lower blocks only, which start no later than itself. So a launch ends
-// however few of its blocks run at once, and waits are short. Sums are added in the order of falling blocks: launches of the
-// same shape give the same bits.
+// The block with a tile's last chunk stores the tile. A run ends inside at most one tile, so a block leaves sums at most once, and
+// does so before it waits for others'. It waits only for lower blocks, which start no later than itself. So a launch can't deadlock,
+// however few of its blocks run at once, and waits are short. Sums are added in the order of falling blocks: launches of the same
+// shape give the same bits.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -61,8 +61,8 @@ struct TileWork {
         after.next();
         return !after.left();
     }
-    // Of a tile whose first chunks lower blocks have: whether `block`, which has some of them, lacks the first. Then so does
-    // the block below.
+    // For a tile whose first chunks belong to lower blocks: whether `block`, which has some of its chunks, lacks the first one. Then
+    // the block below has chunks of the tile, too.
     __device__ __forceinline__ bool lacks_begin(int block) const {
         const Runs runs(*this);
         return runs.first(block) > runs.unit(*this) - begin;

@@ -1,4 +1,4 @@
-// GPTQ's inner step: rounds a panel of at most 128 input channels, in order, while the later ones make up for the error.
+// GPTQ's inner step: rounds a panel of at most 128 input channels, in order; later channels compensate for each error.
 //
 //   u     [rows, N]  weights with the updates of all channels before the panel
 //   v     = u / s + z, in code units; row k is rounded, code[k] = clamp(round(v[k]), 0, top), d[k] = v[k] - code[k],
@@ -45,7 +45,7 @@ __device__ __forceinline__ Grid grid(float factor, float range, float low, float
 
 __device__ __forceinline__ float nearest(float v, float top) { return fminf(fmaxf(rintf(v), 0.f), top); }
 
-// The sum of four warps' values for each lane, the same in all of them. Everybody has read an earlier sum's `space`.
+// The sum of four warps' values for each lane, the same in all warps. Call it only when all have read an earlier sum's `space`.
 __device__ __forceinline__ float across(float value, float (*space)[COLUMNS]) {
     const int lane = threadIdx.x % 32;
     space[threadIdx.x / 32][lane] = value;
@@ -91,7 +91,7 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
     float inverse[EACH][SIGNS], zero[EACH], cost[EACH][SIGNS];
 #pragma unroll
     for (int c = 0; c < EACH; ++c) {
-        // The last ones of some warps are tried twice.
+        // Some warps try their last factor twice.
         const float factor = factors[min(c * WARPS + warp, C::FACTORS - 1)];
 #pragma unroll
         for (int sign = 0; sign < SIGNS; ++sign) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
         float found = cost[c][0] * (scale * scale);
         int candidate = 2 * place;
         if (SIGNS == 2) {
-            // Where no weight is clipped both signs cost the same, and rounding must not choose.
+            // Where no weight is clipped both signs cost the same, and float rounding must not decide between them.
             const float other = cost[c][SIGNS - 1] * (scale * scale);
             if (other < found * (1.f - TIE)) found = other, ++candidate;
         }

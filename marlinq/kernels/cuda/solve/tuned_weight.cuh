@@ -1,12 +1,12 @@
-// A weight that follows a gradient (marlinq/methods/tuning.py, TunableWeight): what it would be loaded as, and the gradients of
-// what it is made of, in one kernel each.
+// A weight in training (marlinq/methods/tuning.py, TunableWeight): one kernel dequantises it, one computes the gradients of its
+// codes and scales.
 //
 //   tuned_weight     weight[k, n] = (code - zero) * stored,  stored = storable(scale * (1 + change)),
 //                    code = round(clamp(latent, -reach, top + reach))
 //   tuned_gradients  by_latent = d_weight * stored where the latent is within its bounds
 //                    by_change = scale * the group's sum of d_weight * (code - zero)
 //
-// Both roundings are passed unchanged. Tensors of [K, N] and [groups, N] are contiguous. A thread has one of the N output
+// Gradients pass both roundings unchanged. Tensors of [K, N] and [groups, N] are contiguous. A thread has one of the N output
 // channels. Blocks of tuned_weight have 128 of them and `rows` input channels, a part of a group; blocks of tuned_gradients 32
 // and a whole group, whose rows are shared by four warps. Sums have a fixed order.
 //

@@ -13,7 +13,7 @@
 // mma.sp reads the descriptors of a block from two lanes of each four: lanes 0 and 1 (selector 0) or 2 and 3 (selector 1), so a
 // register serves two blocks and no lane's is idle.
 //
-// Who does what. A block owns 64 WARPS_N columns, 8 BLOCKS_M rows of the batch and one slice of K; the blocks of a cluster own the
+// Division of work. A block owns 64 WARPS_N columns, 8 BLOCKS_M rows of the batch and one slice of K; the blocks of a cluster own the
 // slices of one tile. Warp (wn, wk) owns 64 columns and the wk-th part of the slice, a run of chunks of 128 channels. A ring of
 // STAGES stages in shared memory is filled by cp.async, a chunk of every warp a stage:
 //   words        [warp][row][lane] 16 bytes; a lane reads back what it copied itself

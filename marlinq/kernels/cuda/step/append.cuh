@@ -25,7 +25,7 @@ __device__ __forceinline__ void append(const NewHeads& given, u32* q, u32* keys,
     const int sequence = m / T, position = load_scalar(lengths + sequence) + m % T;
     const u32* row = given.row(m);
     const WideSquares<C> wide(given, row, sums);
-    // A full cache takes nothing more; whoever sees to the lengths never comes here.
+    // Tokens beyond the cache's capacity are dropped; callers check lengths before.
     if (head >= all_heads || position >= capacity) return;
     const bool is_query = head < heads, is_value = head >= heads + kv_heads;
     const int kv_head = is_value ? head - heads - kv_heads : head - heads;

@@ -73,7 +73,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     constexpr int KEY_CHUNKS = (D + 31) / 32, VALUE_GROUPS = (D + 63) / 64;
     constexpr int STEP = TILE * WARPS, TOGETHER = C::TOGETHER;
     static_assert(TOGETHER == 1 || !C::WIDE, "sums of squares are of one row");
-    // In shared memory: sums of the warps, the new token's heads, and what a warp turns them in.
+    // In shared memory: sums of the warps, the new token's heads, and scratch in which a warp rotates them.
     constexpr int SUMS = HEADS * D, FRESH_AT = WARPS * SUMS * 4, TURNING_AT = FRESH_AT + (HEADS + 2 * TOGETHER) * D * 2;
     static_assert(C::SHARED_BYTES == TURNING_AT + WARPS * D * 4, "host and kernel count different bytes of shared memory");
     constexpr int SLOT = HEADS * (D + 2);  // floats that a split leaves
@@ -99,7 +99,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     const Split part = split_of<C>(tokens, window, splits, split);
     if (split >= part.active) {
         if constexpr (MEETS) {
-            // The barriers of those that have positions wait for everybody.
+            // Splits without positions take part in the cluster's barriers, for which the others wait.
             for (int barrier = 0; barrier < 2 && part.active > 1; ++barrier) {
                 cluster_arrive_relaxed();
                 cluster_wait();

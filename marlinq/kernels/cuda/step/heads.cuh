@@ -1,4 +1,4 @@
-// Queries, keys and values of a new token on their way from the product: normalised and rotated, a warp a head.
+// Normalises and rotates queries and keys of a new token, a warp a head.
 //
 // A row of the product is [turns, (each * heads + 2 * kv_heads) / turns, D]; a turn holds its share of queries, then of keys, then
 // of values. Each of the queries is followed by D gates where `each` is 2, instead of 1. The rotation multiplies the complex numbers (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with
@@ -61,7 +61,7 @@ struct Head {
     typedef typename C::Element E;
     static constexpr int D = C::D, PAIRS = (D / 2 + 31) / 32, HALF = C::CHANNELS / 2;
 
-    // What turns a lane's channels, at one position.
+    // Cosines and sines that rotate a lane's channels, at one position.
     struct Angles {
         float2 of[PAIRS][2];
 

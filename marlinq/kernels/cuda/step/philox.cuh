@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// Four tokens share a counter, so whoever asks for neighbours one after another computes each four only once.
+// Four neighbouring tokens share a counter, so their numbers are computed together and kept for the next calls.
 struct Philox {
     u32 key[2], words[4];
     int four = -1;

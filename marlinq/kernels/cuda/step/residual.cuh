@@ -5,10 +5,10 @@
 //   stored[m] = x                                                        unless it is null
 //   out[m] = norm(x)                                                     unless NORM is NONE
 //
-// With EXPERTS, first[m] is what that many experts gave, sum_s routing[m, s] * first[places[m, s]], slots in order, in float32, then
+// With EXPERTS, first[m] is the sum over that many experts, sum_s routing[m, s] * first[places[m, s]], slots in order, in float32, then
 // rounded; a place of -1 adds nothing.
 //
-// With GATED, second[m] counts gates[m] times.
+// With GATED, second[m] is multiplied by gates[m].
 //
 // p is the row's position: lengths[m / T] + m % T + positions_offset. post is a normalisation too. One block a row, whose
 // elements stay in registers. With a counter, the last thing that is done is counter[b] += 1 for the first `counted` rows.
@@ -102,7 +102,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
     i64 token = 0, position = 0;
     if (C::GATHER) token = load_scalar(tokens + m);
     if (C::POSITIONS) position = load_scalar(lengths + m / T) + m % T + positions_offset;
-    // Rows of the residual stream may lie further apart than their elements reach, vectors of 8 apart.
+    // Rows of the residual stream may be padded to a multiple of 8 elements.
     uint4 a[VECTORS], d[VECTORS], e[VECTORS];
     __shared__ int from[C::EXPERTS > 0 ? C::EXPERTS : 1];
     __shared__ float counts[C::EXPERTS > 0 ? C::EXPERTS : 1];

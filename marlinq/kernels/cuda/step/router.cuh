@@ -1,4 +1,4 @@
-// Which experts a row goes to, and how much each counts:
+// The router: chooses the experts of each row, and their weights:
 //
 //   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, with logit_bias[e] if BIASED, then, unless WIDE, rounded to Element,
 //               as a product of the model's is
@@ -9,7 +9,7 @@
 //   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED
 //   gates[m] = sigmoid(sum_k x[m, k] * gate[k])          if GATED: how much a shared expert counts; rounded as logits are
 //
-// Unless NORM is NONE, x is made here of what stands before it (step/residual.cuh with one addend):
+// Unless NORM is NONE, the kernel first computes x by an addition and a norm (step/residual.cuh with one addend):
 //
 //   stored[m] = residual[m] + factor * first[m]
 //   x[m] = norm(stored[m])
@@ -29,7 +29,7 @@
 #include "ptx/launch.cuh"
 #include "step/residual.cuh"
 
-// What stands before a router, and where it goes. Rows are `*_stride` elements apart.
+// Operands of the addition and norm before the router. Rows are `*_stride` elements apart.
 struct RouterAddition {
     const uint4 *residual, *first, *weight, *bias;
     uint4* stored;

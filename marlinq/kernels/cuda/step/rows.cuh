@@ -1,5 +1,5 @@
-// What the kernels between products share: vectors of eight 16-bit elements as floats, sums over a warp and a block, and
-// scalars that an earlier kernel writes.
+// Functions shared by the kernels between products: vectors of eight 16-bit elements as floats, sums over a warp and a block, loads
+// of scalars that an earlier kernel writes.
 #pragma once
 #include "element/bfloat16.cuh"
 #include "element/half.cuh"

@@ -1,7 +1,7 @@
 // The next token of every row: the likeliest, or one drawn from what top-k, top-p and min-p leave.
 //
-// What it computes, to the bit where no logarithm or exponential is involved, is said by marlinq/runtime/sampling.py, whose
-// torch code is the reference. A cluster of CLUSTER blocks works on a row (one block on GPUs without clusters). Its threads
+// The reference is the torch code of marlinq/runtime/sampling.py; results are equal to the bit where no logarithm or exponential is
+// involved. A cluster of CLUSTER blocks works on a row (one block on GPUs without clusters). Its threads
 // walk over the row's logits several times, four neighbours at a step; a row's share of a block stays in L1 meanwhile:
 //
 //   FILTERS   the largest score
@@ -290,7 +290,7 @@ __device__ __forceinline__ void choose_tokens(const SampleArguments& arguments) 
         .run();
 }
 
-// Left to itself the assembler spills to fit more blocks on a multiprocessor than there are.
+// Bounded by one block a multiprocessor: otherwise the assembler spills registers to fit several, of which a launch has too few.
 #define INSTANTIATE_SAMPLE(NAME, CONFIGURATION)                                                                     \
     extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS, 1) CLUSTER_OF(CONFIGURATION::CLUSTER)      \
     NAME(const void* logits, i64 stride, int vocabulary, const float4* values, const i64* numbers, int* drawn,      \

@@ -2,7 +2,7 @@
 //
 // Channels and columns outside a tensor arrive as zeros and count as bytes. Boxes of activations end with the batch: TMA's
 // zero fill of missing rows was measured slower than loading rows that exist (docs/kernels.md, "Rows beyond the batch").
-// Rows of a stage past the batch keep what they held, and what they give is not stored.
+// Rows of a stage past the batch keep their old contents, and their results are not stored.
 #pragma once
 #include "fault_site.cuh"
 #include "ptx/launch.cuh"
@@ -11,7 +11,7 @@
 #include "tma/stage_layout.cuh"
 
 // Maps of x [M, K] with swizzled boxes of 64 columns. `tile` has the rows of a tile, or all rows of a smaller batch; `rest` has
-// the rows that whole tiles leave.
+// the remaining M % TILE_M rows.
 struct ActivationMaps {
     TensorMap tile, rest;
 };

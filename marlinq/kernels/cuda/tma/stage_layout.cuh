@@ -1,4 +1,4 @@
-// What a stage of the ring in shared memory holds, for the kernels whose operands arrive by TMA.
+// Layout of a stage of the ring in shared memory, for the kernels whose operands arrive by TMA.
 //
 // A stage is one chunk of CHUNK channels: TILE_M rows of activations, ROWS rows of weights (a row is the TILES * 64 columns of
 // 16 channels), and the chunk's quantisation groups of scales and zero points.
