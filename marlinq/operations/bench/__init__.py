@@ -1,4 +1,4 @@
-"""The operations behind ``marlinq bench``: speed of single products and of decoding."""
+"""The operations behind ``marlinq bench``: speed of products, experts, decoding and serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contenders in turn: each is checked, then timed; a peer's failure is part of the result, ours is not."""
+"""Checks and times marlinq and its peers on one product. A peer's failure becomes a note."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from marlinq.operations.bench.report import OURS
 from marlinq.operations.bench.timing import capture, launches_for, time_in_turn
 
-# Peers round in other places; only a wrong product is off by this much.
 _PEER_SLACK = 4.0
+"""factor on the tolerance for peers, which round differently; a wrong product is off by more"""
 _Result = TypeVar("_Result")
 Launch = Callable[[int], Tensor]
-"""``launch(number)``: one launch of a contender, of those that take turns in a graph."""
+"""Function that launches a contender on copy number ``number`` of its operands."""
 
 
 def attempted(name: str, what: str, notes: list[str], action: Callable[[], _Result]) -> _Result | None:
-    """The result of ``action``; None where it is a peer's and fails, which is noted as ``what``."""
+    """The result of ``action``; None if it is a peer's and fails, which is added to ``notes``."""
     try:
         return action()
     except Exception as error:
-        # A peer may fail in any way of its own; the report says how.
+        # Peers raise exceptions of any kind; the report shows them.
         if name == OURS:
             raise
         lines = str(error).strip().splitlines()
@@ -44,18 +44,18 @@ def check_and_time(
     notes: list[str],
     sustained: bool = False,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of a launch, and the relative error, of every contender that is right.
+    """(seconds of a launch, relative error) of every contender whose result is right.
 
     Args:
-        contenders: what makes each ready, by name.
-        place: what is multiplied, for notes.
-        expected: float32 [rows, N].
-        rows: which rows of a result those are.
-        shape: of a result.
-        tolerance: largest relative error of our kernel.
-        floor: seconds that a launch takes at least.
-        notes: told of peers that are wrong or fail.
-        sustained: as in :func:`marlinq.operations.bench.timing.time_in_turn`.
+        contenders: name -> function that prepares the contender.
+        place: name of the product, for notes.
+        expected: expected rows of the result, float32 [rows, N].
+        rows: indices of these rows.
+        shape: shape of a result.
+        tolerance: largest relative error of marlinq's kernel.
+        floor: least seconds of a launch.
+        notes: list that notes about wrong or failing peers are added to.
+        sustained: measure without pauses, as in :func:`marlinq.operations.bench.timing.time_in_turn`.
     """
     launches = launches_for(1.5 * floor)
     errors: dict[str, float] = {}
@@ -81,8 +81,8 @@ def check_and_time(
 
 
 def relative_error(launch: Launch, rows: Tensor, expected: Tensor, shape: tuple[int, int]) -> float:
-    """The norm of the error of some rows, as a share of the norm of what is expected of them."""
-    # The allocator hands the freed block out again, so that elements nobody writes are found to be NaN.
+    """Norm of the error of some rows over the norm of the expected rows."""
+    # Freed memory full of NaN, which the allocator gives to the result: unwritten elements become visible.
     poison = torch.full(shape, torch.nan, dtype=torch.float16, device=expected.device)
     del poison
     out = launch(0)
@@ -92,6 +92,6 @@ def relative_error(launch: Launch, rows: Tensor, expected: Tensor, shape: tuple[
 
 
 def first_and_last(count: int, checked: int, device: torch.device) -> Tensor:
-    """The first and the last rows of a result, which stand for all: a wrong tile shows at either end."""
+    """Indices of the first and the last rows, on which a result is checked."""
     rows = {*range(min(count, checked)), *range(max(0, count - checked), count)}
     return torch.tensor(sorted(rows), device=device)

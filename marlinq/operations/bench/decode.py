@@ -1,4 +1,4 @@
-"""Speed of decoding: prefill and steps over a grid of batches and contexts, beside the 16-bit model's."""
+"""Measures prefill and decode steps over a grid of batches and contexts, also of the 16-bit model."""
 
 from __future__ import annotations
 
@@ -35,22 +35,24 @@ _REPEATS = 3
 _WARM_UP_STEPS = 3
 _PROFILED_STEPS = 8
 _KERNELS_SHOWN = 24
-# An H200 that decodes without rests settles within this time (docs/kernels.md, "Two clocks").
 _HEATING_SECONDS = 0.3
+"""seconds without pauses after which an H200 that decodes has its final clock (docs/kernels.md, "Two
+clocks")"""
 
 
 @dataclass(frozen=True)
 class DecodeCell:
-    """One batch and context.
+    """Measurements at one batch and context.
 
     Attributes:
         batch: sequences decoded together.
-        context: tokens of each sequence when the first timed step begins.
-        first_token_seconds: from the prompts to their first new tokens; median of three.
-        step_seconds: seconds of a decode step; median over three runs of their mean.
-        step_bytes: weights, scales, and the keys and values of the mean context, read once.
+        context: tokens per sequence when the first timed step begins.
+        first_token_seconds: seconds from the prompts to their first new tokens; median of three runs.
+        step_seconds: seconds of a decode step; median over three runs of the mean of a run.
+        step_bytes: bytes that a step reads once: weights, scales, keys and values of the mean context.
         step: how steps ran, and why.
-        peer_first_token_seconds, peer_step_seconds: seconds of the 16-bit model; None where not measured.
+        peer_first_token_seconds, peer_step_seconds: the same seconds for the 16-bit model; None where not
+            measured.
     """
 
     batch: int
@@ -64,7 +66,7 @@ class DecodeCell:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all sequences over the time of a step."""
+        """New tokens a second of all sequences together."""
         return self.batch / self.step_seconds
 
     @property
@@ -80,19 +82,19 @@ class DecodeCell:
 
 @dataclass(frozen=True)
 class DecodeBench(Shown):
-    """How fast a model decodes, and on what.
+    """The measurements of decoding with one model.
 
     Attributes:
-        checkpoint: the folder, or what was made up.
+        checkpoint: path of the folder, or description of the synthetic model.
         hardware: processor and versions.
-        cells: batch by batch, context by context.
-        new_tokens: steps that a run times.
-        sustained: whether runs followed each other without rests.
-        load_seconds: from the folder to a model that is ready; None for one that was made up or given.
-        weight_bytes: weights and scales that a step of one sequence reads, embedding tables aside.
-        peak_bytes: bytes of GPU memory, while ours ran; 0 on a CPU.
-        profile: the kernels of the last cell's step, where asked for.
-        notes: how the quantised linears were multiplied, and what else to know.
+        cells: measurements, batch by batch and context by context.
+        new_tokens: decode steps of a timed run.
+        sustained: whether runs followed each other without pauses.
+        load_seconds: seconds to load the model; None for a synthetic or given model.
+        weight_bytes: bytes of weights and scales that a step of one sequence reads, without embedding tables.
+        peak_bytes: highest bytes of GPU memory while marlinq ran; 0 on a CPU.
+        profile: kernels of a step of the last cell; None where not asked for.
+        notes: sentences on the operators of the quantised linears and on the run.
     """
 
     checkpoint: str
@@ -120,7 +122,7 @@ class DecodeBench(Shown):
         return {**asdict(self), "cells": cells}
 
     def display(self) -> list[Block]:
-        """The grid, what its figures mean, and what they were measured on."""
+        """The grid, the meaning of its figures, and the hardware."""
         header = ["batch", "context", "first token", "step", "tokens/s", "GB/s"]
         compared = any(cell.peer_step_seconds is not None for cell in self.cells)
         if compared:
@@ -180,7 +182,7 @@ def _profile_blocks(profile: StepProfile) -> list[Block]:
 
 
 class _Runner(Protocol):
-    """Something that reads prompts and then makes greedy steps."""
+    """A decoder that reads prompts and then makes greedy decode steps."""
 
     def prefill(self, ids: Tensor) -> None: ...
 
@@ -191,12 +193,12 @@ class _Own:
     """marlinq's decoder."""
 
     def __init__(self, loaded: LoadedModel, batch: int, capacity: int, progress: ReportProgress) -> None:
-        # Caches of earlier cells would count as this one's memory.
+        # Frees caches of earlier cells, which would count as this cell's memory.
         loaded.decoders.clear()
         self.decoder = take_decoder(loaded, batch=batch, tokens=capacity, progress=progress)
 
     def prefill(self, ids: Tensor) -> None:
-        """Starts over with ``ids``, int64 [batch, length]."""
+        """Starts over with the prompts ``ids``, int64 [batch, length]."""
         self.decoder.begin(ids.tolist())
 
     def steps(self, count: int) -> None:
@@ -227,16 +229,16 @@ def bench_decode(
     """Measures prefill and decode steps of every batch and context.
 
     Args:
-        checkpoint: a folder, a loaded model, or a shape to make up.
-        batches: sequences decoded together.
-        contexts: tokens of each prompt.
-        new_tokens: steps of a timed run.
-        against: peers to measure in the same process: ``transformers`` is the unquantised model of the same
+        checkpoint: folder, loaded model, or description of a synthetic model.
+        batches: numbers of sequences decoded together.
+        contexts: numbers of tokens per prompt.
+        new_tokens: decode steps of a timed run.
+        against: peers to measure in the same process: ``transformers`` is an unquantised model of the same
             shapes, compiled, with a static cache.
-        profile: where to write a trace of the last cell's steps; needs a GPU.
-        sustained: no rests between runs, as on a busy server.
-        device, dtype: as :func:`marlinq.runtime.load` takes them.
-        progress: called while the model is loaded, after each kernel that is compiled and after each run.
+        profile: file for a trace of the last cell's steps; needs a GPU.
+        sustained: whether runs follow each other without pauses, as on a busy server.
+        device, dtype: as in :func:`marlinq.runtime.load`.
+        progress: called while the model is loaded, after each compiled kernel and after each run.
 
     Raises:
         UsageError: a number below 1, an unknown peer, or more tokens than the model has positions for.
@@ -270,7 +272,7 @@ def bench_decode(
     for batch in batches:
         for context in contexts:
             with boundaries.forward(loaded.path):
-                # A model that runs once runs: no boundary is timed.
+                # One run checks the model, so that errors are not raised inside a timed run.
                 own = _Own(loaded, batch, context + run.longest, progress)
                 own.prefill(run.prompts(batch, context))
                 own.steps(1)
@@ -332,7 +334,7 @@ def _twin_blueprint(
 def _against_transformers(
     loaded: LoadedModel, blueprint: Blueprint, run: _Run, cells: list[DecodeCell]
 ) -> list[DecodeCell]:
-    """``cells`` with the figures of the unquantised model."""
+    """``cells`` completed by the measurements of the unquantised model."""
     on_gpu = loaded.device.type == "cuda"
     model = dense_twin(blueprint, loaded)
     measured = []
@@ -349,7 +351,7 @@ def _against_transformers(
 
 
 class _Run:
-    """What the runs of all cells share."""
+    """Model, settings and progress of the runs of all cells."""
 
     def __init__(
         self, loaded: LoadedModel, new_tokens: int, sustained: bool, progress: ReportProgress, total: int
@@ -369,7 +371,7 @@ class _Run:
         return torch.randint(vocabulary, (batch, length), generator=generator).to(self._device)
 
     def measure(self, runner: _Runner, batch: int, context: int) -> tuple[float, float]:
-        """Seconds to the first tokens, and of a step."""
+        """(seconds to the first tokens, seconds of a step)."""
         prompts = self.prompts(batch, context)
         runner.prefill(prompts)
         runner.steps(_WARM_UP_STEPS)
@@ -395,9 +397,10 @@ class _Run:
 
 
 def weight_bytes(model: nn.Module, batch: int) -> int:
-    """Bytes of parameters and buffers that one decode step of ``batch`` rows reads.
+    """Bytes of parameters and buffers that a decode step of ``batch`` rows reads.
 
-    Of an embedding table it reads a row; of a mixture's experts those that are chosen, if rows choose evenly.
+    Embedding tables are left out; of a mixture's experts, the expected share if rows choose evenly is
+    counted.
     """
     tensors: dict[int, int] = {}
     for module in model.modules():
@@ -409,12 +412,12 @@ def weight_bytes(model: nn.Module, batch: int) -> int:
                 share -= (1 - chosen / module.weights.down.shape[0]) ** batch
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 tensors[tensor.data_ptr()] = round(share * tensor.nbytes)
-    # Torch's own packed formats are no tensors.
+    # torch's packed weights are not among parameters and buffers.
     packed = sum(module.packed_bytes for module in model.modules() if isinstance(module, HalfWeightLinear))
     return sum(tensors.values()) + packed
 
 
 def cache_bytes_per_token(loaded: LoadedModel) -> int:
-    """Bytes of keys and values of one token in all layers, as if no layer had a window."""
+    """Bytes of keys and values of one token in all layers; sliding windows are not considered."""
     config = loaded.model.config.get_text_config()
     return 2 * key_channels(config, config.num_hidden_layers) * loaded.dtype.itemsize

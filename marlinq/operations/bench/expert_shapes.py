@@ -1,4 +1,4 @@
-"""Shapes of well-known mixtures' routed layers."""
+"""Shapes of the expert layers of well-known mixtures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from marlinq.core.errors import UsageError
 
 @dataclass(frozen=True)
 class ExpertsLayer:
-    """A routed layer: E experts of I channels on a hidden size of H, top-T."""
+    """A layer of E experts with I intermediate channels for H hidden channels, of which a token takes T."""
 
     name: str
     experts: int
@@ -28,7 +28,7 @@ EXPERT_LAYERS = {
         ExpertsLayer("mixtral-8x7b", 8, 2, 4096, 14336),
     )
 }
-"""Layers by model, as one GPU has them; of DeepSeek-V3 an eighth of every expert."""
+"""Model -> layer on one GPU; for DeepSeek-V3 an eighth of every expert."""
 
 
 def layers_named(names: Sequence[str]) -> list[ExpertsLayer]:

@@ -1,4 +1,4 @@
-"""Times of whole routed layers against their peers and the hardware's limits."""
+"""Times layers of experts, beside peers and the hardware's limits."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from marlinq.operations.bench.timing import cold_read_seconds, peak_rate
 
 DEFAULT_EXPERT_BATCHES = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-# Once more rounding than a single product, whose bounds are half of these (marlinq.operations.bench.kernels).
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""largest relative error by dtype: twice that of a single product (marlinq.operations.bench.kernels)"""
 _CHECKED = 2
 _DRAWS = 20
-# Bytes of an H200's L2 that routings in a row must leave behind before experts come again.
 _COLD_BYTES = 3 * 60 * 2**20
+"""bytes of other experts between two uses of an expert, three times an H200's L2, so that it is not cached"""
 
 
 def bench_experts(
@@ -53,26 +53,26 @@ def bench_experts(
     explain: bool = False,
     progress: ReportProgress = no_progress,
 ) -> KernelBench:
-    """Times the routed part of a mixture layer: sorting, both products, activation, weighting and sum.
+    """Times a layer's experts: sorting tokens, both products, activation, weighting and sum.
 
-    Routings are random and even; launches of a graph take other experts one after the other, so that their
-    weights come from device memory. A cell's floor is the larger of reading the experts that are touched, at
-    the bandwidth of a cold read, and the operations at the measured peak.
+    Routings are random and even. Launches of a graph use different experts in turn, so that weights come from
+    device memory. A cell's floor is the longer of two times: reading the touched experts at the bandwidth of
+    a cold read, and the operations at the measured peak.
 
     Args:
         models: names of :data:`marlinq.operations.bench.expert_shapes.EXPERT_LAYERS`.
         batches: rows of activations.
-        device: as in :func:`marlinq.core.devices.resolve_device`; a GPU.
+        device: a GPU, as in :func:`marlinq.core.devices.resolve_device`.
         against: names of :data:`marlinq.operations.bench.peers.EXPERT_PEERS`.
         dtype: float16 or bfloat16.
         scheme: element of the weights, a key of :data:`marlinq.operations.bench.kernels.SCHEMES`.
-        group_size: 32, 64, 128 or -1; None is what the scheme has, else 128.
-        asymmetric: measure weights with zero points.
-        explain: keep the reason of every decision.
-        progress: called with (what is being done, steps done, steps in all).
+        group_size: 32, 64, 128 or -1; None is the scheme's own, else 128.
+        asymmetric: whether weights have zero points.
+        explain: whether the report has the reason for every choice of a kernel.
+        progress: called with (activity, steps done, steps in all).
 
     Returns:
-        The report; a cell's N is the columns of the three matrices of all experts of a row, K is H.
+        The report; a cell's N is the number of columns in all matrices of a row's experts, K is H.
 
     Raises:
         UsageError: an unknown model, peer, dtype, scheme or group size.
@@ -171,10 +171,10 @@ def _load(
 
 
 def even_routings(layer: ExpertsLayer, m: int, device: torch.device, expert_bytes: int) -> list[Routing]:
-    """Random routings whose experts differ from one to the next as far as there are enough.
+    """Random routings that use different experts in turn, as far as there are enough experts.
 
-    Of a few draws it takes the one that touches about as many experts as is expected, and the same in every
-    run: with few experts a single draw may touch half as many as the next.
+    Of several draws with a fixed seed, the one is taken whose number of touched experts is nearest to the
+    expected number, because single draws vary by a factor of two for few experts.
     """
     expected = layer.experts * (1 - (1 - layer.top / layer.experts) ** m)
     generator = torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ def even_routings(layer: ExpertsLayer, m: int, device: torch.device, expert_byte
     values, ids = torch.softmax(scores, 1).topk(layer.top, 1)
     weights = (values / values.sum(1, keepdim=True)).contiguous()
     chosen = torch.tensor(sorted(set(ids.flatten().tolist())), device=device)
-    # The experts that are touched become the first ones, then those behind them, and so on.
+    # Renumbers experts so that successive routings touch successive ranges of experts.
     names = torch.zeros(layer.experts, dtype=torch.int64, device=device)
     names[chosen] = torch.arange(len(chosen), device=device)
     count = 1

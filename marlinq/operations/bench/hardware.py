@@ -1,4 +1,4 @@
-"""What a figure was measured on, in one line."""
+"""One line about the hardware of a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from marlinq.core.version import __version__
 
 
 def hardware_line(device: torch.device) -> str:
-    """Processor, and the versions that decide its speed."""
+    """Name of the processor, and versions of driver and libraries."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, marlinq {__version__}"
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"

@@ -1,4 +1,4 @@
-"""Times of products with packed weights on models' layers against its peers and the hardware's limits."""
+"""Times products with packed weights on models' layers, beside peers and the hardware's limits."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SCHEMES: dict[str, tuple[WeightFormat, int | None]] = {
     "mxfp4": (E2M1, 32),
     "nvfp4": (E2M1, 16),
 }
-"""What weights may be made of, and the group size where nothing else is asked for; None for the largest that
-divides every layer."""
+"""Name of a scheme -> (weight format, default group size); None is the largest size that divides every
+layer."""
 
 
 def scheme_named(name: str, *, asymmetric: bool) -> tuple[WeightFormat, int | None]:
-    """Of :data:`SCHEMES`.
+    """The entry of :data:`SCHEMES`, with zero points if ``asymmetric``.
 
     Raises:
         UsageError: an unknown name, or zero points for an element that has none.
@@ -134,32 +134,32 @@ def bench_kernels(
     shapes: Sequence[str] = (),
     progress: ReportProgress = no_progress,
 ) -> KernelBench:
-    """Times every layer at every batch size: L2 cold, graph replay, contenders in turn, checked before timed.
+    """Times every layer at every batch size: in replayed graphs, with a cold L2, and with checked results.
 
-    A GPU measures our kernel and its peers. A CPU measures the reference on each model's smallest layer,
-    for few rows, and says so.
+    A GPU times marlinq's kernel and peers in turn. A CPU times the reference on each model's smallest layer
+    for few rows, with a warning.
 
     Args:
         models: names of :data:`marlinq.operations.bench.shapes.MODELS`.
         batches: rows of activations.
         device: as in :func:`marlinq.core.devices.resolve_device`.
-        against: names of :data:`marlinq.operations.bench.peers.PEERS`; one that can't run is noted.
+        against: names of :data:`marlinq.operations.bench.peers.PEERS`; one that can't run becomes a note.
         dtype: float16 or bfloat16.
         scheme: element of the weights, a key of :data:`SCHEMES`.
-        group_size: 32, 64, 128 or -1; None is the largest of 128, 64 and 32 that divides every layer, or
-            what the scheme has.
-        asymmetric: measure weights with zero points.
-        sparsity: a name in :data:`marlinq.core.sparsity.SPARSITIES`: weights are pruned at random, and the
-            sparse kernel is measured beside the dense one; None for dense weights.
-        explain: keep the reason of every decision.
-        sustained: replay without rests, so that large products run at the GPU's power limit. The limits that
-            they are held to are those with rests all the same.
-        shapes: more layers as ``NxK`` or ``NAME=NxK``.
-        progress: called with (what is being done, steps done, steps in all).
+        group_size: 32, 64, 128 or -1; None is the scheme's own, or the largest of 128, 64 and 32 that divides
+            every layer.
+        asymmetric: whether weights have zero points.
+        sparsity: name in :data:`marlinq.core.sparsity.SPARSITIES`; weights are then pruned at random, and the
+            sparse kernel is measured besides the dense one. None for dense weights.
+        explain: whether the report has the reason for every choice of a kernel.
+        sustained: whether replays follow each other without pauses, so that large products run at the GPU's
+            power limit. Floors are measured with pauses in any case.
+        shapes: further layers as ``NxK`` or ``NAME=NxK``.
+        progress: called with (activity, steps done, steps in all).
 
     Raises:
         UsageError: an unknown model, peer, dtype or group size, or a shape that does not fit.
-        EnvironmentProblem: the device is not there; or CuPy, NVRTC or the driver is missing on a GPU.
+        EnvironmentProblem: the machine does not have the device; or CuPy, NVRTC or the driver is missing.
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype!r}: expected float16 or bfloat16")
@@ -224,7 +224,7 @@ def _on_gpu(
     total = len(layers) * len(batches)
     for layer in layers:
         weight = setting.weight(layer)
-        # Zero points are read like more scales.
+        # Zero points count as further scales in the cold read.
         scales = weight.scales if weight.zeros is None else torch.cat((weight.scales, weight.zeros))
         cold[layer.name] = cold_read_seconds(weight.words, scales)
         runs = _prepare(contenders, weight, batches, notes)

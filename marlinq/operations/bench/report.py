@@ -15,19 +15,19 @@ _BEHIND = 1.03
 
 @dataclass(frozen=True)
 class Cell:
-    """One layer at one batch size.
+    """Measurements of one layer at one batch size.
 
     Attributes:
-        layer: its name.
+        layer: name of the layer.
         m: rows of activations.
         n: output features.
         k: input features.
-        nbytes: bytes that our product must move at least: words, scales, zero points, activations in and out.
-        floor_seconds: the larger of a cold read of the weight and the operations at the measured peak; None
-            where no GPU measured them.
-        seconds: median time by contender.
-        errors: relative error against float32 arithmetic by contender.
-        reason: the decision that our kernel's variant came from, where asked.
+        nbytes: bytes that marlinq's product must move: words, scales, zero points, activations in and out.
+        floor_seconds: the longer of a cold read of the weight and the operations at the measured peak; None
+            on a CPU.
+        seconds: contender -> median seconds.
+        errors: contender -> relative error against float32 arithmetic.
+        reason: reason for the choice of marlinq's kernel; None where not asked for.
     """
 
     layer: str
@@ -42,19 +42,19 @@ class Cell:
 
     @property
     def best_peer(self) -> str | None:
-        """The fastest contender but ours."""
+        """The fastest contender except marlinq."""
         peers = [name for name in self.seconds if name != OURS]
         return min(peers, key=self.seconds.__getitem__, default=None)
 
     @property
     def behind(self) -> float | None:
-        """Our time over the best peer's."""
+        """marlinq's time over the best peer's."""
         if self.best_peer is None or OURS not in self.seconds:
             return None
         return self.seconds[OURS] / self.seconds[self.best_peer]
 
     def ratio(self, contender: str) -> float | None:
-        """Time over floor of a contender, or of the best peer for ``best peer``."""
+        """Time over floor for a contender, or for the best peer if the name is ``best peer``."""
         name = self.best_peer if contender == "best peer" else contender
         if self.floor_seconds is None or name not in self.seconds:
             return None
@@ -62,30 +62,30 @@ class Cell:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes a second of ours."""
+        """Bytes a second of marlinq's product."""
         return self.nbytes / self.seconds[OURS] if OURS in self.seconds else None
 
     @property
     def rate(self) -> float | None:
-        """Operations a second of ours."""
+        """Operations a second of marlinq's product."""
         return 2.0 * self.m * self.n * self.k / self.seconds[OURS] if OURS in self.seconds else None
 
 
 @dataclass(frozen=True)
 class KernelBench(Shown):
-    """Times of a product with packed weights and its peers, taken in one process.
+    """Times of marlinq's product and its peers, measured in one process.
 
     Attributes:
         hardware: processor and versions.
         dtype: dtype of activations and scales.
         weights: element of the weights.
-        group_size: channels that share a scale, or -1.
+        group_size: input channels per scale, or -1 for all.
         asymmetric: whether weights had zero points.
-        contenders: who was timed anywhere, ours first.
-        cold_read_seconds: by layer; empty where no GPU measured it.
-        peak_rate: operations a second of cuBLAS on 8192 x 8192 x 8192, or None.
-        cells: layer by layer, batch by batch.
-        notes: who was left out and why, and how the figures were taken.
+        contenders: names of everything that was timed, marlinq first.
+        cold_read_seconds: layer -> seconds of a cold read of its weight; empty on a CPU.
+        peak_rate: operations a second of cuBLAS on 8192 x 8192 x 8192; None on a CPU.
+        cells: measurements, layer by layer and batch by batch.
+        notes: sentences on peers that were left out, and on the measurement.
     """
 
     hardware: str
@@ -105,7 +105,7 @@ class KernelBench(Shown):
         return tuple(dict.fromkeys(cell.m for cell in self.cells))
 
     def geometric_means(self) -> dict[str, dict[int, float]]:
-        """Time over floor by contender and batch size, over the layers where the contender was timed."""
+        """Contender -> batch size -> geometric mean of time over floor, over the layers that it ran."""
         rows = [*self.contenders, *(["best peer"] if len(self.contenders) > 1 else [])]
         found = {
             name: {
@@ -119,7 +119,7 @@ class KernelBench(Shown):
         return {name: means for name, means in found.items() if means}
 
     def behind(self) -> tuple[Cell, ...]:
-        """Cells where ours takes more than 3% longer than the best peer, worst first."""
+        """Cells where marlinq takes more than 3 % longer than the best peer, worst first."""
         found = [cell for cell in self.cells if cell.behind is not None and cell.behind > _BEHIND]
         return tuple(sorted(found, key=lambda cell: -(cell.behind or 0.0)))
 

@@ -1,7 +1,7 @@
-"""Speed of vLLM with and without marlinq's plugin: steps, first tokens, throughput.
+"""Times vLLM with and without marlinq's plugin: decode steps, first tokens, throughput.
 
-Each engine runs in a process group of its own, one after the other. The group is killed when the engine has
-written what it measured, so that nothing holds the GPU's memory when the next one starts.
+The engines run one after the other, each in a process group of its own. The group is killed when its engine
+has written its measurements, so that nothing holds the GPU's memory when the next engine starts.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from marlinq.core.version import __version__
 from marlinq.operations.bench import serve_engine
 
 ENGINES = {"vLLM": "off", "vLLM with marlinq": "all"}
-"""What is timed, and the value of ``MARLINQ_VLLM`` that makes it."""
+"""Name of an engine -> its value of ``MARLINQ_VLLM``."""
 _SAID = re.compile(r"Using \S+ for \S+|Using \S+ \S*MoE\S*|marlinq: [^\n]*|GPU KV cache size: [^\n]*")
-# Not "-m", and the file alone: its package would import transformers, which takes seconds.
+# Runs the file without importing its package, which would import transformers and take seconds.
 _MAIN = f"import runpy, sys; runpy.run_path({serve_engine.__file__!r})['main'](*sys.argv[1:])"
 _LOG_SHOWN = 3000  # characters
-# Until killed processes are gone; a driver takes seconds to free their memory.
+# Wait for killed processes: the driver takes seconds to free their memory.
 _POLLS, _POLL_SECONDS = 150, 0.2
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What both engines are asked for.
+    """The work that both engines do.
 
     Attributes:
-        checkpoint: folder.
-        batches: sequences decoded together, one cell each.
-        context: mean tokens of context of a timed step.
+        checkpoint: path of the folder.
+        batches: numbers of sequences decoded together.
+        context: mean number of tokens in the cache at a timed step.
         prompts: numbers of prompts whose first tokens are timed together.
-        prompt_tokens: tokens of each of those.
-        requests: requests of the mixed load; 0 leaves throughput out.
-        repeats: runs of which the median counts.
+        prompt_tokens: tokens per prompt of ``prompts``.
+        requests: number of requests in the mixed load; 0 leaves throughput out.
+        repeats: runs of which the median is reported.
         dtype: dtype of activations.
         gpus: GPUs that share the model by tensor parallelism.
     """
@@ -71,10 +71,10 @@ class EngineTimes:
     Attributes:
         versions: versions of vLLM and torch.
         device: name of the GPU.
-        load_seconds: from the start to an engine that is ready.
-        step_seconds: seconds of a decode step, by batch.
-        first_token_seconds: from the prompts to the first token of all, by their number.
-        tokens_per_second: new tokens of the mixed load; None where it was not asked for.
+        load_seconds: seconds to start the engine.
+        step_seconds: batch -> seconds of a decode step.
+        first_token_seconds: number of prompts -> seconds until all have their first token.
+        tokens_per_second: new tokens a second under the mixed load; None where not measured.
         said: lines of vLLM's log about kernels and memory.
     """
 
@@ -89,11 +89,11 @@ class EngineTimes:
 
 @dataclass(frozen=True)
 class ServeBench(Shown):
-    """Both engines on one workload.
+    """Measurements of both engines on one workload.
 
     Attributes:
         workload: batches, prompts and requests that were run.
-        engines: by the names of :data:`ENGINES`.
+        engines: name in :data:`ENGINES` -> measurements.
     """
 
     workload: Workload
@@ -104,7 +104,7 @@ class ServeBench(Shown):
         return {**asdict(self), "marlinq": __version__}
 
     def rows(self) -> list[tuple[str, float, float, float]]:
-        """Each measurement: its name, both engines' values, and the second over the first."""
+        """(name, vLLM's value, value with marlinq, ratio of the second to the first) of each measurement."""
         own, plugin = self.engines.values()
         found = []
         for words, kind, scale in (
@@ -123,7 +123,7 @@ class ServeBench(Shown):
         return found
 
     def display(self) -> list[Block]:
-        """The measurements side by side, and which kernels vLLM's log names."""
+        """The measurements side by side, and the kernels that vLLM's log names."""
         rows = tuple(
             (name, f"{own:,.2f}", f"{ours:,.2f}", f"{ratio:.2f}") for name, own, ours, ratio in self.rows()
         )
@@ -186,7 +186,8 @@ def _timed(name: str, mode: str, workload: Workload) -> EngineTimes:
 
 
 def run_alone(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
-    """Run ``command`` in a process group of its own, kill what it leaves behind, return its exit status."""
+    """Runs ``command`` in a process group of its own, kills processes that it leaves, returns its exit
+    status."""
     with log.open("wb") as sink:
         child = subprocess.Popen(
             command, env=os.environ | environment, stdout=sink, stderr=sink, start_new_session=True
@@ -194,7 +195,7 @@ def run_alone(command: Sequence[str], environment: dict[str, str], log: Path) ->
         try:
             return child.wait()
         finally:
-            # The engine's own processes are of the group, and hold the GPU's memory until they are gone.
+            # The engine's child processes are in the group and hold GPU memory until they end.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()

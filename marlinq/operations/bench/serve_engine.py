@@ -1,4 +1,4 @@
-"""One of vLLM's offline engines, timed; runs in a process of its own.
+"""Times one vLLM offline engine; runs in a process of its own.
 
 Prompts are random token ids, so no tokenizer is needed.
 """
@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 SHORT, LONG = 16, 144
-"""New tokens of the two runs whose difference is the time of LONG - SHORT steps."""
+"""new tokens of two runs; the difference of their times is that of LONG - SHORT steps"""
 _FIRST_TOKEN_REPEATS = 5
 _MOST_TOKENS_OF_A_BATCH = 16384
 
 
 def main(request: str, out: str) -> None:
-    """Time what is asked for and end the process.
-
+    """Times a workload and ends the process.
     Args:
         request: file with the JSON of a :class:`marlinq.operations.bench.serve.Workload`.
-        out: file for the measurements: JSON that grows with each that is complete.
+        out: file for the measurements as JSON, rewritten after each.
     """
     import torch
     import vllm
@@ -100,7 +99,7 @@ def main(request: str, out: str) -> None:
 
 
 def requests(count: int) -> tuple[list[int], list[int]]:
-    """Prompt lengths (128 to 1,024) and new tokens (64 to 256) of a mixed load, the same every time."""
+    """(tokens per prompt, 128 to 1,024; new tokens, 64 to 256) of a mixed load, the same in every run."""
     plan = random.Random(1)
     return [plan.randrange(128, 1025) for _ in range(count)], [plan.randrange(64, 257) for _ in range(count)]
 

@@ -1,4 +1,4 @@
-"""Decode steps of two engines by batch, as an SVG that follows the reader's light or dark setting."""
+"""Draws the decode steps of two engines by batch, as an SVG for light and dark screens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _LEFT, _TOP, _WIDTH, _STEP, _BAR = 170, 84, 330, 74, 20
 
 
 def steps_plot(steps: Mapping[str, Mapping[str, float]], told: tuple[str, str]) -> str:
-    """Tokens per second of each sequence, two bars a batch.
-
+    """SVG of the tokens per second of each sequence, with two bars per batch.
     Args:
-        steps: seconds of a step by batch, of both engines by name; the second is ours.
-        told: two lines: what was measured, and on what.
+        steps: engine -> batch -> seconds of a step; the second engine is marlinq's.
+        told: two lines of text: what was measured, and the hardware.
     """
     (other, slower), (ours, faster) = steps.items()
     longest = max(1 / seconds for seconds in (*slower.values(), *faster.values()))

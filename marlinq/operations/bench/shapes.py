@@ -20,7 +20,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What a model's ``config.json`` says of its blocks; of a mixture, ``intermediate`` is one expert's."""
+    """Dimensions of a model's blocks from its ``config.json``; ``intermediate`` is that of an expert in a
+    mixture."""
 
     hidden: int
     intermediate: int
@@ -29,7 +30,7 @@ class Dimensions:
     head_size: int
 
     def layers(self, model: str) -> tuple[Layer, ...]:
-        """The four products of a block, with q/k/v and gate/up joined as servers run them."""
+        """The four products of a block; q, k, v and gate, up are joined, as in servers."""
         attention = self.heads * self.head_size
         return (
             Layer(f"{model} qkv", attention + 2 * self.kv_heads * self.head_size, self.hidden),

@@ -1,4 +1,4 @@
-"""Models of well-known shapes with random weights, made in memory: a bench that needs no checkpoint."""
+"""Models of well-known shapes with random weights, for a bench without a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from marlinq.runtime.operators.packed import Packed
 from marlinq.runtime.placement import DTYPES
 
 Head = Literal["16", "int4"]
-"""How the output head is held: in the activations' dtype, or quantised like the blocks."""
+"""Type of the output head: the activations' dtype, or 4-bit integers."""
 
 _ROPE_LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -123,20 +123,20 @@ SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Configs by name; dimensions are those that the models' publishers state."""
+"""Name -> config, with the dimensions from the models' publishers."""
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A model to make up.
+    """Description of a model with random weights.
 
     Attributes:
-        name: a key of :data:`SYNTHETIC`.
-        layers: decoder blocks, fewer or more than the config says; None for as many.
-        group_size: channels of a group; the largest smaller one where it does not divide.
-        head: how the output head is held.
-        scheme: kind of the weights, a key of :data:`marlinq.operations.bench.kernels.SCHEMES`, or ``16`` for
-            weights in the activations' dtype. Those with a group size of their own keep it.
+        name: key of :data:`SYNTHETIC`.
+        layers: number of decoder blocks; None for the config's.
+        group_size: input channels per scale; where it does not divide K, the largest smaller size that does.
+        head: type of the output head.
+        scheme: type of the weights: a key of :data:`marlinq.operations.bench.kernels.SCHEMES`, or ``16`` for
+            the activations' dtype. Schemes with a group size of their own ignore ``group_size``.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Synthetic:
         return config
 
     def describe(self) -> str:
-        """For people."""
+        """The description in one line."""
         layers = "" if self.layers is None else f", {self.layers} layers"
         kind = "" if self.scheme == "int4" else f", {self.scheme}"
         return f"synthetic {self.name}{layers}{kind}, random weights"
@@ -219,10 +219,10 @@ def synthetic_model(
 
 
 def fill_random(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives every parameter that is still on the meta device random values, and moves buffers.
+    """Fills parameters on the meta device with random values, and moves buffers to the device.
 
-    Matrices keep the size of what they multiply with; vectors, which are norms' weights and biases, are near
-    the value that the module's own initialisation gives them.
+    Matrices preserve the size of activations. Vectors (weights of norms, biases) are near the values of the
+    module's own initialisation.
     """
     made: dict[int, nn.Parameter] = {}
     embeddings = model.get_input_embeddings()
@@ -253,7 +253,7 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
 
 
 def _quantised(blueprint: Blueprint, model: PreTrainedModel, wanted: Synthetic) -> list[Projection]:
-    # A delta net's betas and steps, a column a head each, stay in 16 bits as they do by default.
+    # Projections of a delta net's betas and steps stay in 16 bits, as ``quantize`` leaves them.
     found = [
         one
         for one in blueprint.projections()
@@ -268,7 +268,7 @@ def _quantised(blueprint: Blueprint, model: PreTrainedModel, wanted: Synthetic) 
 def _random_grouped(
     experts: Experts, wanted: Synthetic, setting: Setting, model: PreTrainedModel
 ) -> GroupedExperts:
-    """Random experts of a layer, as loading would group them."""
+    """Random experts of a layer, as the module that loading makes."""
     activation = activation_name(experts.activation(model.get_submodule(experts.name)))
     if activation is None or not experts.gated or not experts.routed:
         raise UsageError(f"{experts.name}: no synthetic experts of this kind; choose another --synthetic")
@@ -297,7 +297,7 @@ def _with_biases(stored: StoredExperts, setting: Setting) -> StoredExperts:
 def _random_packed(
     projection: Projection, wanted: Synthetic, bias: Tensor | None, setting: Setting
 ) -> tuple[Decision, QuantLinear]:
-    """A linear of another element than 4-bit integers, made in the kernels' own words."""
+    """A random linear of another element than 4-bit integers, made directly in the kernels' layout."""
     k, n = projection.in_features, projection.out_features
     weight_format, usual = SCHEMES[wanted.scheme]
     granularity = Granularity.from_group_size(wanted.group_size if usual is None else usual)

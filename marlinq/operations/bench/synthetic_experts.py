@@ -22,7 +22,7 @@ def random_experts(
     device: torch.device,
     weight_format: WeightFormat,
 ) -> ExpertWeights:
-    """Codes and scales as those of :func:`marlinq.operations.bench.weights.random_weight`."""
+    """Random experts with codes and scales as in :func:`marlinq.operations.bench.weights.random_weight`."""
     kind = weight_format, granularity, asymmetric, dtype, device
     return ExpertWeights(
         _product(layer.experts, 2 * layer.inner, layer.hidden, *kind),
@@ -40,7 +40,7 @@ def _product(
     dtype: torch.dtype,
     device: torch.device,
 ) -> StoredExperts:
-    # Experts one below the other are a single weight of E * K channels; only scales of whole channels aren't.
+    # Experts concatenated along K are one weight of E * K channels, unless a scale covers a whole channel.
     channels = granularity.channels_per_group(k)
     made = random_weight(
         Layer("experts", n, experts * k),
@@ -57,6 +57,6 @@ def _product(
 
 
 def gate_then_up(layer: ExpertsLayer, weights: ExpertWeights) -> Tensor:
-    """The stored columns, of which gate and up take turns in blocks of 16, in the order gate, then up."""
+    """Indices of the stored columns (alternating blocks of 16 of gate and up) in the order gate, then up."""
     blocks = torch.arange(2 * layer.inner, device=weights.down.words.device).view(-1, 2, 16)
     return blocks.transpose(0, 1).reshape(-1)

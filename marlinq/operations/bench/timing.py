@@ -1,4 +1,4 @@
-"""GPU timing: captured launches over rotating copies, contenders in turn, and the limits they are held to."""
+"""GPU timing with CUDA graphs over rotating copies of operands, and measured limits of the hardware."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ _MIN_LAUNCHES = 2
 _REPLAY_SECONDS = 3e-3
 _CELL_SECONDS = 30e-3
 _ROUNDS = (9, 41)
-# An H200 under full load is at its power limit after 50 to 100 ms (docs/kernels.md, "Two clocks").
 _HEATING_SECONDS = 0.15
+"""seconds of full load after which an H200 is at its power limit (50 to 100 ms: docs/kernels.md, "Two
+clocks")"""
 _COLD_CACHES = 3
 _FILLERS = 4
 _PEAK_SIZE = 8192
 
 
 def copies_for(size: int, device: torch.device) -> int:
-    """How many copies of ``size`` bytes to rotate so that each is out of L2 when its turn comes again."""
+    """Number of copies of ``size`` bytes to use in turn, so that each has left L2 when it is used again."""
     cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
     return max(2, -(-_COLD_CACHES * cache // size))
 
 
 def launches_for(seconds: float) -> int:
-    """Launches in a graph of a kernel that takes about ``seconds``."""
+    """Number of launches in a graph, for a kernel that takes about ``seconds``."""
     return max(_MIN_LAUNCHES, min(_MAX_LAUNCHES, int(_REPLAY_SECONDS / seconds)))
 
 
 def capture(launch: Callable[[int], object], launches: int) -> torch.cuda.CUDAGraph:
-    """A graph of ``launch(0)`` to ``launch(launches - 1)``.
+    """A CUDA graph of ``launch(0)`` to ``launch(launches - 1)``.
 
-    Everything that is compiled or allocated at first use must have run before.
+    ``launch`` must have run before, since compiling and allocating can't be captured.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    # torch.cuda.graph() also empties the allocator's cache, which would take longer than the measurement.
+    # Not torch.cuda.graph(), which empties the allocator's cache and takes longer than the measurement.
     with torch.cuda.stream(stream):
         graph.capture_begin()
         try:
@@ -66,16 +67,16 @@ def time_in_turn(
     *,
     sustained: bool = False,
 ) -> dict[str, float]:
-    """Median seconds a launch of every graph (with its launches).
+    """Median seconds per launch of every graph.
 
-    Replays alternate, so drift hits all alike, in another order every round. After each the GPU rests as long
-    as it took: without rests large products reach the power limit within 0.1 s, and a median over the moments
-    before and after is neither's.
+    Graphs are replayed in turn, in another order every round, so that drift affects all alike. After each
+    replay the GPU pauses for as long as the replay took: without pauses large products reach the power limit
+    within 0.1 s, and a median over both clocks would mean neither.
 
     Args:
-        graphs: by name.
-        expected_seconds: about how long one launch takes, which sets the number of rounds.
-        sustained: no rests; replays begin to count when the GPU has been busy long enough to be at its limit.
+        graphs: name -> (graph, number of its launches).
+        expected_seconds: approximate seconds of a launch, which decides the number of rounds.
+        sustained: no pauses; replays count once the GPU has been busy long enough to be at its power limit.
     """
     replay = max((expected_seconds * launches for _, launches in graphs.values()), default=1.0)
     rounds = max(_ROUNDS[0], min(_ROUNDS[1], int(_CELL_SECONDS / replay)))
@@ -92,7 +93,7 @@ def time_in_turn(
         counts = not sustained or time.perf_counter() - begun > _HEATING_SECONDS
         chance.shuffle(order)
         for name in order:
-            # Reads, 0.2 ms of them, that keep the GPU busy until the graph is there: a launch from idle takes
+            # 0.2 ms of reads keep the GPU busy until the graph arrives, since a launch from idle takes
             # longer.
             for _ in range(_FILLERS):
                 filler.amax()
@@ -110,9 +111,9 @@ def time_in_turn(
 
 
 def cold_read_seconds(words: Tensor, scales: Tensor) -> float:
-    """Seconds that a plain read of ``words`` and ``scales`` takes as one launch of a graph, L2 cold.
+    """Seconds of a kernel that only reads ``words`` and ``scales``, as a launch of a graph, with a cold L2.
 
-    The best of a few grids; both tensors hold whole 16-byte vectors.
+    The best of several grids; the bytes of both tensors must be multiples of 16.
     """
     device = words.device
     size = words.nbytes + scales.nbytes

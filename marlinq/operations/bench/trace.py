@@ -1,4 +1,4 @@
-"""What a decode step spends its time on: every GPU kernel's share, from torch's profiler."""
+"""Profiles decode steps: the time of every GPU kernel, from torch's profiler."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class KernelShare:
     """One kernel of a step.
 
     Attributes:
-        name: the kernel's, without template arguments.
-        launches: per step.
-        seconds: per step, from its start to its end; kernels that overlap count fully.
-        share: share of the sum over all kernels.
+        name: name of the kernel, without template arguments.
+        launches: launches per step.
+        seconds: seconds per step from start to end; overlapping kernels count fully.
+        share: share of the sum over all kernels (0 to 1).
     """
 
     name: str
@@ -35,10 +35,10 @@ class StepProfile:
     """The kernels of a decode step.
 
     Attributes:
-        kernels: longest first.
-        span_seconds: from the first kernel's start to the last one's end, per step.
-        busy_seconds: time in which at least one kernel ran, per step.
-        trace: the trace file, for a viewer such as Perfetto.
+        kernels: kernels, the longest first.
+        span_seconds: seconds per step from the first kernel's start to the last one's end.
+        busy_seconds: seconds per step in which at least one kernel ran.
+        trace: path of the trace file, for a viewer such as Perfetto.
     """
 
     kernels: tuple[KernelShare, ...]
@@ -48,9 +48,10 @@ class StepProfile:
 
 
 def profile_steps(run: Callable[[], None], steps: int, path: Path) -> StepProfile:
-    """Profile ``run``, which makes ``steps`` decode steps on the current GPU; writes the trace to ``path``.
+    """Profiles ``run``, which makes ``steps`` decode steps on the current GPU, and writes a trace to
+    ``path``.
 
-    The profiler slows the host, not the kernels of a replayed graph.
+    The profiler slows the host but not the kernels of a replayed graph.
     """
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
@@ -70,7 +71,7 @@ def profile_steps(run: Callable[[], None], steps: int, path: Path) -> StepProfil
 
 
 def summarise(found: list[tuple[str, float, float]], steps: int, trace: str) -> StepProfile:
-    """The profile of kernels (name, start, end), in microseconds, over ``steps`` steps."""
+    """The profile of ``steps`` steps from kernels (name, start, end) in microseconds."""
     sums: dict[str, list[float]] = defaultdict(list)
     for name, start, end in found:
         sums[_short(name)].append(end - start)

@@ -1,4 +1,4 @@
-"""A random weight as kernels and their peers take it."""
+"""Random weights in the layouts of kernels and peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EVEN_EXPONENTS = 0xF7F7F7F7 - 2**32
 
 @dataclass(frozen=True)
 class Weight:
-    """A random weight as the kernel takes it. Codes and scales in channel order are those of 4 bits."""
+    """A random weight in the kernel's layout; codes and scales in channel order exist for 4 bits only."""
 
     layer: Layer
     operand: Operand
@@ -34,17 +34,17 @@ class Weight:
 
     @property
     def scales(self) -> Tensor:
-        """[G, N] in stored order."""
+        """Scales [G, N] in stored order."""
         return self.operand.scales
 
     @property
     def zeros(self) -> Tensor | None:
-        """Zero points like the scales, or None."""
+        """Zero points [G, N] in stored order, or None."""
         return self.operand.zeros
 
     @property
     def group_size(self) -> int:
-        """What peers call the granularity: 32, 64, 128 or -1."""
+        """Input channels per scale as peers take it: 32, 64, 128 or -1."""
         return self.operand.granularity.group_size
 
     @property
@@ -53,25 +53,25 @@ class Weight:
         return self.words.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def dense(self) -> Tensor:
-        """[K, N] float32."""
+        """Dequantised weight, float32 [K, N]."""
         return self.operand.dequantize(torch.float32)
 
     def codes(self) -> Tensor:
-        """[K, N] uint8."""
+        """Codes, uint8 [K, N]."""
         ones = torch.ones_like(self.scales[:1])
         values = self.operand.format.dequantize(self.words, ones, None, torch.float32)
         return (values + MIDPOINT).to(torch.uint8)
 
     def natural_scales(self) -> Tensor:
-        """[G, N] in channel order."""
+        """Scales [G, N] in channel order."""
         return self._natural(self.scales)
 
     def natural_zeros(self) -> Tensor | None:
-        """[G, N] uint8 in channel order."""
+        """Zero points, uint8 [G, N], in channel order; None without any."""
         return None if self.zeros is None else self._natural(self.zeros).to(torch.uint8)
 
     def _natural(self, stored: Tensor) -> Tensor:
-        # Code 9 with zero 8 dequantises to the scale itself, channel by channel.
+        # A weight with all codes 9 and zero point 8 dequantises to its scales, in channel order.
         nine = torch.full(
             (stored.shape[0], self.words.shape[1]),
             0x99999999 - 2**32,
@@ -92,9 +92,8 @@ def random_weight(
 ) -> Weight:
     """Random codes, and scales that keep the products of unit activations near one.
 
-    4-bit codes are 1..15 with mean 8. Code 0 is left out because a peer has a faster route for symmetric
-    weights without it. Its place goes to 8, so that weights have no mean: through a chain of layers that
-    would grow without bound.
+    4-bit codes are 1..15 with mean 8. Code 0 is replaced by 8, because a peer is faster for symmetric weights
+    without it. The mean of the weights is zero, since a mean would grow through a chain of layers.
     """
     groups = granularity.groups(layer.k)
     rows, columns = layer.k // weight_format.row_channels, layer.n * weight_format.row_words
@@ -102,7 +101,7 @@ def random_weight(
     if weight_format == INT4:
         words |= (~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111) << 3
     elif weight_format == E4M3:
-        # Even exponents only, since the last one has the codes of NaN.
+        # Clears the lowest bit of every exponent, so that no code is NaN.
         words &= _EVEN_EXPONENTS
     deviation = float(weight_format.values(words[:, : weight_format.tile_words], torch.float32).std())
     unit = weight_format.scale_factor(dtype) / (deviation * layer.k**0.5)
