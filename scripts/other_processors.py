@@ -1,8 +1,7 @@
-"""Run tests as a processor with fewer instructions would, with one thread and with two.
+"""Runs tests with the instructions of older processors, with one thread and with two.
 
-``make test-processors`` does, and so does ``make test-all``.
-
-Sums are rounded in another order there. A test that passes here and fails there hangs on its processor.
+``make test-processors`` and ``make test-all`` run it. With other instructions and threads, sums are rounded
+in another order; a test that then fails depends on the processor.
 
     python scripts/other_processors.py [TESTS ...]
 """
@@ -16,9 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# In the order of their instructions: the first is what every x86-64 processor has.
+# From the fewest instructions, which every x86-64 processor has, to the most.
 _LEVELS = (("default", "SSE41", ""), ("avx2", "AVX2", "avx2"), ("avx512", "AVX512_CORE", "avx512bw"))
-# Tests that compare what two ways of rounding give, or what training gained.
+# Tests that compare two ways of rounding, or results of training.
 _TESTS = (
     "tests/operations/quantize/tuning/test_tuned_values.py::test_predictions_come_closer_to_the_originals",
     "tests/operations/quantize/tuning/test_tuned_values.py::test_a_quantised_head_stays_as_it_was",
@@ -29,7 +28,8 @@ _TESTS = (
 
 
 def environments(flags: set[str]) -> list[dict[str, str]]:
-    """What a processor with these ``flags`` can stand in for, the plainest first, on one thread or two."""
+    """Environment variables that limit a processor with these ``flags``, from the fewest instructions to the
+    most, with one thread and with two."""
     known = [(aten, onednn) for aten, onednn, flag in _LEVELS if not flag or flag in flags]
     return [
         {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn, "OMP_NUM_THREADS": str(1 + place % 2)}
@@ -38,7 +38,7 @@ def environments(flags: set[str]) -> list[dict[str, str]]:
 
 
 def processor_flags() -> set[str]:
-    """What the processor can do, as Linux names it; empty elsewhere."""
+    """Linux's names for the processor's instructions; empty on other systems."""
     path = Path("/proc/cpuinfo")
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = (line.partition(":")[2] for line in text.splitlines() if line.startswith("flags"))

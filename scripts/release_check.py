@@ -1,10 +1,10 @@
-"""Is this tree fit for release: what ``make release-check`` runs.
+"""Checks that the tree is fit for release (``make release-check``).
 
     python scripts/release_check.py OUT [--python python3.12 ...]
 
-Builds the wheel and the source archive into OUT/dist, looks at what is in them, lints the Dockerfile with
-hadolint, and installs the wheel into a fresh environment of each version of Python, where ``release_tour.py``
-takes a tiny model through the command. A version of Python that is not on this machine fails the check.
+Builds the wheel and the source archive into OUT/dist, checks their contents, lints the Dockerfile with
+hadolint, and installs the wheel into a fresh environment of each version of Python, in which
+``release_tour.py`` runs the command on a tiny model. A missing version of Python fails the check.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINK = re.compile(r"\]\((?![a-z]+:)([^)]*)\)")
 
 
 def wheel_faults(wheel: Path) -> list[str]:
-    """What is wrong with a wheel, in one line each."""
+    """Faults of a wheel, one line each."""
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -50,7 +50,7 @@ def wheel_faults(wheel: Path) -> list[str]:
 
 
 def metadata_faults(metadata: Message) -> list[str]:
-    """What is wrong with a distribution's metadata, in one line each."""
+    """Faults of a distribution's metadata, one line each."""
     found = [
         f"the metadata has no {key}"
         for key in ("Author", "License-Expression", "Summary")
@@ -66,7 +66,7 @@ def metadata_faults(metadata: Message) -> list[str]:
 
 
 def source_faults(archive: Path) -> list[str]:
-    """What is wrong with a source archive, in one line each."""
+    """Faults of a source archive, one line each."""
     allowed = {"marlinq", "docs", "marlinq.egg-info"}
     with tarfile.open(archive) as opened:
         inside = [
@@ -88,7 +88,7 @@ def source_faults(archive: Path) -> list[str]:
 
 
 def build(out: Path) -> tuple[Path, Path]:
-    """The wheel and the source archive, the wheel built from the archive as an index would."""
+    """Paths of the wheel and the source archive; the wheel is built from the archive."""
     shutil.rmtree(out / "dist", ignore_errors=True)
     venv.create(out / "tools", clear=True, with_pip=True)
     python = out / "tools" / "bin" / "python"
@@ -102,14 +102,14 @@ def build(out: Path) -> tuple[Path, Path]:
 
 
 def dockerfile_faults(out: Path) -> list[str]:
-    """What hadolint says of the Dockerfile, in one line each."""
+    """hadolint's complaints about the Dockerfile, one line each."""
     command = [out / "tools" / "bin" / "hadolint", ROOT / "Dockerfile"]
     linted = subprocess.run(command, capture_output=True, text=True, check=False)
     return (linted.stdout + linted.stderr).splitlines() if linted.returncode != 0 else []
 
 
 def tour_faults(wheel: Path, python: str, out: Path) -> list[str]:
-    """Whether the wheel, installed for one Python, does what a release has to; one line where not."""
+    """Faults of the wheel installed for one Python: no line, or one about the failed tour."""
     asked = [python, "-c", "import sys; print('{}.{}'.format(*sys.version_info))"]
     try:
         version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
@@ -140,7 +140,7 @@ def tour_faults(wheel: Path, python: str, out: Path) -> list[str]:
 
 
 def main() -> None:
-    """Check everything, print what is wrong."""
+    """Runs all checks and prints the faults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--python", action="append", metavar="COMMAND", help="default: 3.11, 3.12 and 3.13")

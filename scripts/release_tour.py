@@ -1,4 +1,4 @@
-"""What a release has to do in a fresh environment: a tiny model through the installed ``marlinq`` command.
+"""Runs the installed ``marlinq`` command on a tiny model in a fresh environment.
 
     python scripts/release_tour.py FOLDER    # FOLDER is empty; python is the environment's
 
@@ -44,7 +44,7 @@ def make_model(folder: Path) -> None:
 
 
 def main() -> None:
-    """Make the model and run the commands; the first that fails ends it."""
+    """Makes the model and runs the commands; ends at the first that fails."""
     folder = Path(sys.argv[1]).resolve()
     make_model(folder / "model")
     command = str(Path(sys.executable).with_name("marlinq"))

@@ -6,10 +6,10 @@ from marlinq.kernels import ARCHITECTURES
 from tests.testing.pairs import slow_but
 
 MAIN = "sm_90a"
-"""The architecture that kernels are written for: all of them run on it."""
+"""The architecture that all kernels run on."""
 QUICK = ("sm_80", MAIN, "sm_120a")
-"""Architectures before, of and after compute capability 9.0, the only one that sources ask about."""
+"""Architectures below, at and above compute capability 9.0, the only one that kernel sources test for."""
 QUICK_FIRST = slow_but(ARCHITECTURES, *QUICK)
-"""Parameters: all architectures, those outside of :data:`QUICK` marked slow."""
+"""Test parameters: all architectures; those outside :data:`QUICK` are marked slow."""
 MAIN_FIRST = slow_but(ARCHITECTURES, MAIN)
-"""Parameters: all architectures, all but :data:`MAIN` marked slow."""
+"""Test parameters: all architectures; all except :data:`MAIN` are marked slow."""

@@ -1,4 +1,4 @@
-"""A real browser without a window, and what it drew."""
+"""Renders pages with a real browser without a window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 60
 
 
 def browser() -> str:
-    """The path of a Chromium; the test is skipped where there is none."""
+    """Path of a Chromium; skips the test if there is none."""
     found = next((path for name in _NAMES if (path := shutil.which(name))), None)
     if found is None:
         pytest.skip(f"needs a browser: none of {', '.join(_NAMES)} is on the PATH")
@@ -39,7 +39,7 @@ def screenshot(
 
 
 def rendered(page: Path, folder: Path) -> str:
-    """The document as the browser has it after loading."""
+    """The HTML of the document after the browser has loaded it."""
     return _run(["--dump-dom"], page, folder)
 
 
@@ -56,7 +56,7 @@ def _run(options: list[str], page: Path, folder: Path) -> str:
 
 
 def _decoded(data: bytes) -> NDArray[np.uint8]:
-    """A PNG of 8 bits a channel, not interlaced, as browsers write it (https://www.w3.org/TR/png-3/)."""
+    """The pixels of a PNG with 8 bits per channel, not interlaced (https://www.w3.org/TR/png-3/)."""
     width, height, depth, colour = struct.unpack(">IIBB", data[16:26])
     channels = {2: 3, 6: 4}[colour]
     assert depth == 8

@@ -1,4 +1,4 @@
-"""Tiny random decoders in which nothing is zero, one or small by accident, so that a mistake shows."""
+"""Tiny random decoders whose parameters are never 0, 1 or small by default, so that mistakes show."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ KNOWN: dict[str, Decoder] = {
     "arcee": Decoder("arcee", _HEADS),
     "seed-oss": Decoder("seed_oss", _HEADS),
 }
-"""Architectures that are recognised."""
+"""Name -> decoder that recognition understands."""
 
 KNOWN |= {
     "qwen3.5": Decoder("qwen3_5_text", _DELTA),
@@ -253,11 +253,11 @@ UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
         "at position 124",
     ),
 }
-"""Architectures that are refused: the config, patterns of the part and of the reason."""
+"""Name -> (decoder that recognition refuses, regular expressions for the part and for the reason)."""
 
 
 def random_decoder(decoder: Decoder, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model with random weights: those of norms about one, biases about zero, none too small to see."""
+    """The model with random weights: norms' near 1, biases near 0, none too small to matter."""
     config = CONFIG_MAPPING[decoder.model_type](**decoder.config)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Damage planted into a copy of a checkpoint, behind the back of everything that wrote it."""
+"""Plants damage into the files of a checkpoint's copy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shard_of(folder: Path, name: str) -> Path:
 
 
 def change(folder: Path, name: str, edit: Callable[[Tensor], Tensor]) -> None:
-    """Replace a stored tensor by what ``edit`` makes of it."""
+    """Replaces a stored tensor by ``edit`` of it."""
     shard = shard_of(folder, name)
     tensors = load_file(shard)
     tensors[name] = edit(tensors[name]).contiguous()
@@ -57,7 +57,7 @@ def change(folder: Path, name: str, edit: Callable[[Tensor], Tensor]) -> None:
 
 @contextmanager
 def flipped(path: Path, place: int) -> Iterator[None]:
-    """A file with one bit of the byte at ``place`` flipped, for the length of a ``with`` statement."""
+    """Inside, one bit of the file's byte at ``place`` is flipped."""
 
     def flip() -> None:
         with path.open("r+b") as file:
@@ -74,13 +74,13 @@ def flipped(path: Path, place: int) -> Iterator[None]:
 
 
 def swap_nibbles(words: Tensor) -> Tensor:
-    """The two codes of every byte exchanged."""
+    """Exchanges the two codes of every byte."""
     octets = words.contiguous().reshape(-1).view(torch.uint8)
     return ((octets << 4) | (octets >> 4)).view(words.dtype).reshape(words.shape)
 
 
 def swap_nibbles_of_one_word(words: Tensor) -> Tensor:
-    """Of an ordinary word: the one where it makes the median difference."""
+    """Exchanges the two codes of every byte in one word: the one where this makes the median difference."""
     flat = words.reshape(-1).clone()
     octets = flat.view(torch.uint8).reshape(-1, 4)
     apart = ((octets >> 4).int() - (octets & 15).int()).square().sum(dim=1)
@@ -90,12 +90,12 @@ def swap_nibbles_of_one_word(words: Tensor) -> Tensor:
 
 
 def transpose_scales(scales: Tensor) -> Tensor:
-    """The transposed matrix's data under the shape that is expected."""
+    """The data of the transposed matrix in the original shape."""
     return scales.t().contiguous().reshape(scales.shape)
 
 
 def flip_bit(bit: int) -> Callable[[Tensor], Tensor]:
-    """One bit of the scale in the middle of the tensor."""
+    """Flips one bit of the scale in the middle of the tensor."""
 
     def edit(scales: Tensor) -> Tensor:
         words = scales.contiguous().reshape(-1).view(torch.int16).clone()
@@ -106,7 +106,7 @@ def flip_bit(bit: int) -> Callable[[Tensor], Tensor]:
 
 
 def multiply_one(by: float) -> Callable[[Tensor], Tensor]:
-    """One scale in the middle multiplied."""
+    """Multiplies the scale in the middle of the tensor."""
 
     def edit(scales: Tensor) -> Tensor:
         scales.reshape(-1)[scales.numel() // 2] *= by
@@ -116,7 +116,7 @@ def multiply_one(by: float) -> Callable[[Tensor], Tensor]:
 
 
 def move_a_code(folder: Path, module: str, layout: str) -> None:
-    """The highest bit of one code flipped: eight steps."""
+    """Flips the highest bit of one code, which moves it by eight steps."""
 
     def edit(words: Tensor) -> Tensor:
         words.reshape(-1)[words.numel() // 2] ^= 8
@@ -126,8 +126,8 @@ def move_a_code(folder: Path, module: str, layout: str) -> None:
 
 
 def enlarge_a_scale(factor: float) -> Callable[[Tensor], Tensor]:
-    """The scale of the third group of output channel 0 ``factor`` times what it was, as any layout stores it
-    that has fewer groups than output channels."""
+    """Multiplies the scale of the third group of output channel 0 by ``factor``, in any layout; there must be
+    fewer groups than output channels."""
 
     def edit(scales: Tensor) -> Tensor:
         scales[(2, 0) if scales.shape[0] < scales.shape[1] else (0, 2)] *= factor
@@ -137,13 +137,13 @@ def enlarge_a_scale(factor: float) -> Callable[[Tensor], Tensor]:
 
 
 def put_other(folder: Path, name: str, other: str) -> None:
-    """The tensor ``other`` of the same shape in the place of ``name`` too."""
+    """Overwrites the tensor ``name`` by ``other``, which has the same shape."""
     found = Checkpoint.open(folder).tensor(other)
     change(folder, name, lambda _: found)
 
 
 def shift_zeros(by: int) -> Callable[[Tensor], Tensor]:
-    """Every stored zero point ``by`` higher, modulo 16."""
+    """Adds ``by`` to every stored zero point, modulo 16."""
 
     def edit(words: Tensor) -> Tensor:
         octets = words.contiguous().reshape(-1).view(torch.uint8)
@@ -154,7 +154,7 @@ def shift_zeros(by: int) -> Callable[[Tensor], Tensor]:
 
 
 def swap_two_channels(g_idx: Tensor) -> Tensor:
-    """The groups of the first channel and of one in another group exchanged."""
+    """Exchanges the groups of the first channel and of a channel in another group."""
     other = int((g_idx != g_idx[0]).nonzero()[-1])
     changed = g_idx.clone()
     changed[0], changed[other] = g_idx[other], g_idx[0]
@@ -162,7 +162,7 @@ def swap_two_channels(g_idx: Tensor) -> Tensor:
 
 
 def remove_tensor(folder: Path, name: str, *, from_index: bool = True) -> None:
-    """A tensor gone from its shard and, unless told otherwise, from the index."""
+    """Removes a tensor from its shard and, by default, from the index."""
     shard = shard_of(folder, name)
     tensors = load_file(shard)
     del tensors[name]
@@ -174,7 +174,7 @@ def remove_tensor(folder: Path, name: str, *, from_index: bool = True) -> None:
 
 
 def duplicate_tensor(folder: Path, name: str) -> None:
-    """The same tensor in a second shard."""
+    """Stores a tensor in a second shard too."""
     shard = shard_of(folder, name)
     other = next(path for path in sorted(folder.glob("*.safetensors")) if path != shard)
     tensors = load_file(other)
@@ -183,13 +183,13 @@ def duplicate_tensor(folder: Path, name: str) -> None:
 
 
 def truncate_shard(folder: Path) -> None:
-    """The last 16 bytes of the last shard lost."""
+    """Cuts the last 16 bytes off the last shard."""
     shard = sorted(folder.glob("*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-16])
 
 
 def unquantize(folder: Path, module: str, weight: Tensor) -> None:
-    """The module's quantised tensors replaced by its plain weight; the config keeps silent about it."""
+    """Replaces a module's quantised tensors by a plain weight without telling the config."""
     index = json.loads((folder / INDEX).read_text())
     names = [name for name in index["weight_map"] if name.startswith(f"{module}.")]
     home = shard_of(folder, names[0])
@@ -206,13 +206,13 @@ def unquantize(folder: Path, module: str, weight: Tensor) -> None:
 
 
 def header_bytes(path: Path) -> int:
-    """Where the data of a shard starts."""
+    """Offset of a shard's data in bytes."""
     with path.open("rb") as file:
         return 8 + struct.unpack("<Q", file.read(8))[0]
 
 
 def add_tensor(folder: Path, name: str, tensor: Tensor) -> None:
-    """A tensor more, listed in the index."""
+    """Adds a tensor, listed in the index."""
     shard = min(folder.glob("*.safetensors"))
     save_file({**load_file(shard), name: tensor}, shard, metadata={"format": "pt"})
     index = json.loads((folder / INDEX).read_text())

@@ -1,10 +1,9 @@
-"""Python processes that begin with large packages imported, forked from one that imported them once.
+"""Python processes with large packages already imported, forked from a parent that imported them once.
 
-Importing torch and transformers takes a process several seconds, which is all that most tests of whole
-processes would do. The parent imports and nothing else: it has one thread, and no package has computed
-anything yet, so a child finds the packages as if it had imported them itself. Environment variables that a
-package reads at its import are those of the first process; a test about them starts with fewer packages, or
-with :mod:`subprocess`.
+Importing torch and transformers takes several seconds, most of the time of a test that starts a process. The
+parent only imports: it has one thread, and no package has computed anything, so that a child finds the
+packages as if it had imported them itself. Environment variables that packages read at import are the
+parent's; a test of such variables must import fewer packages in the parent, or use :mod:`subprocess`.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TORCH = ("torch", "torch._dynamo", "torch.distributed.tensor")
-"""Most of what takes long, and nothing that reads an environment variable of marlinq or of the Hub."""
+"""The slowest imports, none of which reads an environment variable of marlinq or of the Hub."""
 COMMANDS = ("marlinq.cli",)
-"""The command line; a child that finds a heavy package among what is imported has it from there, or from what
-it did itself."""
+"""The command line, which imports no heavy package; if a child has one, its command imported it."""
 QUANTIZE = (*TORCH, "transformers.models.llama.modeling_llama", "marlinq.cli", "marlinq.operations.quantize")
-"""All that quantising a toy imports."""
+"""All modules that quantising a tiny Llama imports."""
 
 
 class Process:
-    """A child; the part of :class:`subprocess.Popen` that tests use."""
+    """A forked process with the methods of :class:`subprocess.Popen` that tests use."""
 
     def __init__(self, parent: Parent, pid: int, folder: Path) -> None:
         self._parent, self.pid, self._folder = parent, pid, folder
@@ -48,10 +46,10 @@ class Process:
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """What it wrote, once it has ended.
+        """(stdout, stderr), once the process has ended.
 
         Raises:
-            subprocess.TimeoutExpired: it runs on.
+            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
         """
         until = time.monotonic() + timeout
         while self.poll() is None:
@@ -61,7 +59,7 @@ class Process:
         return (self._folder / "stdout").read_text(), (self._folder / "stderr").read_text()
 
     def kill(self) -> None:
-        """End it, if it runs; what it wrote is gone."""
+        """Kills the process, if it runs, and drops its output."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -81,7 +79,7 @@ class Parent:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End it, which it does when nothing more can be asked."""
+        """Ends the parent by closing its input."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -99,12 +97,12 @@ class Parent:
 
 @cache
 def parent(modules: tuple[str, ...]) -> Parent:
-    """One for all tests of a session."""
+    """The parent for ``modules``, one per session."""
     return Parent(modules)
 
 
 def start(code: str, *, modules: tuple[str, ...], env: dict[str, str], cwd: Path | None = None) -> Process:
-    """A process that runs ``code`` as ``python -c`` would, ``modules`` already imported."""
+    """Starts a process that runs ``code`` like ``python -c``, with ``modules`` already imported."""
     folder = Path(mkdtemp(prefix="forked-"))
     request = {"code": code, "env": env, "cwd": str(cwd or Path.cwd()), "folder": str(folder)}
     forked = parent(modules)
@@ -119,7 +117,7 @@ def run(
     cwd: Path | None = None,
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """As :func:`subprocess.run` with captured output."""
+    """Runs ``code`` to its end, like :func:`subprocess.run` with captured output."""
     process = start(code, modules=modules, env=dict(os.environ) if env is None else env, cwd=cwd)
     try:
         out, errors = process.communicate(timeout)
@@ -130,7 +128,7 @@ def run(
 
 
 def _serve() -> str | None:
-    """Forks as asked to; returns in a child, with the code that it is to run, and at the end."""
+    """Serves requests to fork. Returns the code to run in a child, and None in the parent at the end."""
     for line in sys.stdin:
         request = json.loads(line)
         if "ended" in request:
@@ -165,7 +163,7 @@ def _begin(request: dict[str, Any]) -> str:
 if __name__ == "__main__":
     for module in sys.argv[1:]:
         import_module(module)
-    # A child that looks through what is here would copy all of its memory.
+    # Collected before forking: a collection in a child would copy all memory pages.
     gc.collect()
     gc.freeze()
     to_run = _serve()

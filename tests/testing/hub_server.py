@@ -1,7 +1,7 @@
-"""A server on this machine that speaks as much of the Hub's API as downloading a model takes.
+"""A local server with the part of the Hub's API that downloading a model uses.
 
-The paths and headers are those of https://huggingface.co/docs/hub/api: what a revision is and which files it
-has, and each file under ``/<id>/resolve/<revision>/<path>`` with its hash as ETag, also from an offset.
+Paths and headers are those of https://huggingface.co/docs/hub/api: the commit and files of a revision, and
+each file under ``/<id>/resolve/<revision>/<path>`` with its hash as ETag, also from an offset.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Repository:
     """One model on the server.
 
     Attributes:
-        revisions: files by path, by the name of each branch or commit.
-        gated: nobody has access.
+        revisions: branch or commit -> path -> content of the file.
+        gated: whether access is refused.
     """
 
     revisions: dict[str, dict[str, bytes]]
@@ -32,14 +32,14 @@ class Repository:
 
 @dataclass
 class Lie:
-    """What is answered instead of the truth.
+    """A wrong answer of the server.
 
     Attributes:
-        status: of the answer; None is the true one.
-        headers: that replace the true ones; None removes one.
-        body: instead of the true one; None is the true one.
-        silent: nothing is answered at all.
-        endless: the body never ends.
+        status: status code; None for the right one.
+        headers: headers that replace the right ones; None removes a header.
+        body: body; None for the right one.
+        silent: whether the server never answers.
+        endless: whether the body never ends.
     """
 
     status: int | None = None
@@ -51,18 +51,18 @@ class Lie:
 
 @dataclass
 class Hub:
-    """The server's content, and what it was asked.
+    """The content of the server, its faults, and a record of requests.
 
     Attributes:
-        repositories: by id.
-        endpoint: its address.
-        break_after: bytes of a file after which the connection is cut; None cuts none.
-        breaks: how often it still does that.
-        broken: answers every request for a file with an internal error.
-        ranges: the offset of every request for a file that began in the middle, with its path.
-        sent: how often each file was asked for.
-        lie: what is answered to a method and a path instead of the truth; None is the truth.
-        closing: the server ends, and so does everything that never would.
+        repositories: id -> repository.
+        endpoint: address of the server.
+        break_after: bytes of a file after which the connection is cut; None for never.
+        breaks: number of further connections to cut.
+        broken: whether every request for a file gets an internal error.
+        ranges: (path, offset) of every request for a part of a file.
+        sent: path -> number of requests.
+        lie: function from a method and a path to a wrong answer, or None for the right one.
+        closing: event that ends the server and its endless answers.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Hub:
     closing: threading.Event = field(default_factory=threading.Event)
 
     def commit(self, name: str, revision: str) -> str | None:
-        """The hash that a revision stands for, or None."""
+        """Commit hash of a revision, or None."""
         known = self.repositories[name].revisions
         commits = {branch: hashlib.sha1(f"{name}@{branch}".encode()).hexdigest() for branch in known}
         return commits.get(revision) or (revision if revision in commits.values() else None)
@@ -89,7 +89,7 @@ class Hub:
 
 @contextmanager
 def hub_server() -> Iterator[Hub]:
-    """A server with no models yet."""
+    """Inside, an empty server runs."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
@@ -119,7 +119,7 @@ def hub_server() -> Iterator[Hub]:
             super().end_headers()
 
         def _lie(self, lie: Lie, body: bool) -> bool:
-            """Answer with a lie alone; False where the truth is told with other headers."""
+            """Sends a wrong answer; returns False if only headers are wrong and the right body follows."""
             if lie.silent:
                 hub.closing.wait(60)
                 self.close_connection = True
@@ -243,11 +243,11 @@ def hub_server() -> Iterator[Hub]:
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
-            return  # connections that this server cuts, or that a client gives up
+            return  # no traceback for connections that the server cuts or a client gives up
 
     server = Server(("127.0.0.1", 0), Handler)
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    # shutdown() waits until the server looks again, after half a second unless told otherwise.
+    # A short poll interval, because shutdown() waits for it (0.5 s by default).
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:

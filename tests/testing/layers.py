@@ -1,4 +1,4 @@
-"""A layer as calibration sees it: correlated inputs with outlier channels, heavy-tailed weights."""
+"""A random layer with correlated inputs, outlier channels and heavy-tailed weights."""
 
 from __future__ import annotations
 

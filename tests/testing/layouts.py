@@ -1,4 +1,4 @@
-"""The layouts of integers, by the names of their formats: what tests of integer weights go through."""
+"""The layouts of integer weights by the names of their formats, as parameters of tests."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ _LINEAR_ATTENTION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Mixture:
-    """A model type, its config, and the experts' names in files.
+    """A model type, its config, and the names of experts in files.
 
-    ``fused`` families have no tensor an expert in files that transformers writes.
+    In files that transformers writes for a ``fused`` family, experts have no tensors of their own.
     """
 
     model_type: str
@@ -172,7 +172,7 @@ def calibration_text(folder: Path, lines: int = 60) -> Path:
 def random_mixture(
     name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> PreTrainedModel:
-    """The model with weights of a visible size, all experts different, correction biases about zero.
+    """The model with random weights that are not small, different experts, and correction biases near 0.
 
     ``changes`` are arguments of its config.
     """
@@ -197,7 +197,7 @@ def random_mixture(
 
 
 def save_mixture(folder: Path, name: str, *, fused: bool = False, **settings: Any) -> PreTrainedModel:
-    """A random mixture in ``folder``, as transformers writes it, or ``fused`` as memory holds it."""
+    """Writes a random mixture to ``folder``: as transformers does, or with ``fused`` as it is in memory."""
     model = random_mixture(name, **settings)
     model.save_pretrained(folder)
     if fused:

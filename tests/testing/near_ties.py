@@ -1,4 +1,4 @@
-"""Where two computations of the same model may choose different tokens."""
+"""Recognises near ties, where two computations of one model may choose different tokens."""
 
 from __future__ import annotations
 

@@ -10,13 +10,12 @@ from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.tiny_models import blocks_key, tiny_model
 
 RECIPE = Recipe(group_size=32, samples=8, max_length=40, options=GPTQOptions(act_order="none"))
-"""Small enough for a tiny model: its text is written by the model itself in a moment."""
+"""Recipe for a tiny model, which writes its own text in a moment."""
 
 ROWS = Path(__file__).with_name("rows.jsonl")
-"""Eight documents of forty random tokens."""
-
+"""File of eight documents of forty random tokens."""
 READ = RECIPE.replace(calibration=str(ROWS))
-"""The same with text that is there, which is half of a run's time."""
+"""``RECIPE`` with text from a file, which halves a run's time."""
 
 
 def save_tiny(name: str, folder: Path, *, blocks: int | None = None) -> Path:
@@ -27,7 +26,7 @@ def save_tiny(name: str, folder: Path, *, blocks: int | None = None) -> Path:
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
-    """The content of every file of a folder by relative path; not of its report, which holds the time."""
+    """Relative path -> content of every file of a folder, without its report, which holds times."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")

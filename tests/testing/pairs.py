@@ -1,4 +1,4 @@
-"""Which of many combinations run every time: enough of them that each pair of values meets."""
+"""Marks most combinations of test parameters as slow, so that those left still cover all values or pairs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pytest
 
 
 def every_value(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Parameters of all ``cases`` in their order, marked slow where others have all of their values."""
+    """Test parameters of all ``cases`` in order; enough stay unmarked to have every single value."""
     return _covering(cases, 1)
 
 
 def every_pair(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Parameters of all ``cases`` in their order, marked slow where others have all pairs of their values.
+    """Test parameters of all ``cases`` in order; enough stay unmarked to have every pair of values.
 
-    A fault that takes two values to show is found by those that are left; one that takes three, by all.
+    A fault that needs two values to show is found by the unmarked cases; one that needs three, by all.
     """
     return _covering(cases, 2)
 
 
 def _covering(cases: Sequence[tuple[Any, ...]], together: int) -> list[Any]:
-    """Few cases have every combination of ``together`` values that occurs; the others are marked slow."""
+    """Test parameters; enough stay unmarked to have every occurring combination of ``together`` values."""
     combined = [set(combinations(enumerate(map(repr, case)), together)) for case in cases]
     missing = set().union(*combined)
     chosen: set[int] = set()
@@ -38,7 +38,7 @@ def _covering(cases: Sequence[tuple[Any, ...]], together: int) -> list[Any]:
 
 
 def first_of_each(cases: Sequence[Any], kind: Callable[[Any], object]) -> list[Any]:
-    """Parameters of all ``cases``, marked slow but for the first of each kind."""
+    """Test parameters of all ``cases``; all except the first of each kind are marked slow."""
     seen: set[object] = set()
     found = []
     for case in cases:
@@ -48,16 +48,16 @@ def first_of_each(cases: Sequence[Any], kind: Callable[[Any], object]) -> list[A
 
 
 def slow_but(cases: Iterable[Any], *chosen: Any) -> list[Any]:
-    """Parameters of all ``cases``, marked slow but for ``chosen``."""
+    """Test parameters of all ``cases``; all except ``chosen`` are marked slow."""
     listed = list(cases)
     assert all(case in listed for case in chosen), "a chosen case is not among the cases"
     return [pytest.param(case, marks=[] if case in chosen else pytest.mark.slow) for case in listed]
 
 
 def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """Parameters of all pairs, marked slow but for a diagonal, on which every value of both lists is.
+    """Test parameters of all pairs; those on a diagonal, which has every value of both lists, stay unmarked.
 
-    For lists that have little to do with each other: what matters is that each value runs.
+    For lists that are nearly independent of each other, so that each value must run but not each pair.
     """
     shorter = min(len(first), len(second))
     return [

@@ -1,4 +1,4 @@
-"""Tiny Llama-like checkpoints in every layout, made of random tuples."""
+"""Tiny Llama-like checkpoints in every layout, made of random quantised weights."""
 
 from __future__ import annotations
 
@@ -57,8 +57,11 @@ def random_tuple(
     dtype: torch.dtype = torch.float16,
     sparse: bool = False,
 ) -> QuantizedWeight:
-    """Codes over the whole range and scales of both signs; ``zeros`` is middle, one-up or any; of ``sparse``
-    weights two of four are not zero at most, whatever they say of themselves."""
+    """A random weight with codes over the whole range and scales of both signs.
+
+    ``zeros`` is ``middle``, ``one-up`` or ``any``. With ``sparse``, at most two of four weights are not zero,
+    whatever the scheme's sparsity is.
+    """
     generator = torch.Generator().manual_seed(seed)
     size = k if group_size == -1 else min(group_size, k)
     groups = -(-k // size)
@@ -80,7 +83,7 @@ def random_tuple(
 
 
 def model_tuples(*, lm_head: bool = False, **settings: Any) -> dict[str, QuantizedWeight]:
-    """The quantised linears of two blocks, and lm_head where asked for."""
+    """Name -> random weight for the linears of two blocks, and optionally lm_head."""
     shapes = {f"model.layers.{block}.{name}": shape for block in (0, 1) for name, shape in SHAPES.items()}
     if lm_head:
         shapes["lm_head"] = (HIDDEN, VOCABULARY)
@@ -88,7 +91,7 @@ def model_tuples(*, lm_head: bool = False, **settings: Any) -> dict[str, Quantiz
 
 
 def plain_tensors(modules: Mapping[str, QuantizedWeight], *, bias: bool = False) -> dict[str, Tensor]:
-    """Embedding, norms, and the lm_head and biases that go with ``modules``."""
+    """Embedding and norms, with lm_head and biases where ``modules`` need them."""
     generator = torch.Generator().manual_seed(99)
     tensors = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator).half()}
     for block in (0, 1):
@@ -113,14 +116,14 @@ def write(
     unquantized: tuple[str, ...] = ("lm_head",),
     scale_dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write ``modules`` with the safetensors library. ``quantization`` overrides keys of its config."""
+    """Writes ``modules`` with the safetensors library; ``quantization`` overrides keys of the config."""
     folder.mkdir()
     plain = plain_tensors(modules) if plain is None else plain
     target = LAYOUTS[layout]
     stores_zeros = any(q.scheme.stores_zeros for q in modules.values())
 
     def declared(q: QuantizedWeight) -> Scheme:
-        """One kind of zero points for the whole checkpoint."""
+        """The scheme of ``q`` with one kind of zero points for the whole checkpoint."""
         dtype = dtype_name(scale_dtype) if scale_dtype else target.scale_dtype or q.scheme.scale_dtype
         kind = "stored" if stores_zeros else "midpoint"
         return target.as_stored(replace(q.scheme, zero_point=kind, scale_dtype=dtype))

@@ -1,4 +1,4 @@
-"""Layers whose weights and inputs have the statistics of trained models, without a trained model."""
+"""Random layers with the statistics of trained models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _STEEPNESS = 1.2
 def realistic_layer(
     in_features: int, out_features: int, seed: int, *, dominant: int = 2, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
-    """A weight, float32 [N, K] with values of ``dtype``, and the Hessian of its inputs, float32 [K, K].
+    """(weight, float32 [N, K] with values of ``dtype``; Hessian of its inputs, float32 [K, K]).
 
-    Weights have Student t tails, output channels of different sizes, and a few that are many times as large.
-    The inputs' covariance has a spectrum that falls like a power, channels of different sizes, and
-    ``dominant`` channels a hundred times as large as others.
+    Weights have Student t tails and output channels of different sizes, some of them many times larger. The
+    inputs' covariance has a spectrum that falls like a power, channels of different sizes, and ``dominant``
+    channels a hundred times larger than the others.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -30,7 +30,7 @@ def realistic_layer(
     weight[outliers, torch.randint(k, (len(outliers),), generator=generator)] *= 8
 
     spectrum = torch.arange(1, k + 1).pow(-_STEEPNESS)
-    # Four layers of sparse rotations mix channels as well as a dense one would, in far less time.
+    # Four sparse rotations mix channels as well as a dense one, in far less time.
     mixing = torch.diag(spectrum.sqrt())
     for _ in range(4):
         order = torch.randperm(k, generator=generator)

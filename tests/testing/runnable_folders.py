@@ -1,4 +1,4 @@
-"""Tiny checkpoints on disk, quantised and not, and a tokenizer to go with them."""
+"""Tiny checkpoints on disk, quantised and unquantised, and a tokenizer for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def random_tuple(
     scale_dtype: torch.dtype = torch.float16,
     act_order: bool = False,
 ) -> QuantizedWeight:
-    """A random weight of any shape, its scales of both signs and its dense values around 0.1."""
+    """A random weight of any shape, with scales of both signs and dense values around 0.1."""
     generator = torch.Generator().manual_seed(seed)
     size = min(k if group_size == -1 else group_size, k)
     groups = -(-k // size)
@@ -53,7 +53,7 @@ def random_tuple(
 
 
 def stored_weight(q: QuantizedWeight, layout: str = "gptq-v2") -> StoredWeight:
-    """``q`` as a module of ``layout`` has it."""
+    """``q`` as stored by a module of ``layout``."""
     packer = INTEGERS[layout]
     tensors = packer.pack(q)
     scale_dtype = dtype_name(tensors[packer.scale_key].dtype)
@@ -64,7 +64,7 @@ def stored_weight(q: QuantizedWeight, layout: str = "gptq-v2") -> StoredWeight:
 def random_quantizer(
     *, group_size: int = 32, symmetric: bool = True, bits: int = 4, act_order: bool = False
 ) -> Quantizer:
-    """Gives each linear random codes of its shape; what a weight was does not matter to a loader."""
+    """A quantizer that gives each linear random codes, because loaders don't need the original's values."""
     count = 0
 
     def quantize(name: str, weight: Tensor) -> QuantizedWeight:
@@ -79,16 +79,16 @@ def random_quantizer(
 
 
 def save_plain(folder: Path, model: PreTrainedModel, *, prefix: str = "") -> Path:
-    """``model`` as an ordinary checkpoint; ``prefix`` is taken off all tensor names."""
+    """Writes ``model`` as an ordinary checkpoint, with ``prefix`` removed from all tensor names."""
     return _save(folder, model, _stored(model, prefix), None)
 
 
 def save_quantized(
     folder: Path, model: PreTrainedModel, layout: str, quantize: Quantizer, *, prefix: str = ""
 ) -> dict[str, QuantizedWeight]:
-    """``model`` with every linear of its blocks that ``quantize`` has a tuple for in ``layout``.
+    """Writes ``model`` in ``layout``, with every linear quantised for which ``quantize`` returns a weight.
 
-    Changes ``model`` to the dense reference: its weights are replaced by the dequantised ones.
+    ``model`` becomes the dense reference: its weights are replaced by the dequantised ones.
     """
     tensors = _stored(model, prefix)
     tuples: dict[str, QuantizedWeight] = {}
@@ -121,7 +121,7 @@ def replace_weight(module: nn.Module, q: QuantizedWeight) -> None:
 
 
 def save_tokenizer(folder: Path, model: PreTrainedModel | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges, one token a byte: every character beyond ASCII spans several."""
+    """A byte-level tokenizer with one token per byte, so that characters beyond ASCII have several tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,4 +1,4 @@
-"""Schemes and quantised weights in the fewest words."""
+"""Short constructors of schemes and quantised weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scheme(
     scale_dtype: str = "float16",
     sparsity: Sparsity | None = None,
 ) -> Scheme:
-    """An integer scheme; ``group_size`` as configs write it."""
+    """An integer scheme; ``group_size`` is -1 for one scale per channel, as in configs."""
     return Scheme(
         integer_element(bits),
         Granularity.from_group_size(group_size),
@@ -31,7 +31,7 @@ def scheme(
 def quantized(
     codes: Tensor, scales: Tensor, zeros: Tensor, g_idx: Tensor, size: int, element: Element = INT4
 ) -> QuantizedWeight:
-    """The weight with ``size`` channels per group."""
+    """A quantised weight with ``size`` channels per group."""
     return QuantizedWeight(
         codes=codes,
         scales=scales,

@@ -67,7 +67,7 @@ def blocks_key(name: str) -> str:
 
 
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """The tiny float32 model of that name, in evaluation mode, with weights of a visible size.
+    """The tiny float32 model of this name, in evaluation mode, with weights that are not small.
 
     ``changes`` are arguments of its config.
     """
@@ -77,13 +77,13 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # The usual initialisation is so small that every block is nearly the identity.
+            # With the usual initialisation every block is nearly the identity.
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
 class InMemory:
-    """A checkpoint that lives in memory: what a block loader reads from."""
+    """A checkpoint in memory, from which a model instance reads tensors."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.path = "memory"
@@ -94,7 +94,7 @@ class InMemory:
 
 
 def in_memory(model: PreTrainedModel) -> InMemory:
-    """The tensors that saving ``model`` would write: without the second of two tied ones."""
+    """The tensors that saving ``model`` would write, without the second of two tied ones."""
     tensors = dict(model.state_dict())
     for name in getattr(model, "all_tied_weights_keys", {}):
         tensors.pop(name, None)

@@ -1,4 +1,4 @@
-"""Tiny Llama checkpoints, unquantised and quantised in any layout, made without a pipeline."""
+"""Tiny Llama checkpoints, unquantised and quantised in any layout, made without the quantize operation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from marlinq.methods.rtn import round_to_nearest
 from tests.testing.schemes import quantized, scheme
 
 SHARD_BYTES = 100_000
-"""Small enough that every quantised checkpoint has several shards."""
+"""bytes per shard, so few that every quantised checkpoint has several"""
 
 
 def save_original(folder: Path, *, seed: int = 0, tied: bool = False, kv_heads: int = 2) -> Path:
@@ -46,7 +46,7 @@ def save_original(folder: Path, *, seed: int = 0, tied: bool = False, kv_heads: 
 
 
 def hessian_of(k: int, seed: int) -> Tensor:
-    """X^T X of correlated inputs whose channels differ in size, as real layers see them."""
+    """X^T X of correlated inputs whose channels differ in size, as in real layers."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(k, k, generator=generator) / k**0.5 + torch.eye(k)
     spread = torch.exp(torch.randn(k, generator=generator))
@@ -57,8 +57,8 @@ def hessian_of(k: int, seed: int) -> Tensor:
 def quantize(
     weight: Tensor, *, group_size: int, symmetric: bool, act_order: str, seed: int, sparse: bool = False
 ) -> QuantizedWeight:
-    """GPTQ as marlinq does it; ``act_order`` "scattered" gives groups along the order, with a g_idx, and
-    "rounded" rounds to nearest in place of GPTQ."""
+    """marlinq's GPTQ. With ``act_order`` "scattered", groups follow the activation order, with a g_idx;
+    "rounded" rounds to nearest instead."""
     wanted = scheme(group_size, symmetric=symmetric, sparsity=TWO_OF_FOUR if sparse else None)
     if act_order == "rounded":
         return round_to_nearest(weight, wanted)
@@ -76,7 +76,7 @@ def quantize(
 def _solved(
     source: Path, name: str, group_size: int, symmetric: bool, act_order: str, seed: int, sparse: bool
 ) -> QuantizedWeight:
-    """The same for every layout; nobody changes what an original's folder holds."""
+    """The quantised weights of an original, cached for all layouts, since its folder never changes."""
     weight = Checkpoint.open(source).tensor(name).float()
     return quantize(
         weight, group_size=group_size, symmetric=symmetric, act_order=act_order, seed=seed, sparse=sparse
@@ -96,7 +96,8 @@ def save_quantized(
     dtype: torch.dtype = torch.float16,
     sparse: bool = False,
 ) -> Path:
-    """Quantise the linears of the blocks but ``skip``, which the config names if ``say_skipped``."""
+    """Writes a checkpoint with all linears of the blocks quantised except ``skip``; with ``say_skipped`` the
+    config names the skipped ones."""
     checkpoint = Checkpoint.open(source)
     layout = LAYOUTS[layout_name]
     tensors: dict[str, Tensor] = {}
