@@ -22,18 +22,29 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     return tuple(int(part) for part in parts)
 
 
+def _numbers_option(
+    *names: str, default: str, words: str, metavar: str = "M,M,..."
+) -> Callable[[_Command], _Command]:
+    """An option whose value is several numbers of at least 1."""
+    return click.option(*names, metavar=metavar, callback=_numbers, default=default, help=words)
+
+
 def _rows_option(
     default: str, words: str = "Rows of activations to measure."
 ) -> Callable[[_Command], _Command]:
     """``--batch``."""
-    return click.option(
-        "--batch",
-        "batches",
-        metavar="M,M,...",
-        callback=_numbers,
-        default=default,
-        help=words,
-    )
+    return _numbers_option("--batch", "batches", default=default, words=words)
+
+
+def _against_option(default: str, words: str) -> Callable[[_Command], _Command]:
+    """``--against``."""
+    return click.option("--against", metavar="PEER,PEER,...", callback=names, default=default, help=words)
+
+
+def _group_size_option(words: str) -> Callable[[_Command], _Command]:
+    """``--group-size``, or "auto"."""
+    choice = click.Choice(("auto", "32", "64", "128", "-1"))
+    return click.option("--group-size", type=choice, default="auto", help=words)
 
 
 _group_size_choice = click.Choice(("32", "64", "128", "-1"))
@@ -80,20 +91,13 @@ def command() -> None:
     "--shape", "shapes", multiple=True, metavar="[NAME=]NxK", help="One more layer to measure; repeatable."
 )
 @_rows_option("1,4,8,16,32,64,128,256,512,1024,2048,4096")
-@click.option(
-    "--against",
-    metavar="PEER,PEER,...",
-    callback=names,
-    default="cublas,humming",
-    help="Peers to measure in the same process: cublas, humming, tinygemm; one that is not installed is left "
+@_against_option(
+    "cublas,humming",
+    "Peers to measure in the same process: cublas, humming, tinygemm; one that is not installed is left "
     "out with a note. batch-invariant and act-order measure marlinq's own kernel in these modes.",
 )
-@click.option(
-    "--group-size",
-    type=click.Choice(("auto", "32", "64", "128", "-1")),
-    default="auto",
-    help="Input channels that share a scale; -1 is all of them, auto the largest number that divides every "
-    "layer.",
+@_group_size_option(
+    "Input channels that share a scale; -1 is all of them, auto the largest number that divides every layer."
 )
 @_scheme_option(_SCHEME_WORDS)
 @click.option(
@@ -155,19 +159,13 @@ def kernels(
 @command.command("experts", short_help="Time layers of experts.", context_settings={"show_default": True})
 @click.option("--model", "models", multiple=True, help="Model whose layer to measure; repeatable.")
 @_rows_option("1,4,16,64,256,1024,4096,16384")
-@click.option(
-    "--against",
-    metavar="PEER,PEER,...",
-    callback=names,
-    default="humming",
-    help="Peers to measure in the same process: cublas, grouped_mm, humming; one that can't run is left out "
+@_against_option(
+    "humming",
+    "Peers to measure in the same process: cublas, grouped_mm, humming; one that can't run is left out "
     "with a note.",
 )
-@click.option(
-    "--group-size",
-    type=click.Choice(("auto", "32", "64", "128", "-1")),
-    default="auto",
-    help="Input channels that share a scale; -1 is all of them, auto the scheme's own groups, else 128.",
+@_group_size_option(
+    "Input channels that share a scale; -1 is all of them, auto the scheme's own groups, else 128."
 )
 @_scheme_option(_SCHEME_WORDS)
 @_weight_options
@@ -230,22 +228,8 @@ def experts(
     default="16",
     help="Type of the synthetic model's output head.",
 )
-@click.option(
-    "--batch",
-    "batches",
-    metavar="B,B,...",
-    callback=_numbers,
-    default="1",
-    help="Sequences decoded together.",
-)
-@click.option(
-    "--context",
-    "contexts",
-    metavar="T,T,...",
-    callback=_numbers,
-    default="512",
-    help="Tokens of each prompt.",
-)
+@_numbers_option("--batch", "batches", metavar="B,B,...", default="1", words="Sequences decoded together.")
+@_numbers_option("--context", "contexts", metavar="T,T,...", default="512", words="Tokens of each prompt.")
 @click.option(
     "--new-tokens", type=click.IntRange(1, 1 << 31), default=128, help="Decode steps of a timed run."
 )
@@ -327,12 +311,11 @@ def decode(
     default=128,
     help="Mean number of tokens in the cache at a timed step.",
 )
-@click.option(
+@_numbers_option(
     "--prompts",
     metavar="P,P,...",
-    callback=_numbers,
     default="1,8",
-    help="Numbers of prompts whose first tokens are timed together.",
+    words="Numbers of prompts whose first tokens are timed together.",
 )
 @click.option(
     "--prompt-tokens", type=click.IntRange(1), default=2048, help="Tokens of each prompt of --prompts."

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import (
-    device_option,
-    dtype_option,
-    explain_option,
-    output_options,
-    revision_option,
-    trust_remote_code_option,
-)
+from marlinq.cli.options import model_options
 from marlinq.cli.output import print_explained, showing_progress
 from marlinq.cli.types import SOURCE, TEXT, names
 from marlinq.core.errors import UsageError
@@ -64,12 +57,7 @@ from marlinq.core.errors import UsageError
     help="Run Python code that a task file names, and programs that the model writes as answers.",
 )
 @click.option("--keep", is_flag=True, help="Write the figures into MODEL's folder and model card.")
-@revision_option
-@device_option
-@dtype_option
-@trust_remote_code_option
-@explain_option
-@output_options
+@model_options
 def command(
     model: str,
     against: str | None,

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from marlinq.cli.lean_imports import lean_imports
-from marlinq.cli.options import (
-    device_option,
-    dtype_option,
-    explain_option,
-    output_options,
-    revision_option,
-    trust_remote_code_option,
-)
+from marlinq.cli.options import model_options
 from marlinq.cli.output import print_explained, print_piece, showing_progress
 from marlinq.cli.types import SOURCE
 from marlinq.core.errors import UsageError
@@ -73,12 +66,7 @@ if TYPE_CHECKING:
     help="Where text repeats itself, guess the next tokens and check several at once; the text stays the "
     "same.",
 )
-@revision_option
-@device_option
-@dtype_option
-@trust_remote_code_option
-@explain_option
-@output_options
+@model_options
 def command(
     checkpoint: str,
     prompts: tuple[str, ...],

@@ -27,6 +27,12 @@ def output_options(command: _Command) -> _Command:
     return json(verbosity_options(command))
 
 
+def model_options(command: _Command) -> _Command:
+    """How a model is loaded, :data:`explain_option`, and :func:`output_options`."""
+    command = trust_remote_code_option(explain_option(output_options(command)))
+    return revision_option(device_option(dtype_option(command)))
+
+
 def verbosity_options(command: _Command) -> _Command:
     """Adds ``--verbose`` and ``--quiet``, which may be given before or after the name of a command."""
     for names, level, text in (

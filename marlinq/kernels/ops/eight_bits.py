@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -53,9 +55,20 @@ def fp8_a8_gemm(
     )
 
 
-def _operand(
-    x: Tensor, words: Tensor, scales: Tensor, input_scale: Tensor | None, group_size: int
-) -> Operand:
+class _Arguments(NamedTuple):
+    """The operator's arguments, as :func:`fp8_a8_gemm` takes them."""
+
+    x: Tensor
+    words: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+    group_size: int
+    out_features: int
+
+
+def _operand(arguments: _Arguments) -> Operand:
+    x, words, scales, _, input_scale, group_size, _ = arguments
     granularity = Granularity.from_group_size(group_size)
     weight = Operand.whole(E4M3, granularity, words, scales, None)
     k, n = weight.padded_shape
@@ -69,56 +82,38 @@ def _operand(
     return weight
 
 
-def _cuda(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
-    weight = _operand(x, words, scales, input_scale, group_size)
+def _cuda(*given: Any) -> Tensor:
+    arguments = _Arguments(*given)
+    weight = _operand(arguments)
+    x, bias = arguments.x, arguments.bias
     if x.dtype != torch.bfloat16:
         raise UnsupportedError(f"{_NAME}: x has dtype {x.dtype}; FP8 products give bfloat16")
     if bias is not None:
         bias = torch.nn.functional.pad(bias, (0, weight.padded_shape[1] - len(bias)))
-    out = eight_bit_gemm(x.reshape(-1, x.shape[-1]), weight, bias, input_scale)
-    return out.view(*x.shape[:-1], -1)[..., :out_features]
+    out = eight_bit_gemm(x.reshape(-1, x.shape[-1]), weight, bias, arguments.input_scale)
+    return out.view(*x.shape[:-1], -1)[..., : arguments.out_features]
 
 
-def _cpu(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
-    weight = _operand(x, words, scales, input_scale, group_size)
+def _cpu(*given: Any) -> Tensor:
+    arguments = _Arguments(*given)
+    weight = _operand(arguments)
+    x, bias = arguments.x, arguments.bias
     k, n = weight.padded_shape
     group = weight.granularity.for_channels(k).channels
-    codes, of_rows = quantize_rows(x.reshape(-1, k), group, input_scale)
+    codes, of_rows = quantize_rows(x.reshape(-1, k), group, arguments.input_scale)
     rounded = (codes.float().view(len(codes), -1, group or k) * of_rows[..., None]).view(-1, k)
     out = rounded @ weight.dequantize(torch.float32)
     if bias is not None:
         out[:, : len(bias)] += bias.float()
     memory = x.new_empty((*x.shape[:-1], n))
     memory.copy_(out.view(memory.shape))
-    return memory[..., :out_features]
+    return memory[..., : arguments.out_features]
 
 
-def _meta(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], words.shape[1] // E4M3.row_words))[..., :out_features]
+def _meta(*given: Any) -> Tensor:
+    arguments = _Arguments(*given)
+    x, columns = arguments.x, arguments.words.shape[1] // E4M3.row_words
+    return x.new_empty((*x.shape[:-1], columns))[..., : arguments.out_features]
 
 
 for _function, _key in ((_cuda, "CUDA"), (_cpu, "CPU"), (_meta, "Meta")):
