@@ -42,7 +42,7 @@ from marlinq.kernels import (
     precompile,
 )
 from marlinq.kernels.choose.decision import available
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.compiler import nvrtc_version
 from marlinq.kernels.driver.cuda_driver import empty_strided
@@ -100,7 +100,7 @@ def calls(device: torch.device) -> dict[str, dict[str, float]]:
     library.impl("nothing", lambda *operands: out, x.device.type.upper())
     nothing, below = torch.ops.marlinq_host_cost.nothing, OPERATORS[INT4.name].cuda
     linear = quant_linear(k, n, device)
-    prepared = prepare(Operands(x, linear.operand, None, out))
+    prepared = prepare(ProductTensors(x, linear.operand, None, out))
     launch = prepared.launches.take()
     addresses = x.data_ptr(), out.data_ptr()
 

@@ -26,7 +26,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.kernels import KERNELS, Problem
 from marlinq.kernels.choose.decision import estimates
 from marlinq.kernels.contract.configuration import Configuration
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
@@ -75,7 +75,7 @@ def measure(weight: Weight, m: int, listed: list[Candidate], device: torch.devic
     out = torch.empty(m, weight.layer.n, dtype=torch.float16, device=device)
 
     def launch(config: Configuration, index: int) -> None:
-        launch_gemm(Operands(x, copies[index % len(copies)], None, out), config)
+        launch_gemm(ProductTensors(x, copies[index % len(copies)], None, out), config)
 
     first: torch.Tensor | None = None
     graphs = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from marlinq.core.granularity import Granularity
 from marlinq.kernels import Operand
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
@@ -46,7 +46,7 @@ def operands(n: int, m: int, device: torch.device) -> dict[str, tuple[Tensor, Te
 def _launch(_: int, given: tuple[Tensor, Tensor, Tensor], out: Tensor, config: WarpgroupConfig) -> None:
     words, scales, x = given
     weight = Operand.whole(INT4, Granularity.group(_GROUP), words, scales, None)
-    launch_gemm(Operands(x, weight, None, out), config)
+    launch_gemm(ProductTensors(x, weight, None, out), config)
 
 
 def main() -> int:

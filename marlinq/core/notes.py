@@ -1,7 +1,8 @@
-"""What was found out once, noted beside the compiled kernels for later processes.
+"""Notes: results that are slow to find, kept in the cache folder for later processes.
 
-A note is named for everything that its value rests on, files of this package included, and begins with the
-digest of what follows. One that is damaged counts as none. Whose folder is trusted: :mod:`marlinq.core.kept`.
+A note's file name is a digest of all that its value depends on, files of this package included. The file
+begins with the digest of the rest; a damaged note counts as missing. :mod:`marlinq.core.kept` decides which
+folders are trusted.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ def note_name(kind: str, premises: object, rooms: Iterable[str]) -> str:
     """The file name of a note.
 
     Args:
-        kind: what its value is; the name begins with it.
-        premises: what it rests on; their ``repr`` tells them apart.
-        rooms: parts of this package whose files it rests on.
+        kind: kind of its value, with which the name begins.
+        premises: values that the note depends on, compared by ``repr``.
+        rooms: parts of this package whose files it depends on.
     """
     code = [code_digest(room) for room in rooms]
     return f"{kind}-{hashlib.sha256(repr((premises, code)).encode()).hexdigest()[:32]}.json"
 
 
 def noted(name: str, made_of: Callable[[Any], _Value]) -> _Value | None:
-    """What ``made_of`` makes of a note's value; None where there is none, or a damaged one."""
+    """A note's value, converted by ``made_of``; None where there is no note, or a damaged one."""
     digest, _, content = (read_note(name) or b"").partition(b"\n")
     if digest != hashlib.sha256(content).hexdigest().encode():
         return None
@@ -44,10 +45,10 @@ def noted(name: str, made_of: Callable[[Any], _Value]) -> _Value | None:
 
 
 def note(name: str, value: object, *, required: bool = False) -> None:
-    """Keep a plain value. Where the folder can't be written nothing is kept, since it can be found out again.
+    """Write a note with a plain value; does nothing where the folder can't be written, unless ``required``.
 
     Raises:
-        EnvironmentProblem: it is ``required``, and the folder can't be trusted or written.
+        EnvironmentProblem: the note is ``required``, and the folder can't be trusted or written.
     """
     content = json.dumps(value).encode()
     content = hashlib.sha256(content).hexdigest().encode() + b"\n" + content
@@ -59,7 +60,7 @@ def note(name: str, value: object, *, required: bool = False) -> None:
 
 @lru_cache(maxsize=8)
 def code_digest(room: str) -> str:
-    """A digest of the files of a part of this package."""
+    """Digest of the files of a part of this package."""
     digest = hashlib.sha256()
     folder = _PACKAGE / room
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".json", ".cuh", ".cu")):

@@ -9,8 +9,8 @@ from marlinq.kernels.choose.decision import KernelDecision, decide
 from marlinq.kernels.contract.demands import batch_invariant, dependent_launches, forced_kernel
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.operand import Operand
-from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import GRANULARITIES, GROUP_SIZES, Problem
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.driver.cache import DamagedCache, KernelSpills
 from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
@@ -44,8 +44,8 @@ __all__ = [
     "KernelSpills",
     "LayerShape",
     "Operand",
-    "Operands",
     "Problem",
+    "ProductTensors",
     "WeightFormat",
     "batch_invariant",
     "cache_folder",

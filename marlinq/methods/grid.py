@@ -96,10 +96,11 @@ def search_factors() -> tuple[float, ...]:
 
 
 def nearest_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """As :func:`storable_scales`, powers of two to the nearest as well."""
+    """:func:`storable_scales`, but rounds to the nearest value also where ``dtype`` has only powers of
+    two."""
     if dtype != torch.float8_e8m0fnu:
         return storable_scales(scales, dtype)
-    # What storable_scales rounds up lies above a power; the nearest is that power below 1.5 times it.
+    # Scales below 0.75 of the power of two above them are nearer to the power below.
     upper = storable_scales(scales, dtype)
     return torch.where(scales.abs() < 0.75 * upper, (upper / 2).clamp(min=torch.finfo(dtype).tiny), upper)
 
@@ -183,7 +184,7 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
 
 
 def _factors(scheme: Scheme) -> tuple[float, ...]:
-    """What the search multiplies the full scale by."""
+    """Factors of the full scale that the search tries."""
     if scheme.scale_dtype == "float8_e8m0fnu":
         return _POWERS
     return _VALUES_SHRINK if scheme.element == E2M1 else _SHRINK

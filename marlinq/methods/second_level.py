@@ -1,7 +1,8 @@
-"""The second-level scale of a weight: a float32 number that its 8-bit scales are multiplied or divided by.
+"""The second-level scale of a weight: a float32 number by which its 8-bit scales are multiplied or divided.
 
-It lets the scales of groups reach all of their dtype's range. Where they lie between its powers of two
-decides how they are rounded, so a search tries an octave, with the scales of groups searched in each trial.
+It lets the scales of groups use all of their dtype's range. The rounding of these 8-bit scales depends on the
+second-level scale, so a search tries several values within a factor of two, and searches the scales of groups
+for each.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ else:
     from marlinq.core.lazy import torch
 
 _TRIALS = 4
-"""Of an octave."""
+"""Values of the second-level scale that a search tries, within a factor of two."""
 _ROWS = 32
-"""Output channels, evenly spread, that a search looks at."""
+"""Output channels, evenly spread, on which a search measures errors."""
 
 
 def second_level(weight: Tensor, scheme: Scheme) -> Tensor | None:
-    """The scale, float32 [], with which the scales of groups reach their dtype's largest value; None where
-    ``scheme`` has none.
+    """The second-level scale, float32 [], with which the largest scale of a group is its dtype's largest
+    value.
+
+    None where ``scheme`` has no second level.
 
     Args:
         weight: float [N, K].
-        scheme: scheme that it gets.
+        scheme: scheme of the quantised weight.
     """
     if scheme.tensor_scale == "none":
         return None
@@ -40,13 +43,14 @@ def second_level(weight: Tensor, scheme: Scheme) -> Tensor | None:
 
 
 def searched_second_level(weight: Tensor, power: Tensor, g: int, scheme: Scheme) -> Tensor | None:
-    """As :func:`second_level`, of the trials in one octave above it that with the least error.
+    """The second-level scale with the least error, of several values within a factor of two of
+    :func:`second_level`.
 
     Args:
         weight: float [N, K].
-        power: float32 [K], costs of a squared error of each channel.
+        power: float32 [K], weight of the squared error of each channel.
         g: channels of a group.
-        scheme: scheme that the weight gets.
+        scheme: scheme of the quantised weight.
     """
     least = second_level(weight, scheme)
     if least is None:
@@ -58,7 +62,7 @@ def searched_second_level(weight: Tensor, power: Tensor, g: int, scheme: Scheme)
         factor = 2.0 ** (trial / _TRIALS)
         tried = least / factor if scheme.tensor_scale == "divides" else least * factor
         w = first_level(rows, tried, scheme).t().contiguous().reshape(k // g, g, len(rows))
-        # In units of the first level, which are as large as the factor.
+        # The loss is in units of the first level, which are proportional to the factor.
         loss = round_groups(w, power.reshape(k // g, g), scheme)[3] * factor**2
         if loss < cost:
             best, cost = tried, loss
@@ -66,7 +70,8 @@ def searched_second_level(weight: Tensor, power: Tensor, g: int, scheme: Scheme)
 
 
 def first_level(weight: Tensor, second: Tensor | None, scheme: Scheme) -> Tensor:
-    """What the codes and scales of groups stand for, of ``weight`` with the second-level scale ``second``."""
+    """``weight`` without its second-level scale ``second``: the values that codes and scales of groups
+    represent."""
     if second is None:
         return weight
     return weight * second if scheme.tensor_scale == "divides" else weight / second

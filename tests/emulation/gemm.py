@@ -14,7 +14,7 @@ from marlinq.kernels import Device, Operand, Problem
 from marlinq.kernels.contract.arguments import WarpgroupArguments
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.instantiation import CUDA_SOURCES
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.emulation.tensor_maps import emulated_tensor_maps
 from tests.kernels.problems import BOUND, random_operands, relative_error
@@ -98,7 +98,7 @@ def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
         wide *= 2.0**-8
         wide[:, LOUD] = 50000.0
     columns = problem.n if problem.activation is None else problem.n // 2
-    given = Operands(
+    given = ProductTensors(
         apart(wide[:, : problem.k]),
         apart_operand(made.operand),
         None if made.bias is None else apart(made.bias),
@@ -157,7 +157,7 @@ def _dtype(problem: Problem) -> torch.dtype:
     return torch.bfloat16 if problem.bfloat16 else torch.float16
 
 
-def memory_of(operands: Operands) -> list[Memory]:
+def memory_of(operands: ProductTensors) -> list[Memory]:
     """What the kernel may touch; the previous kernel writes the activations and may still use the output."""
     previous = {"x", "out"}
     weight = operands.weight

@@ -17,7 +17,7 @@ from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
 from marlinq.kernels import Problem
 from marlinq.kernels.choose.decision import estimates
 from marlinq.kernels.contract.configuration import Configuration
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.whole_rows import Added, Normed, RowWork
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
@@ -35,7 +35,7 @@ Choice = Callable[[Problem], Configuration]
 class Given:
     """Operands of a launch, on memory of their own."""
 
-    operands: Operands
+    operands: ProductTensors
     weight: Tensor
 
     def memory(self, **more: Memory) -> list[Memory]:
@@ -56,7 +56,7 @@ def given(problem: Problem) -> Given:
     )
     assert made.bias is not None
     columns = problem.n if problem.activation is None else problem.n // 2
-    operands = Operands(
+    operands = ProductTensors(
         apart(torch.randn(problem.m, problem.k).to(dtype)),
         apart_operand(made.operand),
         apart(made.bias),
@@ -83,7 +83,7 @@ def launch(
     builder: Builder,
     problem: Problem,
     variant: Configuration,
-    operands: Operands,
+    operands: ProductTensors,
     work: RowWork,
     memory: list[Memory],
     planted: Planted | None = None,

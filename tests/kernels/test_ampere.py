@@ -10,7 +10,7 @@ import torch
 
 from marlinq.kernels import Device, Problem, decide
 from marlinq.kernels.contract.configuration import Configuration
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.driver.compiler import compile_to_ptx, nvrtc_version
 from marlinq.kernels.driver.cuda_driver import Launches, load_function, on_device
 from tests.kernels.problems import BOUND, int4_problem, random_operands, relative_error
@@ -65,7 +65,7 @@ def test_ampere_variants_on_this_gpu(tmp_path: Path, m: int, group: int, zeros: 
     operands = random_operands(k, n, group, DTYPES[kind], zeros=zeros, bias=True)
     x = torch.randn(m, k, device="cuda").to(DTYPES[kind])
     out = torch.full((m, n), torch.nan, dtype=DTYPES[kind], device="cuda")
-    given = Operands(x, operands.operand, operands.bias, out)
+    given = ProductTensors(x, operands.operand, operands.bias, out)
     arguments = config.arguments(given, dependent=False)
     with on_device(0):
         Launches(function, config.grid(problem), config.threads, shared, arguments).take().start()

@@ -31,7 +31,7 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.choose.decision import available
 from marlinq.kernels.contract.configuration import Configuration
-from marlinq.kernels.contract.operands import Operands as GemmOperands
+from marlinq.kernels.contract.product_tensors import ProductTensors as GemmOperands
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants

@@ -15,7 +15,7 @@ from torch import Tensor
 from marlinq.kernels import Device, batch_invariant, decide, dependent_launches, forced_kernel
 from marlinq.kernels.contract.configuration import register_variant
 from marlinq.kernels.contract.handover import Handover
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.driver import cuda_driver, tensor_maps
 from marlinq.kernels.launch import call, gather
 from marlinq.kernels.variants import KERNELS
@@ -67,11 +67,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Driver]:
         cache.cache_clear()
 
 
-def small_operands(m: int, k: int, n: int) -> Operands:
+def small_operands(m: int, k: int, n: int) -> ProductTensors:
     """Random operands in float16 with groups of 64."""
     made = random_operands(k, n, 64, torch.float16, device="cpu")
     x, out = torch.zeros(m, k).half(), torch.zeros(m, n).half()
-    return Operands(x, made.operand, None, out)
+    return ProductTensors(x, made.operand, None, out)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -18,7 +18,7 @@ from marlinq.kernels import (
     precompile,
 )
 from marlinq.kernels.choose.decision import available
-from marlinq.kernels.contract.operands import Operands as Tensors
+from marlinq.kernels.contract.product_tensors import ProductTensors as Tensors
 from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS, WeightFormat
 from marlinq.kernels.launch.call import launch_gemm
 from tests.kernels.problems import BOUND, random_operands, relative_error

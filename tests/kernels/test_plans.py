@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from marlinq.core.granularity import Granularity
 from marlinq.kernels import batch_invariant, dependent_launches, forced_kernel
 from marlinq.kernels.contract.demands import Demands, demands
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch import plans
 from marlinq.kernels.ops import gemm
@@ -71,7 +71,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> _Devices:
 def prepared(monkeypatch: pytest.MonkeyPatch, devices: _Devices) -> list[_Call]:
     calls: list[_Call] = []
 
-    def prepare(operands: Operands, behind_own: bool) -> _Call:
+    def prepare(operands: ProductTensors, behind_own: bool) -> _Call:
         assert (operands.weight.granularity, operands.weight.format) == (Granularity.group(64), INT4)
         assert operands.x.shape[1] == K
         assert devices.current == -1

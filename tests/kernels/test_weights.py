@@ -25,7 +25,7 @@ from marlinq.kernels.choose import dequantized
 from marlinq.kernels.choose.decision import DEQUANTIZE, model_choice
 from marlinq.kernels.contract.demands import demands
 from marlinq.kernels.contract.device import H200
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import INT4, WEIGHT_FORMATS, WeightFormat, register_weight_format
 from marlinq.kernels.launch.dequantized import dequantized_gemm
 from marlinq.kernels.ops.gemm import GemmOperator
@@ -185,7 +185,7 @@ def test_the_dense_product_in_any_workspace(
     operands = random_operands(k, n, group, torch.float16, device="cpu", zeros=zeros, bias=bias)
     x = torch.randn(m, k).half()
     out = torch.full((m, n), torch.nan).half()
-    given = Operands(x, operands.operand, operands.bias, out)
+    given = ProductTensors(x, operands.operand, operands.bias, out)
     dequantized_gemm(given, workspace_bytes=2 * k * columns)
     whole = torch.empty(m, n).half()
     dequantized_gemm(given._replace(out=whole))

@@ -12,7 +12,7 @@ from marlinq.kernels import Problem
 from marlinq.kernels.contract.configuration import VARIANTS, ActivationBox, Variant, register_variant
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.whole_rows import RowVariant
 
 
@@ -43,7 +43,7 @@ class ToyConfig:
     def instantiation(self, problem: Problem) -> Instantiation:
         return Instantiation("kernels/toy.cuh", "toy", (*problem.parameters, ("TILE_M", self.tile_m)))
 
-    def arguments(self, operands: Operands, dependent: bool) -> ToyArguments:
+    def arguments(self, operands: ProductTensors, dependent: bool) -> ToyArguments:
         return ToyArguments(operands.x.data_ptr(), operands.out.data_ptr(), operands.x.shape[0])
 
     def activation_box(self, problem: Problem, stride: int) -> ActivationBox | None:

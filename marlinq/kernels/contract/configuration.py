@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
-from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import ScaleKind, WeightFormat
 from marlinq.kernels.contract.whole_rows import RowVariant
 
@@ -77,7 +77,7 @@ class Configuration(Protocol):
     def instantiation(self, problem: Problem) -> Instantiation:
         """Template and members of the configuration struct to compile for ``problem``."""
 
-    def arguments(self, operands: Operands, dependent: bool) -> ctypes.Structure:
+    def arguments(self, operands: ProductTensors, dependent: bool) -> ctypes.Structure:
         """Parameters of a launch, a structure with fields ``x`` and ``out``.
 
         Args:

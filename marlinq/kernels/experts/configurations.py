@@ -1,4 +1,4 @@
-"""What a routed layer's launches are compiled and sized for."""
+"""Shapes of routed layers, and configurations of their kernels."""
 
 from __future__ import annotations
 
@@ -224,4 +224,4 @@ class DirectDecision:
 
 
 ExpertsDecision = SortedDecision | DirectDecision
-"""How a routed layer is launched."""
+"""Configurations of a routed layer's launches, with and without sorting."""

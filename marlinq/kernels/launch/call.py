@@ -16,8 +16,8 @@ from marlinq.kernels.contract.configuration import ActivationBox, Configuration
 from marlinq.kernels.contract.demands import demands
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
-from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.whole_rows import RowWork
 from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
 from marlinq.kernels.driver.gpu import device_numbers
@@ -98,7 +98,7 @@ def overlaps(device_index: int, behind_own: bool = False) -> bool:
 
 
 def prepare(
-    operands: Operands,
+    operands: ProductTensors,
     config: Configuration | None = None,
     *,
     behind_own: bool = False,
@@ -156,7 +156,9 @@ def prepare(
     )
 
 
-def launch_gemm(operands: Operands, config: Configuration | None = None, *, behind_own: bool = False) -> None:
+def launch_gemm(
+    operands: ProductTensors, config: Configuration | None = None, *, behind_own: bool = False
+) -> None:
     """Run ``out = x @ W + bias`` on the device and current stream of ``x``; arguments as
     :func:`prepare`.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 
 WORKSPACE_BYTES = 256 << 20
 
 
-def dequantized_gemm(operands: Operands, workspace_bytes: int = WORKSPACE_BYTES) -> None:
+def dequantized_gemm(operands: ProductTensors, workspace_bytes: int = WORKSPACE_BYTES) -> None:
     """Run ``out = x @ W + bias`` on the device and current stream of ``x``.
 
     A dense weight larger than ``workspace_bytes`` is multiplied in slices of columns, at least 64 each. While

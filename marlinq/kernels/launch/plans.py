@@ -18,7 +18,7 @@ from torch import Tensor
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.demands import Demands, demands
 from marlinq.kernels.contract.operand import Operand
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.driver.cuda_driver import empty_strided
 from marlinq.kernels.launch.call import Call, dequantizes, prepare
@@ -163,7 +163,7 @@ class Plan:
         if rows:
             flat = x.view(rows, columns)
             taken = flat if order is None else x.new_empty((rows, self._k))
-            operands = Operands(taken, operand, bias, out.view(rows, self._n))
+            operands = ProductTensors(taken, operand, bias, out.view(rows, self._n))
             call = prepare(operands, behind_own=order is not None)
             if order is not None:
                 call = Gathered(gathering(flat, order), order.data_ptr(), rows, self._k, self._dtype, call)

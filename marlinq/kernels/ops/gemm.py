@@ -10,7 +10,7 @@ from torch import Tensor
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.operand import Operand
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.launch import plans
 from marlinq.kernels.launch.call import launch_gemm
@@ -127,7 +127,7 @@ class GemmOperator:
         if bias is not None and out_features != n:
             bias = torch.nn.functional.pad(bias, (0, n - out_features))
         if rows.shape[0]:
-            operands = Operands(rows, operand, bias, out.view(-1, n))
+            operands = ProductTensors(rows, operand, bias, out.view(-1, n))
             launch_gemm(operands, behind_own=order is not None)
         return returned
 

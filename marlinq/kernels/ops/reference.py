@@ -1,4 +1,4 @@
-"""The CPU reference of the GEMM: the same operands, plain torch arithmetic."""
+"""The CPU reference of the GEMM, in plain torch arithmetic."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def reference_gemm(x: Tensor, weight: Operand, bias: Tensor | None, out_features
     """The first ``out_features`` columns of ``x @ W + bias``, accumulated in float32, in ``x.dtype``.
 
     Args:
-        x: [..., K]; with an order of the weight any number of columns.
-        weight: on the device of ``x``.
+        x: [..., K]; any number of columns if the weight has an order.
+        weight: weight on the device of ``x``.
         bias: [out_features], or None.
         out_features: at most the weight's padded columns.
     """

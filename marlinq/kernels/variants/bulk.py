@@ -11,11 +11,11 @@ from marlinq.kernels.contract.configuration import ActivationBox, Variant
 from marlinq.kernels.contract.device import Device, registers_of_a_thread
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
-from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.whole_rows import PUSHED_COLUMNS, MappedRowArguments, RowVariant
-from marlinq.kernels.variants.arguments import mapped_arguments
 from marlinq.kernels.variants.costs import PHYSICS, SCHEDULERS, overlapped, resident_blocks, streaming_seconds
+from marlinq.kernels.variants.pack_arguments import mapped_arguments
 from marlinq.kernels.variants.stages import chunks_on_their_way, stage_bytes, weight_bytes
 from marlinq.kernels.variants.tiles import (
     CODE_CLOSING,
@@ -156,7 +156,7 @@ class BulkConfig(WarpTiles):
             ),
         )
 
-    def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
+    def arguments(self, operands: ProductTensors, dependent: bool) -> MappedArguments:
         """The kernel's parameters."""
         return mapped_arguments(operands, self.tile_m, self.warps_n, self.rows, dependent)
 

@@ -12,10 +12,9 @@ from marlinq.kernels.contract.configuration import ActivationBox, Variant
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
-from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.whole_rows import SQUARED_COLUMNS, PlainRowArguments, RowVariant
-from marlinq.kernels.variants.arguments import plain_arguments
 from marlinq.kernels.variants.costs import (
     PHYSICS,
     REGISTERS,
@@ -24,6 +23,7 @@ from marlinq.kernels.variants.costs import (
     resident_blocks,
     streaming_seconds,
 )
+from marlinq.kernels.variants.pack_arguments import plain_arguments
 from marlinq.kernels.variants.tiles import (
     CODE_CLOSING,
     CODE_PRODUCTS,
@@ -202,7 +202,7 @@ class StreamConfig(WarpTiles):
             ),
         )
 
-    def arguments(self, operands: Operands, dependent: bool) -> PlainArguments:
+    def arguments(self, operands: ProductTensors, dependent: bool) -> PlainArguments:
         """The kernel's parameters."""
         return plain_arguments(operands, dependent)
 

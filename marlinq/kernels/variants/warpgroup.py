@@ -1,4 +1,4 @@
-"""The host's side of the warpgroup kernel (``cuda/kernels/warpgroup.cuh``): what is considered."""
+"""Candidate configurations of the warpgroup kernel (``cuda/kernels/warpgroup.cuh``)."""
 
 from __future__ import annotations
 

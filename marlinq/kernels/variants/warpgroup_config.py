@@ -10,15 +10,15 @@ from marlinq.kernels.contract.configuration import ActivationBox
 from marlinq.kernels.contract.device import registers_of_a_thread
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
-from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.whole_rows import (
     PUSHED_COLUMNS,
     SQUARED_COLUMNS,
     MappedRowArguments,
     RowVariant,
 )
-from marlinq.kernels.variants.arguments import warpgroup_arguments
+from marlinq.kernels.variants.pack_arguments import warpgroup_arguments
 from marlinq.kernels.variants.stages import chunks_on_their_way, stage_bytes, weight_bytes
 from marlinq.kernels.variants.tiles import holds_pairs
 
@@ -294,6 +294,6 @@ class WarpgroupConfig:
             ),
         )
 
-    def arguments(self, operands: Operands, dependent: bool) -> WarpgroupArguments:
+    def arguments(self, operands: ProductTensors, dependent: bool) -> WarpgroupArguments:
         """The kernel's parameters."""
         return warpgroup_arguments(operands, self.tile_m, self.tile_n // 64, self.rows, dependent)

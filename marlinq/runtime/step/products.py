@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import LayerShape, Problem, decide, device_numbers, precompile_model
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.whole_rows import RowVariant, RowWork
 from marlinq.kernels.launch.call import Call, dequantizes, prepare
 from marlinq.kernels.launch.dequantized import dequantized_gemm
@@ -225,7 +225,7 @@ def _bind_packed(
     if bias is not None and bias.shape[0] != n:
         bias = F.pad(bias, (0, n - bias.shape[0]))
     taken = x[:, :k] if order is None else x.new_empty((rows, k))
-    operands = Operands(taken, weight, bias, out)
+    operands = ProductTensors(taken, weight, bias, out)
     plain = activation is None and work is None
     if plain and dequantizes(operands.problem(), x.get_device()):
         if order is None:
@@ -238,7 +238,7 @@ def _bind_packed(
     return partial(_start, call, operands, taken.data_ptr())
 
 
-def _start(call: Call | Gathered, operands: Operands, x: int) -> None:
+def _start(call: Call | Gathered, operands: ProductTensors, x: int) -> None:
     """Launch a prepared call; ``operands`` are passed to keep their tensors alive."""
     call.start(x, operands.out.data_ptr())
 

@@ -10,7 +10,7 @@ from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.problem import Problem
 
 
-class Operands(NamedTuple):
+class ProductTensors(NamedTuple):
     """Inputs and output of :func:`marlinq.kernels.launch.call.launch_gemm`; K' and N' are padded K and N.
 
     Attributes:

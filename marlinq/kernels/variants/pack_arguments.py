@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from marlinq.kernels.contract.arguments import MappedArguments, PlainArguments, WarpgroupArguments
-from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.driver.tensor_maps import activation_maps, weight_maps
 
 
-def plain_arguments(operands: Operands, dependent: bool) -> PlainArguments:
+def plain_arguments(operands: ProductTensors, dependent: bool) -> PlainArguments:
     """Parameters of a kernel that takes ``x`` by pointer and stride."""
     return PlainArguments(
         operands.x.data_ptr(),
@@ -21,7 +21,7 @@ def plain_arguments(operands: Operands, dependent: bool) -> PlainArguments:
 
 
 def mapped_arguments(
-    operands: Operands, tile_m: int, tiles: int, rows: int, dependent: bool
+    operands: ProductTensors, tile_m: int, tiles: int, rows: int, dependent: bool
 ) -> MappedArguments:
     """Parameters of the bulk kernel, which fills stages of its ring by tensor copies (TMA).
 
@@ -36,7 +36,7 @@ def mapped_arguments(
 
 
 def warpgroup_arguments(
-    operands: Operands, tile_m: int, tiles: int, rows: int, dependent: bool
+    operands: ProductTensors, tile_m: int, tiles: int, rows: int, dependent: bool
 ) -> WarpgroupArguments:
     """Parameters of the warpgroup kernel; ``partials`` and ``flags`` are null until ``share`` sets them.
 
@@ -45,7 +45,9 @@ def warpgroup_arguments(
     return WarpgroupArguments(*_mapped(operands, tile_m, tiles, rows, dependent))
 
 
-def _mapped(operands: Operands, tile_m: int, tiles: int, rows: int, dependent: bool) -> tuple[object, ...]:
+def _mapped(
+    operands: ProductTensors, tile_m: int, tiles: int, rows: int, dependent: bool
+) -> tuple[object, ...]:
     m, n, k = _extents(operands)
     x = operands.x
     scales, zeros, bias, out = _addresses(operands)
@@ -75,7 +77,7 @@ def _mapped(operands: Operands, tile_m: int, tiles: int, rows: int, dependent: b
     )
 
 
-def _addresses(operands: Operands) -> tuple[int, int, int, int]:
+def _addresses(operands: ProductTensors) -> tuple[int, int, int, int]:
     """Addresses of scales, zero points, bias and result; 0 for None."""
     return (
         operands.weight.scales.data_ptr(),
@@ -85,6 +87,6 @@ def _addresses(operands: Operands) -> tuple[int, int, int, int]:
     )
 
 
-def _extents(operands: Operands) -> tuple[int, int, int]:
+def _extents(operands: ProductTensors) -> tuple[int, int, int]:
     """M, N and K."""
     return operands.x.shape[0], operands.weight.padded_shape[1], operands.x.shape[1]
