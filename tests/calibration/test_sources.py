@@ -83,7 +83,7 @@ def test_a_row_of_too_many_cells_does_not_move_the_columns(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["a[1].txt", "b*.txt", "c?.txt", "d#e.txt", "f@g:h.txt"])
-def test_a_name_is_no_pattern(tmp_path: Path, name: str) -> None:
+def test_file_names_are_not_patterns(tmp_path: Path, name: str) -> None:
     for other in ("a1.txt", "bb.txt", "cc.txt"):
         (tmp_path / other).write_text("another file")
     (tmp_path / name).write_text("this file")
@@ -135,7 +135,7 @@ def test_a_folder_is_one_whatever_it_is_called(
         "#x",
     ],
 )
-def test_what_is_neither_a_file_nor_a_dataset(spelling: str) -> None:
+def test_spellings_that_are_neither_a_file_nor_a_dataset_are_refused(spelling: str) -> None:
     with pytest.raises(UsageError, match=r"no such file, and not a dataset as NAME|expected a file"):
         passages(spelling)
 
@@ -181,7 +181,7 @@ def test_evaluation_skips_no_row(tmp_path: Path) -> None:
         assert [isinstance(row, str) for row in paragraphs(path)] == [True, False]
 
 
-def test_columns_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_columns_are_named(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "x"})
     with pytest.raises(UsageError, match="column 'body' holds nothing.*name another of text as #COLUMN"):
         paragraphs(f"{path}#body")
@@ -190,7 +190,7 @@ def test_columns_that_are_not_there(tmp_path: Path) -> None:
         paragraphs(f"{tmp_path / 'a.txt'}#body")
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_paths_that_are_no_file_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(UsageError, match=r"pipe\.txt: expected a file or a folder"):
         paragraphs(tmp_path / "pipe.txt")

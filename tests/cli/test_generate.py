@@ -75,7 +75,7 @@ def test_wrong_options_are_named(
 
 
 @pytest.mark.parametrize("prompts", [("abc",), ("abc", "z")])
-def test_an_interrupt_shows_what_has_come(
+def test_an_interrupt_shows_the_text_so_far(
     folder: str,
     prompts: tuple[str, ...],
     capsys: pytest.CaptureFixture[str],

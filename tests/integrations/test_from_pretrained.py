@@ -151,7 +151,7 @@ def test_dtype_and_device_are_those_of_transformers(tmp_path: Path) -> None:
         assert {tensor.device.type for tensor in [*found.parameters(), *found.buffers()]} == {"cpu"}
 
 
-def test_what_the_model_says_of_itself(tmp_path: Path) -> None:
+def test_the_loaded_model_describes_its_quantization(tmp_path: Path) -> None:
     folder = saved(tmp_path, "llama", "awq", symmetric=False)
     found = AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
     stored = json.loads((folder / "config.json").read_text())["quantization_config"]

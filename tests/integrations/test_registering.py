@@ -61,7 +61,7 @@ def test_settings_are_those_of_the_last_call() -> None:
     assert merged(OURS).operator == "auto"
 
 
-def test_who_asks_for_another_quantizer_is_told_that_marlinq_has_the_folder() -> None:
+def test_asking_for_another_quantizer_is_refused_while_registered() -> None:
     with pytest.raises(ValueError, match="quantized with MarlinqConfig but you are passing a GPTQConfig"):
         merged(OURS, GPTQConfig(bits=4))
     unregister()

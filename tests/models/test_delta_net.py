@@ -69,5 +69,5 @@ class OtherMixer(nn.Module):
         return self.out((self.norm(values.unflatten(-1, (2, 8))) * rates[..., None]).flatten(-2))
 
 
-def test_other_mixers_of_the_same_parts_are_none() -> None:
+def test_other_mixers_of_the_same_parts_are_no_delta_nets() -> None:
     assert find_delta_nets("block", nn.ModuleDict({"mixer": OtherMixer()})) == {}

@@ -153,7 +153,7 @@ def test_every_family_runs_as_its_own_forward(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "llama-4"])
 @pytest.mark.parametrize("all_tokens", [False, True])
-def test_taps_give_what_the_products_are_given(name: str, all_tokens: bool) -> None:
+def test_expert_inputs_are_those_of_the_products(name: str, all_tokens: bool) -> None:
     model = random_mixture(name, dtype=torch.float32)
     experts = next(e for block in describe(lambda: model).blocks for e in block.experts)
     x = torch.randn(TOKENS, experts.hidden, generator=torch.Generator().manual_seed(3))

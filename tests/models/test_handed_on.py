@@ -131,7 +131,7 @@ def test_a_value_of_an_earlier_block_is_refused() -> None:
         markers.of("layers.2", first)
 
 
-def test_mappings_are_told_from_arguments() -> None:
+def test_mappings_are_told_from_ordinary_arguments() -> None:
     markers, written = Markers(), dict[str, int]()
     assert markers.of("layers.0", {"kept": 1}) is None
     assert markers.of("layers.0", written) == Shared(0, dict)

@@ -24,7 +24,7 @@ def test_layers_of_two_head_sizes() -> None:
     assert key_channels(config, 2) == sum(layer.num_key_value_heads * layer.head_dim for layer in each)
 
 
-def test_a_config_that_says_little() -> None:
+def test_a_config_without_head_sizes_counts_nothing() -> None:
     assert key_channels(SimpleNamespace(num_attention_heads=4, hidden_size=64), 3) == 3 * 64
     assert key_channels(CONFIG_MAPPING["llama"](num_hidden_layers=2, num_key_value_heads=8), 2) == 2 * 1024
     assert key_channels(SimpleNamespace(), 2) == 0

@@ -66,7 +66,7 @@ def test_every_real_architecture_fits_into_its_own_tensors(name: str) -> None:
     assert torch.get_default_device() == torch.device("cpu")
 
 
-def test_loading_asks_first(tmp_path: Path) -> None:
+def test_loading_refuses_absurd_configs_first(tmp_path: Path) -> None:
     save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1 << 40}))

@@ -111,7 +111,7 @@ def test_a_tensor_changed_in_place_is_another_input() -> None:
     assert shared_inputs(model, linears(model, "a", "b"), run) == [("a",), ("b",)]
 
 
-def test_taps_are_gone_afterwards() -> None:
+def test_hooks_are_removed_afterwards() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4)})
     seen: list[str] = []
     with tapped(model, linears(model, "a"), lambda name, x: seen.append(name)):

@@ -63,7 +63,7 @@ def test_other_architectures_are_refused_with_the_part(name: str) -> None:
     assert reason in found.reason, found
 
 
-def test_a_model_in_use_is_recognised_by_its_twin() -> None:
+def test_a_loaded_model_is_recognised_from_a_copy_without_weights() -> None:
     model = random_decoder(KNOWN["qwen3"], dtype=torch.bfloat16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.model.layers[0].mlp.down_proj.forward = lambda x: pytest.fail("the model itself ran")
@@ -102,7 +102,7 @@ def test_rotations_are_those_of_the_layers() -> None:
     assert limits == {"llama-dynamic-rope": 128, "phi-3-longrope": 64, "llama-yarn": None}
 
 
-def test_scales_and_caps() -> None:
+def test_scales_and_softcaps_are_recognised() -> None:
     granite = tiny("granite")
     assert (granite.embedding_scale, granite.logit_scale) == (12.0, 0.125)
     assert {layer.residual_scale for layer in granite.layers} == {0.22}
@@ -143,7 +143,7 @@ def test_blocks_are_parallel_or_have_norms_behind_them() -> None:
     assert None not in (gemma.attention_norm, gemma.post_attention_norm, gemma.mlp_norm, gemma.post_mlp_norm)
 
 
-def test_positions_that_are_learned() -> None:
+def test_learned_position_embeddings_are_recognised() -> None:
     opt = tiny("opt")
     assert (opt.positions, opt.positions_offset) == ("model.decoder.embed_positions", 2)
     gpt2 = tiny("gpt-2")
@@ -170,7 +170,7 @@ def _wrapped(block: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     block.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
 
 
-def test_what_a_block_adds_on_its_own_is_noticed() -> None:
+def test_unknown_terms_added_in_a_block_are_refused() -> None:
     model = random_decoder(KNOWN["llama"])
     _wrapped(model.model.layers[1], lambda x: x + 1e-3)
     found = recognise(model, "model.layers")
@@ -179,7 +179,7 @@ def test_what_a_block_adds_on_its_own_is_noticed() -> None:
     assert "residual stream" in found.reason
 
 
-def test_numbers_a_head_that_attention_does_not_take_are_named() -> None:
+def test_unused_numbers_per_head_are_named() -> None:
     model = random_decoder(KNOWN["llama"])
     model.model.layers[1].self_attn.per_head = nn.Parameter(torch.zeros(4))
     found = recognise(model, "model.layers")
@@ -212,7 +212,7 @@ def test_a_norm_without_a_weight_has_the_width_of_its_input() -> None:
     assert "forward" in vars(model.model.layers[0].self_attn.q_norm)
 
 
-def test_a_linear_that_nobody_expects_is_named() -> None:
+def test_an_unexpected_linear_is_named() -> None:
     model = random_decoder(KNOWN["llama"])
     mlp = model.model.layers[2].mlp
     mlp.extra = nn.Linear(64, 64, bias=False)
@@ -240,7 +240,7 @@ class _Norm(nn.Module):
 @pytest.mark.parametrize("eps", [1e-6, 1e-5, 3e-8])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("narrow_first", [True, False])
-def test_a_norm_is_what_it_computes(eps: float, offset: float, narrow_first: bool) -> None:
+def test_norms_are_recognised_by_their_results(eps: float, offset: float, narrow_first: bool) -> None:
     found = norm_formula(_Norm(eps, offset, narrow_first), 48)
     assert found is not None
     assert (found.kind, found.eps, found.offset) == ("rms", eps, offset)

@@ -25,7 +25,7 @@ GATES = {
 
 
 @pytest.mark.parametrize("family", ROUTERS)
-def test_whoever_chooses_experts_is_a_router(family: str) -> None:
+def test_modules_that_choose_experts_are_routers(family: str) -> None:
     architecture, router = ROUTERS[family]
     model = random_model(Family(family, architecture, wrapper=False))
     blueprint = describe(lambda: model)

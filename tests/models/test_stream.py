@@ -83,7 +83,7 @@ class Block(nn.Module):
         (1.001, 1, False, {}),
     ],
 )
-def test_what_is_no_plain_sum_is_left_alone(
+def test_scaled_or_normed_sums_are_not_stream_writes(
     factor: float, calls: int, zero: bool, found: dict[str, str]
 ) -> None:
     torch.manual_seed(4)
@@ -97,7 +97,7 @@ def test_what_is_no_plain_sum_is_left_alone(
     assert watch.found(output)[0] == found
 
 
-def test_streams_are_those_that_a_module_gets() -> None:
+def test_streams_are_inputs_of_modules() -> None:
     model = nn.ModuleDict({"block": Block(1.0, 1)})
     hidden = torch.randn(1, 5, 8)
     seen: dict[str, Tensor] = {}

@@ -134,7 +134,7 @@ class DecodeBench(Shown):
             lines(
                 "first token: from the prompts to the first new tokens; step: one more in every sequence",
                 "GB/s: weights, scales, keys and values, read once a step",
-                f"weights: {self.weight_bytes / 1e9:.3f} GB a step, embedding tables aside"
+                f"weights: {self.weight_bytes / 1e9:.3f} GB a step, without embedding tables"
                 + (f"; peak of GPU memory {self.peak_bytes / 1e9:.2f} GB" if self.peak_bytes else ""),
                 f"{self.new_tokens} steps a run, {'no ' if self.sustained else ''}rests between runs",
             ),

@@ -68,9 +68,9 @@ def main(request: str, out: str) -> None:
         return time.perf_counter() - start
 
     def keep() -> None:
-        aside = Path(f"{out}.part")
-        aside.write_text(json.dumps(found), encoding="utf-8")
-        aside.replace(out)
+        partial = Path(f"{out}.part")
+        partial.write_text(json.dumps(found), encoding="utf-8")
+        partial.replace(out)
 
     prompt = asked["context"] - (SHORT + LONG) // 2
     for batch in asked["batches"]:

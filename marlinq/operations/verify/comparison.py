@@ -30,7 +30,7 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import Blueprint, Projection, TensorNames, converted, find_conversions
-from marlinq.operations.verify.aside import Aside
+from marlinq.operations.verify.background import BackgroundThreads
 from marlinq.operations.verify.dequantized import dequantized_modules, off_grid
 from marlinq.operations.verify.masks import misplaced_channels
 from marlinq.operations.verify.report import Check, Findings
@@ -102,7 +102,7 @@ class Comparison:
         self._judged: list[Evidence] = []
         sizes = [spec.in_features * spec.out_features for spec in view.modules.values()]
         at_once = min(torch.get_num_threads(), _ELEMENTS_AT_ONCE // max(sizes, default=1))
-        self.aside = Aside(at_once if device.type == "cpu" else 1)
+        self.background = BackgroundThreads(at_once if device.type == "cpu" else 1)
         """Threads that judge modules; on a CPU several modules at a time."""
         self.errors: dict[str, tuple[float, float | None]] = {}
         """Module -> (relative error, round-to-nearest's relative error or None)."""
@@ -185,9 +185,9 @@ class Comparison:
 
         layout = self._view.layouts[name]
         if q.element.table is not None:
-            self.aside.do(lambda: find_float_faults(weight, q), take)
+            self.background.do(lambda: find_float_faults(weight, q), take)
         else:
-            self.aside.do(lambda: find_faults(weight, q, layout, spec, stored, self._run), take)
+            self.background.do(lambda: find_faults(weight, q, layout, spec, stored, self._run), take)
 
     @staticmethod
     def _report(name: str, findings: list[Finding], lines: list[str]) -> None:

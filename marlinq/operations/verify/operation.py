@@ -164,8 +164,8 @@ class _Run:
     def _module_checks(self, view: QuantizedCheckpoint) -> Iterable[Check]:
         round_trip, values, unreadable = RoundTrip(view), Values(), []
         masks = Masks(view.checkpoint)
-        aside = nullcontext() if self._comparison is None else self._comparison.aside
-        with aside:
+        background = nullcontext() if self._comparison is None else self._comparison.background
+        with background:
             for done, (name, spec) in enumerate(view.modules.items()):
                 self._progress("checking modules", done, len(view.modules))
                 try:

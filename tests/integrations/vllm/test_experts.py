@@ -63,7 +63,7 @@ def config_class(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
     ],
 )
-def test_which_checkpoints_are_taken(
+def test_only_4_bit_mixtures_are_taken(
     config_class: Any, quantization: dict[str, Any], model: dict[str, Any], user: str | None, taken: bool
 ) -> None:
     found = config_class.override_quantization_method(quantization, user, hf_config=SimpleNamespace(**model))
@@ -134,7 +134,7 @@ def layer_and_method(
         ({"moe": {"num_local_experts": 1024}}, "1024 experts"),
     ],
 )
-def test_what_is_refused_runs_as_vllm_has_it(
+def test_refused_experts_run_vllms_own_method(
     config_class: Any, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], reason: str
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -284,7 +284,7 @@ def no_parameter(layer: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("breaks", [overflowing_scale, unknown_shape, no_parameter])
-def test_what_cannot_be_converted_stays_vllms(
+def test_experts_that_can_not_be_converted_stay_vllms(
     config_class: Any, caplog: pytest.LogCaptureFixture, breaks: Any
 ) -> None:
     layer, method, _ = filled(config_class, "gptq", 32, zeros=False)

@@ -177,7 +177,9 @@ def test_a_missing_name_is_one_warning(
         ({"full_weight_shape": (256, 64), "has_g_idx": True}, "split over ranks"),
     ],
 )
-def test_what_is_taken(kernel: Any, changes: dict[str, Any], reason: str | None) -> None:
+def test_the_kernel_takes_supported_integer_layers(
+    kernel: Any, changes: dict[str, Any], reason: str | None
+) -> None:
     takes, why = kernel.can_implement(config(**changes))
     assert takes is (reason is None)
     assert (why is None) if reason is None else (reason in why)

@@ -152,7 +152,7 @@ def test_a_tied_head_is_read_once(tmp_path: Path) -> None:
     assert weight_bytes(tied, 1) == own
 
 
-def test_of_experts_those_are_read_that_rows_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_experts_that_rows_choose_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
         **SYNTHETIC["qwen3-30b-a3b"], "vocab_size": 64, "hidden_size": 64, "moe_intermediate_size": 64,
         "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -90,7 +90,7 @@ def test_refused_options(options: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("asymmetric", [False, True])
-def test_what_peers_are_given_is_the_same_weight(group_size: int, asymmetric: bool) -> None:
+def test_peers_get_the_same_weight(group_size: int, asymmetric: bool) -> None:
     weight = weight_of(group_size, asymmetric=asymmetric)
     codes = weight.codes().float()
     assert (int(codes.min()), int(codes.max())) == (1, 15)

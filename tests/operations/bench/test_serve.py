@@ -113,7 +113,7 @@ def test_an_engine_that_fails_shows_its_log(checkpoint: Path) -> None:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_what_cannot_be_timed(checkpoint: Path) -> None:
+def test_unsuitable_workloads_are_refused(checkpoint: Path) -> None:
     with pytest.raises(UsageError, match="--context 80: expected more than 80"):
         bench_serve(Workload(str(checkpoint), context=80))
     with pytest.raises(UsageError, match="not a folder"):

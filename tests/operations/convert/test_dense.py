@@ -37,7 +37,7 @@ def view(folder: Path) -> QuantizedCheckpoint:
     return found
 
 
-def test_what_bfloat16_rounds_needs_leave(tmp_path: Path) -> None:
+def test_weights_that_bfloat16_rounds_need_allow_loss(tmp_path: Path) -> None:
     source = made(tmp_path, "fp8")
     with pytest.raises(ConversionRefused, match="bfloat16 rounds its dequantised weights; --allow-loss"):
         convert(source, tmp_path / "dense", target_format="dense", progress=False)

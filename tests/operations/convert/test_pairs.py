@@ -192,7 +192,7 @@ def test_a_config_inside_text_config_is_replaced(tmp_path: Path) -> None:
     assert after["text_config"] == {"model_type": "llama"}
 
 
-def test_the_manifest_carries_what_was_known(tmp_path: Path) -> None:
+def test_the_manifest_keeps_the_sources_manifest(tmp_path: Path) -> None:
     before = write(tmp_path / "before", "gptq", model_tuples())
     (before / "marlinq.json").write_text(json.dumps({"recipe": {"seed": 7}, "tensors": {"x": "0"}}))
     convert(before, tmp_path / "after", target_format="marlin")

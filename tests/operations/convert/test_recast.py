@@ -109,7 +109,7 @@ def test_integers_and_floats_are_never_exchanged() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.25, 3.0])
-def test_second_levels_turn_over_where_the_reciprocal_is_exact(scale: float) -> None:
+def test_second_level_scales_are_inverted_where_that_is_exact(scale: float) -> None:
     codes = torch.full((16, 2), 3, dtype=torch.uint8)
     inputs = Activations(SCHEMES["nvfp4"].element, SCHEMES["nvfp4"].granularity, dynamic=False)
     weight = QuantizedWeight.from_codes(

@@ -126,7 +126,7 @@ def shift_zeros(delta: int) -> Callable[[dict[str, torch.Tensor]], None]:
 
 
 @pytest.mark.parametrize(("layout", "delta", "decoded"), [("gptq", 1, 9), ("gptq-v2", -1, 7)])
-def test_zeros_of_the_other_version_are_noticed_by_sym(
+def test_zeros_of_the_other_gptq_version_contradict_sym(
     tmp_path: Path, layout: str, delta: int, decoded: int
 ) -> None:
     before = write(tmp_path / "before", layout, model_tuples())

@@ -83,7 +83,7 @@ def test_figures_by_hand(original: Path, text: Path, tmp_path: Path) -> None:
     assert 0 < agreed < count
 
 
-def test_a_model_is_no_distance_from_itself(original: Path, text: Path) -> None:
+def test_a_model_has_no_divergence_from_itself(original: Path, text: Path) -> None:
     found = evaluate(original, against=original, text=str(text), windows=2, length=100, device="cpu")
     assert (found.kl, found.top1_agreement) == (0.0, 1.0)
     assert found.perplexity == found.against_perplexity

@@ -77,7 +77,7 @@ def test_a_plain_task_names_its_documents_from_its_own_folder(tmp_path: Path) ->
         ("{data_files:", "{trust_remote_code: true, data_files:", "'trust_remote_code'"),
     ],
 )
-def test_what_may_be_code_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_task_files_that_may_run_code_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     (tmp_path / "inner.yaml").write_text("process_docs: !function code.docs\n")
     assert old in TASK
     path = task_file(tmp_path, TASK.replace(old, new))
@@ -85,7 +85,7 @@ def test_what_may_be_code_is_refused(tmp_path: Path, old: str, new: str, message
         files.read_task(str(path), METRICS)
 
 
-def test_recovery_and_its_error_are_those_of_pairs() -> None:
+def test_recovery_has_the_standard_error_of_paired_scores() -> None:
     rng = np.random.default_rng(0)
     theirs = (rng.random(500) < 0.6).astype(float)
     mine = np.where(rng.random(500) < 0.05, 1 - theirs, theirs)
@@ -146,7 +146,7 @@ def test_scores_of_tasks_and_of_groups() -> None:
     assert group.recovery.stderr is not None
 
 
-def test_scores_that_are_no_means_have_no_error_of_pairs() -> None:
+def test_scores_that_are_not_means_have_no_paired_error() -> None:
     mine, theirs = (
         answers({"one": [4.0, 4.0]}, "perplexity", False),
         answers({"one": [2.0, 2.0]}, "perplexity", False),

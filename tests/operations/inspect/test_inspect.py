@@ -151,7 +151,7 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_who_loads_it(tmp_path: Path, name: str) -> None:
+def test_the_report_names_servers_that_load_it(tmp_path: Path, name: str) -> None:
     layout, modules, able = CASES[name]
     settings = {"desc_act": False} if "order" in name else {}
     found = servers(inspect(write(tmp_path / "x", layout, modules, quantization=settings)))
@@ -196,7 +196,9 @@ def test_facts_read_without_torch_are_those_of_the_decoded_grids(
         assert _decoded(quantized, name) == found
 
 
-def test_a_layout_that_says_nothing_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_without_plain_facts_is_decoded_with_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write(tmp_path / "x", "gptq-v2", model_tuples(zeros="any"))
     before = inspect(folder)
     monkeypatch.setattr(INTEGERS["gptq-v2"], "plain", None)
@@ -231,7 +233,7 @@ def test_a_g_idx_out_of_range_is_damage(tmp_path: Path, suffix: str, value: int,
 
 
 @pytest.mark.parametrize("layout", INTEGERS)
-def test_a_quantised_head_is_told_of(tmp_path: Path, layout: str) -> None:
+def test_a_quantised_head_is_reported(tmp_path: Path, layout: str) -> None:
     modules = model_tuples(group_size=64, lm_head=True)
     found = inspect(write(tmp_path / "x", layout, modules, unquantized=()))
     assert found.head is not None

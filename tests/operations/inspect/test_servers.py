@@ -272,7 +272,7 @@ ORIGINAL_CASES = {
 
 
 @pytest.mark.parametrize("case", ORIGINAL_CASES)
-def test_the_original_marlin(case: str) -> None:
+def test_the_original_marlin_takes_only_its_own_shapes(case: str) -> None:
     layer, loads = ORIGINAL_CASES[case]
     assert judge(layer)["Marlin (IST-DASLab)"].loads is loads
 
@@ -339,7 +339,7 @@ def test_members_of_a_fused_layer_are_judged_together() -> None:
     assert "which is fused with it, is not" in found["SGLang"].reason
 
 
-def test_members_count_as_many_as_they_are() -> None:
+def test_fused_members_count_as_several_linears() -> None:
     layers = {"a.gate_proj": PLAIN, "a.up_proj": PLAIN, "a.down_proj": replace(PLAIN, out_features=64)}
     units, broken = fused(layers, {"gate_up_proj": ("gate_proj", "up_proj")}, ())
     assert broken is None

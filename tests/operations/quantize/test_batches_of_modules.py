@@ -12,7 +12,7 @@ def made(n: int, k: int, symmetric: bool = True) -> QuantizedWeight:
     return round_to_nearest(torch.randn(n, k) + 0.5, scheme(32, symmetric=symmetric))
 
 
-def test_batches_hold_what_is_alike_in_order() -> None:
+def test_batches_hold_weights_of_one_shape_and_scheme_in_order() -> None:
     torch.manual_seed(0)
     weights = {
         "a": made(8, 64),

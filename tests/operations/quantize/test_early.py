@@ -31,7 +31,9 @@ FOLDER = Path("model")
         ),
     ],
 )
-def test_config_alone_decides(config: dict[str, Any], recipe: Recipe, message: str) -> None:
+def test_config_alone_refuses_unsuitable_group_sizes(
+    config: dict[str, Any], recipe: Recipe, message: str
+) -> None:
     with pytest.raises(UnsupportedError, match=message):
         refuse_by_config(FOLDER, config, recipe)
 
@@ -47,7 +49,7 @@ def test_config_alone_decides(config: dict[str, Any], recipe: Recipe, message: s
         ({"text_config": 1}, Recipe(group_size=128)),
     ],
 )
-def test_what_config_does_not_decide_passes(config: dict[str, Any], recipe: Recipe) -> None:
+def test_cases_that_config_does_not_decide_pass(config: dict[str, Any], recipe: Recipe) -> None:
     refuse_by_config(FOLDER, config, recipe)
 
 

@@ -50,7 +50,7 @@ def run_watched(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
-def test_importance_is_that_of_the_originals_inputs(
+def test_importance_comes_from_the_originals_inputs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "model"
@@ -145,7 +145,7 @@ def test_no_more_text_is_used_than_is_enough(tmp_path: Path, monkeypatch: pytest
             assert any("writes it: 200 tokens (enough for imatrix)" in line for line in messages)
 
 
-def test_the_bound_is_shared_and_gives_way() -> None:
+def test_the_token_limit_is_shared_and_options_override_it() -> None:
     recipe = Recipe.from_dict({"quality": "fast", "calibration": ["a.txt=3", "self=1"]})
     assert Imatrix.enough_tokens == 65_536
     assert [part.most for part in recipes_of_parts(recipe)] == [49_152, 16_384]

@@ -19,7 +19,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_the_gpu_finds_what_the_cpu_finds(source: Path, tmp_path: Path) -> None:
+def test_gpu_and_cpu_give_nearly_the_same_codes(source: Path, tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="reading calibration text needs datasets")
     text = tmp_path / "text.jsonl"
     text.write_text('{"input_ids": ' + str([3 + (11 * n) % 120 for n in range(64)]) + "}\n")

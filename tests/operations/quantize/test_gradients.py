@@ -133,7 +133,7 @@ def minded_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Qu
     return source, folder / "out", quantize(source, folder / "out", recipe=MINDED, device="cpu")
 
 
-def test_a_run_minds_them_and_comes_to_the_same_bytes(
+def test_a_run_with_gradients_repeats_its_bytes(
     tmp_path: Path, minded_run: tuple[Path, Path, QuantizeReport]
 ) -> None:
     source, folder, minded = minded_run
@@ -149,7 +149,7 @@ def test_a_run_minds_them_and_comes_to_the_same_bytes(
     assert manifest["quality"]["changed"] == ["output_hessian"]
 
 
-def test_a_resumed_run_minds_the_same_gradients(
+def test_a_resumed_run_uses_the_same_gradients(
     tmp_path: Path, minded_run: tuple[Path, Path, QuantizeReport]
 ) -> None:
     source, whole, _ = minded_run
@@ -185,14 +185,14 @@ def test_some_modules_alone(tmp_path: Path) -> None:
     assert differing == {"model.layers.2.mlp.down_proj"}
 
 
-def test_without_calibration_there_are_none(tmp_path: Path) -> None:
+def test_without_calibration_no_gradients_are_taken(tmp_path: Path) -> None:
     recipe = READ.replace(quality="best", method="rtn", tune_steps=0)
     assert not hasattr(recipe.options, "output_hessian")
     assert recipe.replace(quality="best", method="gptq").options == GPTQOptions(output_hessian=True)
     assert recipe.replace(quality="default").options == GPTQOptions()
 
 
-def test_where_tokens_choose_experts_they_are_left_out(tmp_path: Path) -> None:
+def test_gradients_are_left_out_with_experts(tmp_path: Path) -> None:
     save_mixture(tmp_path / "model", "mixtral")
     recipe = MINDED.replace(calibration=str(calibration_text(tmp_path)))
     with pytest.warns(UserWarning, match="tokens choose experts, so the loss's gradients are left out"):
@@ -218,7 +218,7 @@ def test_ranks_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_gradients_that_are_no_numbers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_gradients_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_tiny("llama", tmp_path / "model")
     monkeypatch.setattr(gradients, "_slope", lambda rows, *_: torch.full_like(rows, float("inf")))
     with pytest.raises(NumericsError, match=r"gradients hold NaN or infinity in float32; pass --no-output"):
@@ -235,7 +235,9 @@ def test_gradients_that_are_no_numbers_are_told(tmp_path: Path, monkeypatch: pyt
         (8_000_000_000, [8192] * 32, list(range(0, 32, 8))),
     ],
 )
-def test_on_which_batches_they_are_taken(weights: int, tokens: list[int], expected: list[int]) -> None:
+def test_gradients_are_taken_on_evenly_spaced_or_repeated_batches(
+    weights: int, tokens: list[int], expected: list[int]
+) -> None:
     work = Work(weights, weights, 0, 0, None)
     device = torch.device("cuda")
     assert gradient_jobs(tokens, work, device) == expected

@@ -300,7 +300,7 @@ def test_both_copies_of_a_tied_tensor(tmp_path: Path) -> None:
     assert all(torch.equal(one.tensor(name), two.tensor(name)) for name in one.tensors)
 
 
-def test_not_a_number_in_the_head_is_named(tmp_path: Path) -> None:
+def test_nan_in_the_head_is_named(tmp_path: Path) -> None:
     source = save("llama", tmp_path / "model")
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"][5, 7] = float("nan")
@@ -315,7 +315,7 @@ LAYOUTS_OF_THE_HEAD = ("gptq", "gptq-v2", "awq", "marlin", "compressed-tensors")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_OF_THE_HEAD)
-def test_it_converts_to_every_format(tmp_path: Path, layout: str) -> None:
+def test_a_quantised_head_converts_to_every_format(tmp_path: Path, layout: str) -> None:
     source = save("llama-tied", tmp_path / "model")
     # Marlin wants N in multiples of 64, which the two small projections are not.
     recipe = HEAD.replace(format=layout, overrides=(Override("[kv]_proj$", skip=True),))
@@ -355,7 +355,7 @@ def test_eight_bits_convert_where_they_can_be_held(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.lm_head.weight, expected, rtol=0, atol=0)
 
 
-def test_it_runs(tmp_path: Path) -> None:
+def test_a_quantised_head_generates(tmp_path: Path) -> None:
     source = save("llama-tied", tmp_path / "model")
     run(source, tmp_path / "out")
     loaded = load(tmp_path / "out", device="cpu", dtype="float32", operator="w4a16")

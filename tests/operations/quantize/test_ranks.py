@@ -124,7 +124,9 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("head", [pytest.param("none", marks=pytest.mark.slow), "int4"])
-def test_two_ranks_find_what_one_process_finds(source: Path, tmp_path: Path, head: str) -> None:
+def test_two_ranks_and_one_process_give_nearly_the_same_codes(
+    source: Path, tmp_path: Path, head: str
+) -> None:
     recipe = recipe_file(tmp_path, quantize_head=head)
     run_ranks(2, source, tmp_path / "two", recipe)
     quantize(source, tmp_path / "one", recipe=read_recipe(recipe), device="cpu")
@@ -156,7 +158,7 @@ def test_experts_are_shared_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_the_first_rank_speaks(source: Path, tmp_path: Path) -> None:
+def test_only_the_first_rank_prints(source: Path, tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, method="rtn")
     asked = ("quantize", str(source), str(tmp_path / "two"), "--recipe", str(recipe), "--device", "cpu")
     (code, out, errors), (other, silence, noise) = finished(start(2, *asked))

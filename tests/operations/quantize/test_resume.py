@@ -232,7 +232,7 @@ def test_resuming_what_is_finished_returns_its_report(
         quantize(source, tmp_path / "other", recipe="rtn", device="cpu")  # type: ignore[arg-type]
 
 
-def test_resuming_nothing_is_said(tmp_path: Path) -> None:
+def test_resuming_without_an_interrupted_run_warns(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     with pytest.warns(UserWarning, match="no unfinished run to resume; starting afresh"):
         report = quantize(source, tmp_path / "out", recipe=READ, device="cpu", resume=True)

@@ -63,11 +63,11 @@ def test_blocks_of_an_earlier_run_are_not_counted() -> None:
     )
 
 
-def test_times_for_people() -> None:
+def test_durations_are_readable() -> None:
     assert [duration(s) for s in (0.4, 119, 120, 7100, 7200)] == ["0 s", "119 s", "2 min", "118 min", "2.0 h"]
 
 
-def test_rounding_is_never_far_off_and_nonsense_is() -> None:
+def test_nonsense_is_far_off_and_rounding_never_is() -> None:
     assert FAR_ABOVE_RTN == comparison.FAR_ABOVE_RTN
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     rounded = round_to_nearest(weight, scheme())

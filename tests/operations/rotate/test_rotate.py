@@ -36,7 +36,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 8, 20, 64, 576, 45])
-def test_the_matrix_is_orthogonal_and_spreads_every_channel(size: int) -> None:
+def test_the_rotation_is_orthogonal_and_spreads_every_channel(size: int) -> None:
     turn = rotation_matrix(size, 3)
     torch.testing.assert_close(turn @ turn.t(), torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-13)
     two = size & -size
@@ -100,14 +100,14 @@ def test_a_mixture_is_refused(tmp_path: Path) -> None:
         rotate(tmp_path / "model", tmp_path / "out", device="cpu")
 
 
-def test_what_is_quantised_is_refused(tmp_path: Path) -> None:
+def test_quantised_sources_are_refused(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     quantize(source, tmp_path / "int4", recipe=RECIPE.replace(method="rtn"), device="cpu")
     with pytest.raises(UnsupportedError, match="rotate the original"):
         rotate(tmp_path / "int4", tmp_path / "out", device="cpu")
 
 
-def test_weights_out_of_range_are_told(tmp_path: Path) -> None:
+def test_weights_out_of_range_are_reported(tmp_path: Path) -> None:
     model = tiny_model("llama").half()
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight.fill_(3e4)

@@ -34,7 +34,7 @@ def row(report, name="unquantised tensors"):
     return next(check for check in report.checks if check.name == name)
 
 
-def test_they_are_judged_as_quantised(folders):
+def test_dequantised_modules_are_judged_as_quantised_ones(folders):
     original, folder = folders
     report = verify(folder, against=original)
     assert report.ok, report.render()
@@ -64,7 +64,7 @@ def test_values_between_the_codes_are_not_let_through(folders, tmp_path):
     assert "different values, int4 has 16" in check.detail
 
 
-def test_only_what_the_manifest_names(folders, tmp_path):
+def test_only_modules_that_the_manifest_names_may_be_dequantised(folders, tmp_path):
     original, folder = folders
     copy = faults.copy(folder, tmp_path / "copy", manifest=False)
     check = row(verify(copy, against=original))

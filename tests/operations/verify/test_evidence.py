@@ -248,7 +248,7 @@ def test_names_exchanged_input_channels_and_a_damaged_output():
 
 # Two or four times off is within what GPTQ may do to the scales of a layer as small and uneven as this.
 @pytest.mark.parametrize(("group_size", "bit"), [(g, bit) for g in (32, 64, -1) for bit in range(12, 16)])
-def test_finds_the_bit(group_size, bit):
+def test_a_flipped_bit_of_a_scale_is_found(group_size, bit):
     weight = heavy_tailed(2)
     q = quantize(weight, group_size=group_size, symmetric=False, act_order="static", seed=2)
     damaged = replace(q, scales=flip_bit(bit)(q.scales))

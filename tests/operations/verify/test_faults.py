@@ -217,7 +217,7 @@ def test_modules_that_are_judged_side_by_side_are_judged_the_same(original, quan
 
 
 @pytest.mark.parametrize("name", sorted(NEEDS_ORIGINAL))
-def test_what_is_said_to_need_the_original_does(quantized, tmp_path, name):
+def test_faults_listed_as_needing_the_original_need_it(quantized, tmp_path, name):
     layout = FAULTS[name].layouts[-1]
     assert verify(damaged(quantized, tmp_path, name, layout, manifest=False)).ok
 

@@ -52,7 +52,7 @@ def _options(unit: Unit) -> list[str]:
     return [option.candidate for option in unit.options]
 
 
-def test_vllm_has_one_scheme_for_what_it_fuses(llama: tuple[Checkpoint, Blueprint]) -> None:
+def test_vllm_needs_one_scheme_for_fused_linears(llama: tuple[Checkpoint, Blueprint]) -> None:
     units = units_of(*llama, TARGET)
     assert _inside(units, 1) == {
         "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -66,7 +66,9 @@ def test_vllm_has_one_scheme_for_what_it_fuses(llama: tuple[Checkpoint, Blueprin
     assert "fp8" not in _options(units_of(*llama, TARGET.replace(format="gptq"))[0])
 
 
-def test_what_no_kernel_of_the_loader_takes_stays(llama: tuple[Checkpoint, Blueprint]) -> None:
+def test_linears_that_no_kernel_of_the_loader_takes_stay_unquantised(
+    llama: tuple[Checkpoint, Blueprint],
+) -> None:
     units = units_of(*llama, TARGET.replace(served_by="sglang"))
     assert _options(units[0]) == ["fp8", "unquantised"]
     assert units[0].refused["int4/32"].startswith("no kernel takes model.layers.0.self_attn.qkv_proj: Marlin")

@@ -176,7 +176,7 @@ def test_a_quantised_head_stays_as_it_was(tmp_path: Path) -> None:
     assert weights(tmp_path / "out")["lm_head"].difference(plain["lm_head"]) is None
 
 
-def test_what_gets_worse_is_undone(tmp_path: Path, rounded: Recipe) -> None:
+def test_tuning_that_makes_things_worse_is_undone(tmp_path: Path, rounded: Recipe) -> None:
     source = save_tiny("llama", tmp_path / "model")
     plain = untuned(source, tmp_path / "plain", rounded)
     # Steps as large as the scales themselves.

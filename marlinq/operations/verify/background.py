@@ -17,7 +17,7 @@ import torch
 ResultT = TypeVar("ResultT")
 
 
-class Aside:
+class BackgroundThreads:
     """A context manager with background threads; inside, torch uses one thread in each, and in the caller.
 
     Its end waits for all work and delivers all results, unless an exception ends it.
@@ -32,7 +32,7 @@ class Aside:
         self._pool: ThreadPoolExecutor | None = None
         self._before = torch.get_num_threads()
 
-    def __enter__(self) -> Aside:
+    def __enter__(self) -> BackgroundThreads:
         if self._threads > 1:
             self._before = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(self._threads, initializer=torch.set_num_threads, initargs=(1,))

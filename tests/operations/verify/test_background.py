@@ -1,4 +1,4 @@
-"""Work done aside by threads: order, threads of torch, and errors."""
+"""Work done by background threads: order, threads of torch, and errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from marlinq.operations.verify.aside import Aside
+from marlinq.operations.verify.background import BackgroundThreads
 
 
 def test_results_are_taken_in_order_by_the_caller() -> None:
@@ -24,17 +24,17 @@ def test_results_are_taken_in_order_by_the_caller() -> None:
 
         return run
 
-    with Aside(3) as aside:
+    with BackgroundThreads(3) as background:
         for number in range(12):
-            aside.do(work(number), lambda done: taken.append((done, threading.get_ident())))
+            background.do(work(number), lambda done: taken.append((done, threading.get_ident())))
     assert taken == [(number, threading.get_ident()) for number in range(12)]
     assert threading.get_ident() not in workers
 
 
 def test_one_thread_is_the_caller_itself() -> None:
     taken: list[int] = []
-    with Aside(1) as aside:
-        aside.do(threading.get_ident, taken.append)
+    with BackgroundThreads(1) as background:
+        background.do(threading.get_ident, taken.append)
         assert taken == [threading.get_ident()]
 
 
@@ -43,8 +43,8 @@ def test_each_thread_computes_alone_and_the_caller_gets_its_threads_back() -> No
     torch.set_num_threads(2)
     try:
         inside: list[int] = []
-        with Aside(2) as aside:
-            aside.do(torch.get_num_threads, inside.append)
+        with BackgroundThreads(2) as background:
+            background.do(torch.get_num_threads, inside.append)
             assert torch.get_num_threads() == 1
         assert inside == [1]
         assert torch.get_num_threads() == 2
@@ -61,12 +61,12 @@ def test_not_more_than_one_waits_for_the_threads() -> None:
         gate.wait(10)
         return 0
 
-    with Aside(2) as aside:
+    with BackgroundThreads(2) as background:
         for _ in range(3):
-            aside.do(work, lambda _: None)
+            background.do(work, lambda _: None)
         # The fourth call waits for the first result.
         threading.Timer(0.05, gate.set).start()
-        aside.do(work, lambda _: None)
+        background.do(work, lambda _: None)
         assert gate.is_set()
     assert len(begun) == 4
 
@@ -76,9 +76,9 @@ def test_an_error_reaches_the_caller_and_ends_the_work() -> None:
         raise ArithmeticError("module 3")
 
     def use() -> None:
-        with Aside(2) as aside:
+        with BackgroundThreads(2) as background:
             for _ in range(10):
-                aside.do(fail, lambda _: None)
+                background.do(fail, lambda _: None)
 
     before = torch.get_num_threads()
     with pytest.raises(ArithmeticError, match="module 3"):
