@@ -20,8 +20,15 @@ else:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Codes uint8 [K, N], scales and zeros float32 [G, N], in processing order; the loss, float64 [N]. Codes
-    of an ``element`` with a table stand for its values, others for themselves."""
+    """The result of a GPTQ solve, with input channels in processing order.
+
+    Attributes:
+        codes: uint8 [K, N].
+        scales: float32 [G, N].
+        zeros: zero points float32 [G, N].
+        loss: float64 [N].
+        element: element type of the codes.
+    """
 
     codes: Tensor
     scales: Tensor

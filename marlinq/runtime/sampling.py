@@ -10,7 +10,7 @@ A draw adds noise to every logit that is left and takes the largest sum (the Gum
 draw from their softmax. The noise comes from a counter-based generator, Philox4x32-10 (Salmon et al.,
 "Parallel random numbers: as easy as 1, 2, 3", 2011): its key is the seed, its counter the token's id, the
 number of tokens that the row has drawn before, and the row's stream. So equal logits, seed and stream give
-the same token whatever stands in the rows around, and, but for ties within rounding, on every device.
+the same token whatever the other rows are, and, but for ties within rounding, on every device.
 """
 
 from __future__ import annotations

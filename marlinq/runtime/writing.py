@@ -329,7 +329,7 @@ class _Template:
                 "out, or name a file with another template"
             )
         self.beginning = self._encode(before)
-        """Token ids of what stands before a user's message."""
+        """Token ids of the template's text before a user's message."""
         self._closing = after.strip().splitlines()[0].strip() if after.strip() else ""
 
     def message(self, tokens: Sequence[int]) -> str:

@@ -1,6 +1,7 @@
 """The config of GPT-OSS checkpoints (docs/formats.md): experts are MXFP4, everything else is not quantised.
 
-``modules_to_not_convert`` names what stays in 16 bits; ``*`` stands for any text. Nothing else is said.
+``modules_to_not_convert`` lists modules that stay in 16 bits, where ``*`` matches any text. There are no
+other settings.
 """
 
 from __future__ import annotations

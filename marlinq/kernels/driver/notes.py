@@ -1,8 +1,8 @@
-"""A note beside the compiled kernels of what a model's products need, so that it is found out once.
+"""A note in the cache folder that lists the compiled kernels of a model's products.
 
-Deciding for every batch takes half a second, every time a model is loaded. The note rests on this room's
-files too (decisions, measured choices, sources), and lists the variants' entries in the cache. Where all of
-these are there, nothing is decided or compiled; a damaged one is noticed when it is loaded.
+Deciding for every batch takes half a second each time a model is loaded. The note's key includes the files of
+the kernels' room (decisions, measured choices, sources). If the note and all entries that it lists are in the
+cache, nothing is decided or compiled. A damaged entry is noticed when its kernel is loaded.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from marlinq.kernels.driver.compiler import nvrtc_version
 
 
 def is_complete(premises: object) -> bool:
-    """Whether a note with these ``premises`` stands in the cache, and the entries that it lists do, too."""
+    """Whether the cache holds a note for ``premises``, and all entries that it lists."""
     names = noted(_name(premises), lambda value: value)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return False
-    # Nothing outside the folder is looked at, whatever stands in the note.
+    # Names with a path are refused, so that a note can't point outside the folder.
     return all(Path(name).name == name and is_kept(name) for name in names)
 
 
 def note_complete(premises: object, wanted: Iterable[Instantiation], architecture: str) -> None:
-    """Leave the note: ``wanted`` are all compiled.
+    """Write the note for ``premises``; all of ``wanted`` must be compiled.
 
     Raises:
         EnvironmentProblem: the cache can't be trusted or written.

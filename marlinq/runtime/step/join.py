@@ -23,7 +23,7 @@ def join_refusal(operands: Sequence[Operand], *, interleave: bool) -> str | None
 
     Args:
         operands: operands of projections with the same input, in the order of their columns.
-        interleave: whether their tiles of 64 columns take turns, instead of lying side by side.
+        interleave: whether their tiles of 64 columns alternate, instead of lying side by side.
     """
     first = operands[0]
     for other in operands:
@@ -102,7 +102,7 @@ def join_biases(
 
 
 def _joined(parts: Sequence[Tensor], tile: int, interleave: bool) -> Tensor:
-    """Rows of all parts, with whole tiles of columns side by side or in turns."""
+    """Rows of all parts, with whole tiles of columns side by side or alternating."""
     if not interleave:
         return torch.cat(list(parts), dim=1)
     rows, columns = parts[0].shape
@@ -115,7 +115,8 @@ class JoinedLinear(QuantLinear):
 
     Attributes:
         widths: output columns of each part.
-        interleaved: whether tiles of 64 columns take turns, instead of the parts lying side by side.
+        interleaved: whether tiles of 64 columns of the parts alternate, instead of the parts lying side by
+            side.
     """
 
     def __init__(

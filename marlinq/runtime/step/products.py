@@ -38,7 +38,7 @@ class Product:
     Attributes:
         modules: modules that multiply; one, or as many as there are parts.
         widths: columns of each module's result.
-        tiles: whether parts take turns in tiles of 64 columns.
+        tiles: whether tiles of 64 columns of the parts alternate.
         inner: columns of the activations that the kernels read, padding included.
     """
 

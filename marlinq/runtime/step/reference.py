@@ -506,7 +506,7 @@ def _product(
         scores = scores.masked_fill(~mask, -torch.inf)
     scores = scores.float()
     if sinks is not None:
-        # A column more, whose value nobody reads.
+        # The sink is one more column of scores, without a value.
         scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
         return torch.matmul(scores.softmax(-1)[..., :-1].to(q.dtype), v)
     return torch.matmul(scores.softmax(-1).to(q.dtype), v)
