@@ -1,25 +1,22 @@
-// W4A16 GEMM for small batches on compute capability 9.0 and later: the stream kernel's products, with
-// operands by TMA.
+// W4A16 GEMM for small batches on compute capability 9.0 and later: the stream kernel's products, with operands by TMA.
 //
 //   out[m, n] = sum_k x[m, k] * (code[k, n] - zero[g(k), n]) * scale[g(k), n] + bias[n]
 //
 // Operands and fragments are those of the stream kernel (kernels/stream.cuh); copies and waits differ.
-// A block owns 64*WARPS_N columns, 8*BLOCKS_M rows of the batch and a slice of K's chunks; the blocks of a
-// cluster own the slices of one tile. One thread of an extra warp is the TMA producer (tma/producer.cuh).
-// Chunk j of the slice is multiplied by the WARPS_N warps of part j % WARPS_K. So a chunk's work begins when
-// its own bytes are there, and after the last bytes of a slice there is one chunk's work left, whatever the
-// number of warps:
+// A block owns 64*WARPS_N columns, 8*BLOCKS_M rows of the batch and a slice of K's chunks; the blocks of a cluster own
+// the slices of one tile. One thread of an extra warp is the TMA producer (tma/producer.cuh). Chunk j of the slice is multiplied
+// by the WARPS_N warps of part j % WARPS_K. So a chunk's work begins when its own bytes are there, and after the last bytes of
+// a slice there is one chunk's work left, whatever the number of warps:
 //
 //   chunk     | 0     | 1     | 2     | 3     | 4     |   in the order of arrival
 //   part      | 0     | 1     | 2     | 0     | 1     |   with WARPS_K = 3
 //
-// Scales, and with one block of batch rows zero points (mma/quant_group_sums.cuh), are applied to float
-// accumulators at the end of a quantisation group or of a chunk. Parts of K are added by a pushed DSMEM
-// reduction (reduce/dsmem_push.cuh), in memory beside the ring, so that no warp waits for the ring to drain.
+// Scales, and with one block of batch rows zero points (mma/quant_group_sums.cuh), are applied to float accumulators at the end of
+// a quantisation group or of a chunk. Parts of K are added by a pushed DSMEM reduction (reduce/dsmem_push.cuh), in memory beside
+// the ring, so that no warp waits for the ring to drain.
 //
-// Configuration: Codec, WARPS_N, WARPS_K, BLOCKS_M, ROWS, QUANT_GROUP (channels; 0: all of K), ZEROS (stored
-// zero points), CLUSTER, STAGES, WINDOW, MIN_BLOCKS, and SHARED_BYTES, the host's count of dynamic shared
-// memory.
+// Configuration: Codec, WARPS_N, WARPS_K, BLOCKS_M, ROWS, QUANT_GROUP (channels; 0: all of K), ZEROS (stored zero points),
+// CLUSTER, STAGES, WINDOW, MIN_BLOCKS, and SHARED_BYTES, the host's count of dynamic shared memory.
 #pragma once
 #include "fault_site.cuh"
 #include "codec/codecs.cuh"
@@ -51,8 +48,7 @@ struct BulkGemm {
     static_assert(C::SHARED_BYTES == SHARED_BYTES, "host and kernel count different bytes of shared memory");
 
     typedef Accumulators<BLOCKS_M> Sums;
-    // Two rows are summed before they are scaled; so where each row is a quantisation group, weights are
-    // scaled instead.
+    // Two rows are summed before they are scaled; so where each row is a quantisation group, weights are scaled instead.
     static constexpr bool SCALE_SUMS = QUANT_GROUP_ROWS > 1;
     typedef QuantGroupSums<Codec, BLOCKS_M, ZEROS, SCALE_SUMS> GroupSums;
 
@@ -104,8 +100,7 @@ struct BulkGemm {
 
         if (warp == WARPS) {
             if (elected()) {
-                // Otherwise the compiler computes the address for every chunk, from a special register that
-                // is slow to read.
+                // Otherwise the compiler computes the address for every chunk, from a special register that is slow to read.
                 ring.stages = opaque(ring.stages);
                 Window<Layout> window(ring);
                 producer.go_on(ring, window, begin, count, dependent);

@@ -1,32 +1,27 @@
-// Grouped W4A16 products of sorted rows with the experts that they were routed to, on wgmma (compute
-// capability 9.0).
+// Grouped W4A16 products of sorted rows with the experts that they were routed to, on wgmma (compute capability 9.0).
 //
 //   out[r, n] = sum_k x[r, k] * weight[expert(r)][k, n]                     down
 //   out[r, j] = activation(gate[r, j]) * up[r, j]                           gate and up, GATED
 //
 // and with BIASED a bias of the expert's: bias[expert(r)][n], or those of gate and up.
 //
-// The main loop, the ring and the fragments are those of kernels/warpgroup.cuh. The grid is persistent: a
-// block takes tile after tile of all experts (experts/records.cuh), how many there are is known on the GPU
-// only. The words of all experts are one tensor [E * K/16, N/64, 128], so a tile of expert e begins e * K/16
-// planes later. A tile's rows may end before TILE_M: those behind belong to the next expert, are multiplied,
-// and are not stored.
+// The main loop, the ring and the fragments are those of kernels/warpgroup.cuh. The grid is persistent: a block takes tile after
+// tile of all experts (experts/records.cuh), how many there are is known on the GPU only. The words of all experts are one
+// tensor [E * K/16, N/64, 128], so a tile of expert e begins e * K/16 planes later. A tile's rows may end before TILE_M: those
+// behind belong to the next expert, are multiplied, and are not stored.
 //
-// GATED: 16 columns of gate and 16 of up alternate, so that neighbouring products of a lane hold gate and up
-// of one channel.
+// GATED: 16 columns of gate and 16 of up alternate, so that neighbouring products of a lane hold gate and up of one channel.
 //
-// HERE: number of pairs up to which every block sorts the pairs for itself (experts/few_pairs.cuh); 0:
-// another kernel has sorted them. With HERE, gate and up load the rows of the batch one by one into the rows
-// of a tile; rows of a stage without a pair keep their old contents, and their results are not stored.
-// Separate warps issue these copies: lanes with different operands copy one after the other, 80 cycles each,
-// which would delay the words.
+// HERE: number of pairs up to which every block sorts the pairs for itself (experts/few_pairs.cuh); 0: another kernel has sorted
+// them. With HERE, gate and up load the rows of the batch one by one into the rows of a tile; rows of a stage without a pair keep
+// their old contents, and their results are not stored. Separate warps issue these copies: lanes with different operands copy one
+// after the other, 80 cycles each, which would delay the words.
 //
-// A block's last chunk of an expert may reach into the next expert's weights where K is no multiple of a
-// chunk. Activations past K are zeros, and weights are finite.
+// A block's last chunk of an expert may reach into the next expert's weights where K is no multiple of a chunk. Activations past
+// K are zeros, and weights are finite.
 //
-// Configuration: that of kernels/warpgroup.cuh (no split of K, one warpgroup or more side by side), GATED,
-// BIASED, ACTIVATION, GROUPED_SHARED_BYTES, HERE; where pairs are sorted here, EXPERTS (a multiple of 32),
-// WIDE (64-bit ids), SORTING_BYTES.
+// Configuration: that of kernels/warpgroup.cuh (no split of K, one warpgroup or more side by side), GATED, BIASED, ACTIVATION,
+// GROUPED_SHARED_BYTES, HERE; where pairs are sorted here, EXPERTS (a multiple of 32), WIDE (64-bit ids), SORTING_BYTES.
 #pragma once
 #include "fault_site.cuh"
 #include "experts/few_pairs.cuh"
@@ -51,8 +46,7 @@ struct ExpertsWarpgroup {
 
     static constexpr int STORED = GATED ? PRODUCTS / 2 : PRODUCTS;  // 16-column blocks that a warp stores
     typedef TransposedStore<typename Shape::E, STORED, TILE_M> Transposed;
-    // Bytes of a warpgroup's epilogue behind the ring. A single block of columns needs more than the dense
-    // kernel's pairs.
+    // Bytes of a warpgroup's epilogue behind the ring. A single block of columns needs more than the dense kernel's pairs.
     static constexpr int EPILOGUE_BYTES =
         4 * Transposed::BYTES > Shape::EPILOGUE_BYTES ? 4 * Transposed::BYTES : Shape::EPILOGUE_BYTES;
     static_assert(C::GROUPED_SHARED_BYTES == Shape::ALIGNED_RING_BYTES + CONSUMERS * EPILOGUE_BYTES,
@@ -90,9 +84,8 @@ struct ExpertsWarpgroup {
         }
     };
 
-    // A warp that gathers the rows of all tiles for one slab, a lane a row. The swizzle is that of the
-    // address, so boxes of a row land as rows of a box do. Bytes may arrive before the producer's warp
-    // expects them: its arrival ends the phase.
+    // A warp that gathers the rows of all tiles for one slab, a lane a row. The swizzle is that of the address, so boxes of a row
+    // land as rows of a box do. Bytes may arrive before the producer's warp expects them: its arrival ends the phase.
     template <typename Order>
     static __device__ __forceinline__ void gather(Ring<Layout> ring, const TensorMap& x, const u16* sources, const Order& order,
                                                   int tiles, int chunks, int slab, int lane) {
@@ -111,8 +104,7 @@ struct ExpertsWarpgroup {
         }
     }
 
-    // The TMA producer. The first chunks' weights need nothing of the previous kernel if the records are
-    // there already.
+    // The TMA producer. The first chunks' weights need nothing of the previous kernel if the records are there already.
     template <typename Order>
     static __device__ __forceinline__ void produce(Ring<Layout> ring, const TensorMap& x, const WeightMaps& maps,
                                                    const Order& order, int tiles, int chunks, int K, int dependent) {

@@ -2,55 +2,46 @@
 //
 //   out[m, n] = sum_k x[m, k] * (code[k, n] - zero[g(k), n]) * scale[g(k), n] + bias[n]
 //
-// The operands are swapped: 64 rows of dequantised weights, in registers, are operand A of
-// wgmma.m64n<TILE_M>k16, and TILE_M rows of activations, in shared memory, are operand B. A 16-byte vector of
-// the Marlin layout is one lane's share of a 16 (K) x 64 (N) tile, and each of its four words is that lane's
-// A fragment of a 16x16 block. So with a warp a tile, word q of all four warps is one 64x16 operand; the rows
-// of the product are merely permuted:
+// The operands are swapped: 64 rows of dequantised weights, in registers, are operand A of wgmma.m64n<TILE_M>k16, and
+// TILE_M rows of activations, in shared memory, are operand B. A 16-byte vector of the Marlin layout is one lane's
+// share of a 16 (K) x 64 (N) tile, and each of its four words is that lane's A fragment of a 16x16 block. So with a
+// warp a tile, word q of all four warps is one 64x16 operand; the rows of the product are merely permuted:
 //
-//   WORDS = 4   warp w of a warpgroup owns tile w (256 columns a warpgroup); it feeds four products a k16
-// row, q = 0..3
-//   WORDS = 2   warp w owns words 2 (w % 2) + {0, 1} of tile w / 2 (128 columns a warpgroup); two products a
-// row
+//   WORDS = 4   warp w of a warpgroup owns tile w (256 columns a warpgroup); it feeds four products a k16 row, q = 0..3
+//   WORDS = 2   warp w owns words 2 (w % 2) + {0, 1} of tile w / 2 (128 columns a warpgroup); two products a row
 //   WORDS = 1   warp w owns word w of the only tile (64 columns a warpgroup); one product a row
 //   accumulator i of product q: n = 64 tile + 16 q + l/4 + 8 (i/2 % 2),  m = 8 (i/4) + 2 (l%4) + i%2
 //
-// Division of work. A block owns one column tile, TILE_M rows of the batch and one slice of K's chunks; the
-// blocks of a cluster own the slices of one tile (schedule/tile_work.cuh). The warpgroups of a block:
+// Division of work. A block owns one column tile, TILE_M rows of the batch and one slice of K's chunks; the blocks of a
+// cluster own the slices of one tile (schedule/tile_work.cuh). The warpgroups of a block:
 //
-//   0 .. CONSUMERS - 1   multiply (mma/warpgroup_loop.cuh): WARPGROUPS_N side by side share a chunk, and
-// chunk j of the slice
+//   0 .. CONSUMERS - 1   multiply (mma/warpgroup_loop.cuh): WARPGROUPS_N side by side share a chunk, and chunk j of the slice
 //                        belongs to part j % PARTS_K
 //   CONSUMERS            warp 0: one thread is the TMA producer (tma/producer.cuh)
-//                        warp 1: with STREAM_K, one thread exchanges flags with other blocks
-// (reduce/stream_k_fixup.cuh)
+//                        warp 1: with STREAM_K, one thread exchanges flags with other blocks (reduce/stream_k_fixup.cuh)
 //                        warps 2, 3: with STORE_WARPS, store finished tiles (epilogue/store_warps.cuh)
 //
 // Ends of a tile:
 //
-//   split-K, PUSH_SUMS   small tiles: warps push their sums to the blocks that own them
-// (reduce/dsmem_push.cuh), sooner done
+//   split-K, PUSH_SUMS   small tiles: warps push their sums to the blocks that own them (reduce/dsmem_push.cuh), sooner done
 //                        but in memory beside the ring
 //   split-K              sums meet in the memory of the ring and through DSMEM (reduce/dsmem_pull.cuh)
-//   otherwise            a block takes tile after tile, the producer running ahead into the next one while
-// the consumers
-//                        store theirs (epilogue/transposed_store.cuh) or, with STORE_WARPS, leave all but the
-// block's last
+//   otherwise            a block takes tile after tile, the producer running ahead into the next one while the consumers
+//                        store theirs (epilogue/transposed_store.cuh) or, with STORE_WARPS, leave all but the block's last
 //                        tile to the two warps
 //
-// SCALING: the values that scales multiply (scale/scaling.cuh). FUSED: if a chunk's scales outgrow their
-// columns' normalizers, the loop waits for its products, adapts sums and normalizers, and goes on. SUMS takes
-// a second set of accumulators, WEIGHTS more instructions a weight.
+// SCALING: the values that scales multiply (scale/scaling.cuh). FUSED: if a chunk's scales outgrow their columns' normalizers, the
+// loop waits for its products, adapts sums and normalizers, and goes on. SUMS takes a second set of accumulators, WEIGHTS more
+// instructions a weight.
 //
 // With a PAIR_ACTIVATION, a block has one tile, whose sums meet in shared memory even if K is not split.
 //
-// Where activations still lack their norm (kernels/warpgroup_rows.cuh), warps 1 to 3 of the last warpgroup
-// make the rows' factors during the product.
+// Where activations still lack their norm (kernels/warpgroup_rows.cuh), warps 1 to 3 of the last warpgroup make the rows' factors
+// during the product.
 //
-// Configuration: Codec, PAIR_ACTIVATION (reduce/dsmem_pull.cuh), TILE_M, WORDS, WARPGROUPS_N, PARTS_K, ROWS
-// (of 16 channels, a chunk), QUANT_GROUP (channels; 0: all of K), ZEROS (stored zero points), SCALING,
-// CLUSTER, STAGES, WINDOW, MIN_BLOCKS, STREAM_K, STORE_WARPS, PUSH_SUMS, CONSUMER_REGISTERS and
-// PRODUCER_REGISTERS (setmaxnreg; 0: as launched), and SHARED_BYTES, the host's count of dynamic shared
+// Configuration: Codec, PAIR_ACTIVATION (reduce/dsmem_pull.cuh), TILE_M, WORDS, WARPGROUPS_N, PARTS_K, ROWS (of 16 channels, a chunk), QUANT_GROUP (channels; 0: all of
+// K), ZEROS (stored zero points), SCALING, CLUSTER, STAGES, WINDOW, MIN_BLOCKS, STREAM_K, STORE_WARPS, PUSH_SUMS,
+// CONSUMER_REGISTERS and PRODUCER_REGISTERS (setmaxnreg; 0: as launched), and SHARED_BYTES, the host's count of dynamic shared
 // memory.
 #pragma once
 #include "fault_site.cuh"
@@ -79,8 +70,7 @@ struct WarpgroupGemm {
     static constexpr int STAGES = Shape::STAGES, WORDS = Shape::WORDS, THREADS = Shape::THREADS;
     static constexpr bool STREAM_K = Shape::STREAM_K, STORE_WARPS = Shape::STORE_WARPS, PUSH_SUMS = Shape::PUSH_SUMS;
 
-    // `rows`: norm and residual stream (epilogue/rows.cuh), or PlainRows; `factors`: the factors of the norm,
-    // if there is one.
+    // `rows`: norm and residual stream (epilogue/rows.cuh), or PlainRows; `factors`: the factors of the norm, if there is one.
     template <typename RowWork = PlainRows>
     static __device__ __forceinline__ void run(const ActivationMaps& x, const WeightMaps& maps,
                                                const u16* __restrict__ scales, const u16* __restrict__ zeros,
@@ -98,8 +88,8 @@ struct WarpgroupGemm {
         const TileOrder<TILE_M, TILE_N> order(M, N);
         const int chunks = (K + Shape::CHUNK - 1) / Shape::CHUNK;
 
-        // With few words a lane the compiler would compute the address for every chunk, from a special
-        // register that is slow to read.
+        // With few words a lane the compiler would compute the address for every chunk, from a special register that is slow
+        // to read.
         const u32 first_barrier = WORDS == 1 ? opaque(shared_address(barriers)) : shared_address(barriers);
         Ring<Layout> ring(shared, first_barrier, warpgroup == CONSUMERS);
         const u32 extra_barriers = first_barrier + 16 * STAGES, all_left = extra_barriers, all_there = all_left + 8;
@@ -150,8 +140,7 @@ struct WarpgroupGemm {
         if (warpgroup == CONSUMERS) {
             if constexpr (Shape::PRODUCER_REGISTERS > 0) registers_shrink<Shape::PRODUCER_REGISTERS>();
             if (warp == 0 && elected()) {
-                // Otherwise the compiler computes the address for every chunk, from a special register that
-                // is slow to read.
+                // Otherwise the compiler computes the address for every chunk, from a special register that is slow to read.
                 ring.stages = opaque(ring.stages);
                 Window<Layout> window(ring);
                 bool begun = true;
@@ -231,8 +220,7 @@ struct WarpgroupGemm {
                                                                N - at.n0, dependent, warpgroup * 4 + warp, lane, rows, at.m0,
                                                                at.n0, addend);
                 } else if constexpr (Shape::SPLIT) {
-                    // When all consumers are here all stages are read; their memory becomes the buffer
-                    // [part][m][n].
+                    // When all consumers are here all stages are read; their memory becomes the buffer [part][m][n].
                     barrier_sync(1, CONSUMERS * 128);
 #pragma unroll
                     for (int q = 0; q < PRODUCTS; ++q)

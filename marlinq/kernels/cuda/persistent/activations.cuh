@@ -1,5 +1,5 @@
-// A block's part of a product's input: received from other blocks, normalised where the model does so, and
-// stored in shared memory in the order of the products.
+// A block's part of a product's input: received from other blocks, normalised where the model does so, and stored in shared memory
+// in the order of the products.
 #pragma once
 #include "codec/int4.cuh"
 #include "mma/integer_digits.cuh"
@@ -27,8 +27,8 @@ __device__ __forceinline__ void meet() {
     barrier_sync(1, 32 * S::WARPS);
 }
 
-// Sources of activations. `Pending` brings two vectors of N channels of one head for COUNT places at once: it
-// requests all of them first, so that their trips through L2 overlap.
+// Sources of activations. `Pending` brings two vectors of N channels of one head for COUNT places at once: it requests all of them
+// first, so that their trips through L2 overlap.
 
 // The input of down.
 struct PlainSource {
@@ -119,13 +119,11 @@ struct AttentionSource {
     };
 };
 
-// The first of a unit's channels whose digits this lane makes (mma/integer_digits.cuh); the others are 1, 8
-// and 9 behind.
+// The first of a unit's channels whose digits this lane makes (mma/integer_digits.cuh); the others are 1, 8 and 9 behind.
 __device__ __forceinline__ int channel_of_lane(int unit, int lane) { return unit * 128 + lane / 4 * 16 + lane % 4 * 2; }
 
-// The digits of COUNT units, from the four channels that each lane has of each, to `memory`. Step by step for
-// all units, since every step takes longer to end than to begin. What rounding leaves is 2^-30 of the unit's
-// largest activation, and is left out.
+// The digits of COUNT units, from the four channels that each lane has of each, to `memory`. Step by step for all units, since
+// every step takes longer to end than to begin. What rounding leaves is 2^-30 of the unit's largest activation, and is left out.
 template <typename S, typename Codec, int COUNT>
 __device__ __forceinline__ void make_digits(const float (&values)[COUNT][4], unsigned char* const (&memory)[COUNT], int lane) {
     constexpr int QUANT_GROUP_ROWS = S::QUANT_GROUP_ROWS;
@@ -177,8 +175,8 @@ __device__ __forceinline__ void make_digits(const float (&values)[COUNT][4], uns
     }
 }
 
-// Units first .. first + units - 1 of `channels` channels to `memory`, when all warps have read what was
-// there. Their messages are requested before that.
+// Units first .. first + units - 1 of `channels` channels to `memory`, when all warps have read what was there. Their messages
+// are requested before that.
 template <typename S, typename Codec, typename Source>
 __device__ __forceinline__ void stage_activations(Source& source, const StepArguments& step, int first, int units, int channels,
                                                   unsigned char* memory, int warp, int lane) {

@@ -1,9 +1,9 @@
 // Messages: floats that blocks of the persistent kernel send each other.
 //
-// A message is a float in global memory whose lowest bit is the parity of the round in which it was written.
-// A reader reads the word again until its bit is that of the expected round. So value and signal arrive in
-// one trip through L2, without flags, fences or barriers of the grid. A word is written once a round. The
-// kernel that runs before (persistent/prepare.cuh) sets all words to the round before the first.
+// A message is a float in global memory whose lowest bit is the parity of the round in which it was written. A reader reads the word
+// again until its bit is that of the expected round. So value and signal arrive in one trip through L2, without flags, fences or
+// barriers of the grid. A word is written once a round. The kernel that runs before (persistent/prepare.cuh) sets all words to the
+// round before the first.
 //
 // A float loses its last bit, 2^-24 of its size; one that was rounded to 16 bits loses nothing.
 #pragma once
@@ -61,9 +61,8 @@ struct Letters {
     __device__ __forceinline__ float value(int i, int n) const { return __uint_as_float(words[i][n] & ~1u); }
 };
 
-// Returns when all letters are of `round`. Every lane requests all its missing letters again: with few
-// letters a lane L2 delivers more than that, and waiting for one word before asking for the others costs a
-// trip more.
+// Returns when all letters are of `round`. Every lane requests all its missing letters again: with few letters a lane L2 delivers
+// more than that, and waiting for one word before asking for the others costs a trip more.
 template <typename... SomeLetters>
 __device__ __forceinline__ void await(u32 round, SomeLetters&... letters) {
     for (u32 turns = 0; turns < PATIENCE; ++turns) {

@@ -1,8 +1,8 @@
-// Split-K reduction by reading: a block adds the sums of its own parts of K from its shared memory, and those
-// of the cluster's other blocks through DSMEM.
+// Split-K reduction by reading: a block adds the sums of its own parts of K from its shared memory, and those of the cluster's other
+// blocks through DSMEM.
 //
-// With an ACTIVATION, tiles of 64 columns of gate and of up alternate, and activation(gate) * up is stored:
-// half as many columns, each from a pair of tiles of one block.
+// With an ACTIVATION, tiles of 64 columns of gate and of up alternate, and activation(gate) * up is stored: half as many columns,
+// each from a pair of tiles of one block.
 #pragma once
 #include "fault_site.cuh"
 #include "epilogue/activation.cuh"
@@ -29,11 +29,10 @@ __device__ __forceinline__ float4 add_parts(const float* buffer, int m, int n) {
     return sum;
 }
 
-// Every block of the cluster has the sums of its parts, float [Parts][TileM][Pitch], in its own shared
-// memory. Adds them, always in the same order, adds the bias, narrows and stores rows m0.. and columns n0..
-// of `out` [M, N] ([M, N / 2] behind an activation). A block's first `Threads` threads do the work. They wait
-// for the sums first: at the cluster's barrier, or without a cluster in `meet`. `work`: norm and residual
-// stream (epilogue/rows.cuh), or PlainRows.
+// Every block of the cluster has the sums of its parts, float [Parts][TileM][Pitch], in its own shared memory. Adds them,
+// always in the same order, adds the bias, narrows and stores rows m0.. and columns n0.. of `out` [M, N] ([M, N / 2] behind an
+// activation). A block's first `Threads` threads do the work. They wait for the sums first: at the cluster's barrier, or without
+// a cluster in `meet`. `work`: norm and residual stream (epilogue/rows.cuh), or PlainRows.
 template <typename E, Activation ACTIVATION, int TileM, int TileN, int Pitch, int Parts, int Cluster, int Threads, typename Meet,
           typename RowWork = PlainRows>
 __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16* bias, u16* out, i64 out_stride, int m0,
@@ -65,8 +64,7 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
     for (int four = first; four < (WHOLE_WARPS ? (fours + 31) / 32 * 32 : fours); four += Cluster * Threads) {
         const int m = four / (STORED / 4), stored = four % (STORED / 4) * 4;
         const int n = GATED ? stored / 64 * 128 + stored % 64 : stored;
-        // Columns past N are not stored, so nothing would wait for their loads before the relaxed arrival
-        // below.
+        // Columns past N are not stored, so nothing would wait for their loads before the relaxed arrival below.
         const bool mine = FAULT_SITE(columns_of_result, n < columns && (!WHOLE_WARPS || four < fours));
         if (!WHOLE_WARPS && !mine) continue;
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -81,8 +79,8 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
             store_global(out + (m0 + m) * out_stride + (GATED ? n0 / 2 : n0) + stored,
                          make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w)));
     }
-    // A block stays until its shared memory has been read. Every loaded value has gone into a store by now,
-    // so the barrier need not order memory, which would wait for the stores to complete.
+    // A block stays until its shared memory has been read. Every loaded value has gone into a store by now, so the barrier
+    // need not order memory, which would wait for the stores to complete.
     if constexpr (Cluster > 1) {
         FAULT_SITE(pulled_sums_read, cluster_arrive_relaxed(); cluster_wait();)
     }

@@ -1,24 +1,19 @@
-// GPTQ's inner step: rounds a panel of at most 128 input channels, in order; later channels compensate for
-// each error.
+// GPTQ's inner step: rounds a panel of at most 128 input channels, in order; later channels compensate for each error.
 //
 //   u     [rows, N]  weights with the updates of all channels before the panel
-//   v     = u / s + z, in code units; row k is rounded, code[k] = clamp(round(v[k]), 0, top), d[k] = v[k] -
-// code[k],
+//   v     = u / s + z, in code units; row k is rounded, code[k] = clamp(round(v[k]), 0, top), d[k] = v[k] - code[k],
 //           and every later row gets v[j] -= feedback[j, k] * d[k]
 //   terms = d * diagonal * s, the loss terms R^T (w - q)
 //
-// SEARCH: the panel is a whole quant group. Its scales are chosen first, among factors times the range, for
-// the least sum of importance * (u - q)^2 (marlinq/methods/grid.py, search_grid), and fitted to the codes by
-// least squares afterwards (gptq.py, _refit): R^T (q / s) = (base - terms) / s. Otherwise scales and zeros
-// are given and stay.
+// SEARCH: the panel is a whole quant group. Its scales are chosen first, among factors times the range, for the least
+// sum of importance * (u - q)^2 (marlinq/methods/grid.py, search_grid), and fitted to the codes by least squares afterwards
+// (gptq.py, _refit): R^T (q / s) = (base - terms) / s. Otherwise scales and zeros are given and stay.
 //
-// Output channels don't influence each other. A block has 32 of them, one a lane; its four warps share the
-// rows:
+// Output channels don't influence each other. A block has 32 of them, one a lane; its four warps share the rows:
 //
 //   search   warp w tries factors w, w + 4, ... on all rows, with both signs where the grid is symmetric
 //   round    16 rows at a time: warp 0 rounds them one after the other, then all warps update the rows below,
-//            row j by warp j % 4. Rows of `feedback` are those that are updated, so a thread reads them in
-// vectors.
+//            row j by warp j % 4. Rows of `feedback` are those that are updated, so a thread reads them in vectors.
 //
 // All sums have a fixed order: the same input gives the same bits, however many blocks run at once.
 //
@@ -50,8 +45,7 @@ __device__ __forceinline__ Grid grid(float factor, float range, float low, float
 
 __device__ __forceinline__ float nearest(float v, float top) { return fminf(fmaxf(rintf(v), 0.f), top); }
 
-// The sum of four warps' values for each lane, the same in all warps. Call it only when all have read an
-// earlier sum's `space`.
+// The sum of four warps' values for each lane, the same in all warps. Call it only when all have read an earlier sum's `space`.
 __device__ __forceinline__ float across(float value, float (*space)[COLUMNS]) {
     const int lane = threadIdx.x % 32;
     space[threadIdx.x / 32][lane] = value;
@@ -72,8 +66,8 @@ __device__ __forceinline__ float code_at(const Shared& at, int k) {
     return static_cast<float>(static_cast<int>(at.codes[k / 4][threadIdx.x % 32] >> 8 * (k % 4) & 0xffu));
 }
 
-// Least cost among the candidates; the earliest of equals, and the full range where every cost overflows.
-// Candidate 2 f is factor f, 2 f + 1 the same with the other sign.
+// Least cost among the candidates; the earliest of equals, and the full range where every cost overflows. Candidate 2 f is
+// factor f, 2 f + 1 the same with the other sign.
 template <typename C>
 __device__ __forceinline__ Grid search(const Shared& at, const float* factors, int rows, float top, float middle) {
     constexpr int EACH = (C::FACTORS + WARPS - 1) / WARPS, SIGNS = C::SYMMETRIC ? 2 : 1, NONE = 2 * C::FACTORS;
@@ -124,8 +118,7 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
         float found = cost[c][0] * (scale * scale);
         int candidate = 2 * place;
         if (SIGNS == 2) {
-            // Where no weight is clipped both signs cost the same, and float rounding must not decide between
-            // them.
+            // Where no weight is clipped both signs cost the same, and float rounding must not decide between them.
             const float other = cost[c][SIGNS - 1] * (scale * scale);
             if (other < found * (1.f - TIE)) found = other, ++candidate;
         }
@@ -229,8 +222,7 @@ __device__ __forceinline__ void round_panel(int block, const float* u, const flo
 
     float scale = used.scale;
     if (C::SEARCH) {
-        // If the values of all codes are zero, base and terms differ only by rounding, and the scale must not
-        // be fitted to that.
+        // If the values of all codes are zero, base and terms differ only by rounding, and the scale must not be fitted to that.
         float overlap = 0.f, power = 0.f, levels = 0.f;
         for (int k = warp; k < rows; k += WARPS) {
             const float term = at.v[k * COLUMNS + lane] * at.diagonal[k] * used.scale;

@@ -1,8 +1,7 @@
-// Between the products of an MLP:  out[m, j] = activation(gate[m, j]) * up[m, j],  or  activation(up[m, j])
-// without a gate.
+// Between the products of an MLP:  out[m, j] = activation(gate[m, j]) * up[m, j],  or  activation(up[m, j])  without a gate.
 //
-// Gate and up are parts of one row of x. With TILES, 64 columns of gate and 64 of up alternate; otherwise up
-// begins `up_offset` elements behind gate. Eight elements a thread.
+// Gate and up are parts of one row of x. With TILES, 64 columns of gate and 64 of up alternate; otherwise up begins
+// `up_offset` elements behind gate. Eight elements a thread.
 //
 // Configuration: Element, THREADS, ACTIVATION, GATED, TILES.
 #pragma once

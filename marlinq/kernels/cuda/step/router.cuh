@@ -1,34 +1,27 @@
 // The router: chooses the experts of each row, and their weights:
 //
-//   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, with logit_bias[e] if BIASED, then, unless
-// WIDE, rounded to Element,
+//   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, with logit_bias[e] if BIASED, then, unless WIDE, rounded to Element,
 //               as a product of the model's is
-//   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number
-// first.
-//               If CORRECTED, of the highest score(logits[e]) + correction[e]. Of GROUPS of as many
-// neighbours then only the KEPT
-//               take part whose two highest such sums are together greatest; experts of the others are left
-// out, or, if ZEROED,
+//   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number first.
+//               If CORRECTED, of the highest score(logits[e]) + correction[e]. Of GROUPS of as many neighbours then only the KEPT
+//               take part whose two highest such sums are together greatest; experts of the others are left out, or, if ZEROED,
 //               take part with 0
 //   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED
-//   gates[m] = sigmoid(sum_k x[m, k] * gate[k])          if GATED: how much a shared expert counts; rounded
-// as logits are
+//   gates[m] = sigmoid(sum_k x[m, k] * gate[k])          if GATED: how much a shared expert counts; rounded as logits are
 //
-// Unless NORM is NONE, the kernel first computes x by an addition and a norm (step/residual.cuh with one
-// addend):
+// Unless NORM is NONE, the kernel first computes x by an addition and a norm (step/residual.cuh with one addend):
 //
 //   stored[m] = residual[m] + factor * first[m]
 //   x[m] = norm(stored[m])
 //
 // by every block of the row for itself, which keeps x[m] in shared memory; the first one writes both.
 //
-// score is a softmax over all experts or a sigmoid of each. A cluster works on a row: warps of all its blocks
-// take experts in turns, and leave each block its logits in its own shared memory. The first block collects
-// them, and one warp of it, which holds PER logits a lane, takes the largest TOP times. A warp's first loads
-// of weights are requested before the previous kernel ends.
+// score is a softmax over all experts or a sigmoid of each. A cluster works on a row: warps of all its blocks take experts in
+// turns, and leave each block its logits in its own shared memory. The first block collects them, and one warp of it, which
+// holds PER logits a lane, takes the largest TOP times. A warp's first loads of weights are requested before the previous kernel ends.
 //
-// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, BIASED,
-// CORRECTED, GROUPS, KEPT, ZEROED, WIDE, GATED, NORM, VECTORS (of a row, a thread).
+// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, BIASED, CORRECTED, GROUPS,
+// KEPT, ZEROED, WIDE, GATED, NORM, VECTORS (of a row, a thread).
 #pragma once
 #include "fault_site.cuh"
 #include "ptx/bits.cuh"
@@ -125,8 +118,7 @@ struct RouterRow {
         return sum;
     }
 
-    // Expert e, and behind the last the gate, is multiplied by warp e % (CLUSTER * WARPS) of the cluster,
-    // counted through its blocks.
+    // Expert e, and behind the last the gate, is multiplied by warp e % (CLUSTER * WARPS) of the cluster, counted through its blocks.
     __device__ __forceinline__ void multiply(const RouterAddition& given, i64 m, uint4* row, float* logits) const {
         const int first = rank * WARPS + warp;
         uint4 w[UNROLL];
@@ -187,8 +179,7 @@ struct RouterRow {
     }
 
     __device__ __forceinline__ void choose(const float* logits, const float* correction, int* ids, float* weights, float scale) const {
-        // The numbers that decide. + 0.f turns -0 into 0: they are equal, but -0 comes first in the order of
-        // bits.
+        // The numbers that decide. + 0.f turns -0 into 0: they are equal, but -0 comes first in the order of bits.
         float mine[PER];
 #pragma unroll
         for (int i = 0; i < PER; ++i) mine[i] = lane + 32 * i < experts ? FAULT_SITE(negative_zero, logits[lane + 32 * i] + 0.f) : LOWEST;
@@ -219,8 +210,8 @@ struct RouterRow {
         }
         int chosen = 0;
         for (int s = 0; s < C::TOP; ++s) {
-            // Two instructions of the whole warp find the largest and of its equals the lowest number;
-            // exchanges between pairs of lanes take ten.
+            // Two instructions of the whole warp find the largest and of its equals the lowest number; exchanges between pairs
+            // of lanes take ten.
             u32 key = 0;
             int at = experts;
 #pragma unroll

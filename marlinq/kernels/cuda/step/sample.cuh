@@ -1,21 +1,18 @@
 // The next token of every row: the likeliest, or one drawn from what top-k, top-p and min-p leave.
 //
-// The reference is the torch code of marlinq/runtime/sampling.py; results are equal to the bit where no
-// logarithm or exponential is involved. A cluster of CLUSTER blocks works on a row (one block on GPUs without
-// clusters). Its threads walk over the row's logits several times, four neighbours at a step; a row's share
-// of a block stays in L1 meanwhile:
+// The reference is the torch code of marlinq/runtime/sampling.py; results are equal to the bit where no logarithm or exponential is
+// involved. A cluster of CLUSTER blocks works on a row (one block on GPUs without clusters). Its threads
+// walk over the row's logits several times, four neighbours at a step; a row's share of a block stays in L1 meanwhile:
 //
 //   FILTERS   the largest score
-//             for top-k, then for top-p: the distance from the largest at which their count, or probability,
-// is reached,
+//             for top-k, then for top-p: the distance from the largest at which their count, or probability, is reached,
 //             found five bits at a time from a histogram of 32 bins
 //   always    the largest score, with noise where DRAWS, of those that are near enough
 //
-// Every thread has a histogram of its own in shared memory, so no atomic is needed, and sums always have the
-// same order. Blocks read each other's sums through DSMEM.
+// Every thread has a histogram of its own in shared memory, so no atomic is needed, and sums always have the same order. Blocks
+// read each other's sums through DSMEM.
 //
-// Configuration: Element, CLUSTER, THREADS, RING, DRAWS, FILTERS, PENALTY, ALIGNED (whether four neighbours
-// are one load).
+// Configuration: Element, CLUSTER, THREADS, RING, DRAWS, FILTERS, PENALTY, ALIGNED (whether four neighbours are one load).
 #pragma once
 #include "fault_site.cuh"
 #include "element/bfloat16.cuh"
@@ -73,8 +70,7 @@ struct Sample {
     static constexpr float UNITS = 524288.f, FARTHEST = 33554430.f;
     static_assert(WARPS <= 32 && BINS % WARPS == 0, "a warp reduces what the warps leave, or whole bins");
 
-    // Shared memory. What other blocks read is aligned to their 16-byte loads, and written again two barriers
-    // later.
+    // Shared memory. What other blocks read is aligned to their 16-byte loads, and written again two barriers later.
     struct __align__(16) Shared {
         float bins[2][BINS];    // this block's
         uint4 best[2];          // key and inverted index, of this block
@@ -137,8 +133,7 @@ struct Sample {
         }
     }
 
-    // The cluster's largest key, with the lowest index that has it; `turn` is 0 the first time and 1 the
-    // second.
+    // The cluster's largest key, with the lowest index that has it; `turn` is 0 the first time and 1 the second.
     __device__ __forceinline__ uint2 largest(u32 key, u32 inverted_index, int turn) {
         const auto of_warp = [](u32& key, u32& inverted) {
             const u32 most = warp_max(key);
@@ -195,8 +190,8 @@ struct Sample {
         }
     }
 
-    // The smallest distance within which the weights of the nearest sum up to `wanted`, or to `share` of all
-    // if that is not zero; elements beyond `limit` have none. weight(nats) is an element's.
+    // The smallest distance within which the weights of the nearest sum up to `wanted`, or to `share` of all if that is
+    // not zero; elements beyond `limit` have none. weight(nats) is an element's.
     template <typename Weight>
     __device__ __forceinline__ u32 reach(float largest, u32 limit, float wanted, float share, Weight weight) {
         u32 prefix = 0;
@@ -295,8 +290,7 @@ __device__ __forceinline__ void choose_tokens(const SampleArguments& arguments) 
         .run();
 }
 
-// Bounded by one block a multiprocessor: otherwise the assembler spills registers to fit several, of which a
-// launch has too few.
+// Bounded by one block a multiprocessor: otherwise the assembler spills registers to fit several, of which a launch has too few.
 #define INSTANTIATE_SAMPLE(NAME, CONFIGURATION)                                                                     \
     extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS, 1) CLUSTER_OF(CONFIGURATION::CLUSTER)      \
     NAME(const void* logits, i64 stride, int vocabulary, const float4* values, const i64* numbers, int* drawn,      \
