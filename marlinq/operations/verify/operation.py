@@ -66,7 +66,7 @@ def verify(
 
     Raises:
         CheckpointError: there is no such folder, or ``against`` is damaged.
-        UsageError: ``logits`` without ``against``.
+        UsageError: ``logits`` without ``against``, or ``against`` is the checkpoint itself.
         EnvironmentProblem: the machine does not have the device.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
@@ -75,6 +75,11 @@ def verify(
     folder = locate(checkpoint, revision=revision, progress=progress)
     chosen = resolve_device(device)
     original = None if against is None else with_dense_weights(Checkpoint.open(against, progress=progress))
+    if original is not None and original.path.resolve() == folder.resolve():
+        raise UsageError(
+            f"--against {folder}: is the checkpoint itself, which equals itself whatever it holds; name the "
+            "original"
+        )
     run = _Run(folder, original, chosen, trust_remote_code, progress)
     checks: list[Check] = []
     try:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from marlinq.checkpoint import MANIFEST
+from marlinq.core.errors import UsageError
 from marlinq.formats import LAYOUTS
 from marlinq.operations.verify import verify
 from tests.testing.faults import copy
@@ -93,3 +94,11 @@ def test_another_conversion(quantized):
     other = verify(quantized("awq"), against=quantized("awq", group_size=64))
     assert not other.ok
     assert statuses(other)["weights"] == "failed"
+
+
+def test_a_checkpoint_is_not_compared_with_itself(quantized, tmp_path):
+    folder = quantized("gptq")
+    (tmp_path / "link").symlink_to(folder)
+    for same in (folder, tmp_path / "link"):
+        with pytest.raises(UsageError, match="is the checkpoint itself"):
+            verify(folder, against=same)
