@@ -4,6 +4,7 @@ Where :mod:`tests.fuzz.campaign` damages checkpoints, a case here forges what el
 that ``report`` shows, the answers of a Hub, recipes and options, the original's card, chat templates, a
 folder for ``from_pretrained``, an unfinished folder and its journal, the cache; and it kills ranks. Commands
 run in this process, as do those of the first campaign, and templates in processes of their own, as always.
+What single operations read is attacked in :mod:`tests.fuzz.operations`.
 The kinds of findings are those of the first campaign; ``wrong`` is here
 
 * a report whose table holds a formula, or that is no JSON;
@@ -55,6 +56,7 @@ from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.driver import cache as kernel_cache
 from marlinq.kernels.driver.compiler import CompiledKernel
 from marlinq.operations.quantize.recipe import read_recipe
+from tests.fuzz import operations
 from tests.fuzz.campaign import (
     EXIT_CODES,
     MEMORY_LIMIT,
@@ -164,6 +166,7 @@ class Surfaces:
         "load",
         "partial",
         "cache",
+        *operations.AREAS,
     )
 
     def __init__(self, scratch: Path, hub: Hub, *, seed: int) -> None:
@@ -171,6 +174,7 @@ class Surfaces:
         self.tally = Tally()
         self.bases = make_bases(scratch / "bases")
         self.plain = self.bases[-1].folder
+        self.prepared = operations.prepare(scratch / "prepared", self.plain)
         files = {path.name: path.read_bytes() for path in self.bases[0].folder.iterdir() if path.is_file()}
         hub.repositories["org/tiny"] = Repository({"main": files})
         self.files = files
@@ -205,7 +209,7 @@ class Surfaces:
         shutil.rmtree(home, ignore_errors=True)
 
 
-class _Case:
+class _Case(operations.OperationCases):
     def __init__(self, campaign: Surfaces, number: int, rng: Random, area: str, home: Path) -> None:
         self.campaign, self.number, self.rng, self.area, self.home = campaign, number, rng, area, home
         self.out = home / "out"
