@@ -155,6 +155,11 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
             return f"{scheme.sparsity.describe()} weights; {self.name} does not prune"
         return None
 
+    def takes_unasked(self, scheme: Scheme) -> bool:
+        """Whether a recipe of this method makes ``scheme`` by it, and not by rounding to nearest, where no
+        rule names an option of the method. Integers always are."""
+        return True
+
     def statistics(
         self, in_features: int, options: OptionsT, *, device: torch.device, name: str
     ) -> StatisticsT:

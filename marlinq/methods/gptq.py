@@ -89,13 +89,14 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
     prunes = True
 
     def scheme_refusal(self, scheme: Scheme) -> str | None:
-        if scheme.element.table is not None and scheme.element.bits > _MOST_FLOAT_BITS:
-            return f"{scheme.element.name} weights; 8-bit floats are rounded to nearest (rtn)"
         if scheme.granularity.kind not in ("group", "channel"):
             return f"{scheme.granularity.describe()}; {self.name} solves each output channel alone"
         if scheme.activations is not None and not scheme.activations.dynamic:
             return f"{scheme.activations.describe()}; {self.name} makes no scale for them"
         return super().scheme_refusal(scheme)
+
+    def takes_unasked(self, scheme: Scheme) -> bool:
+        return scheme.element.table is None or scheme.element.bits <= _MOST_FLOAT_BITS
 
     def statistics(
         self, in_features: int, options: GPTQOptions, *, device: torch.device, name: str
@@ -278,7 +279,8 @@ def solve_gptq_shared(
     return results
 
 
-# Widest element with a table that is not rounded to nearest alone.
+# Bits of the widest float that it takes unasked. Errors of outputs become a quarter for wider ones, too, but
+# those are small (docs/lab-notes/quality.md).
 _MOST_FLOAT_BITS = 4
 
 # Bytes of a batched solve, about: weights, carried errors, codes and results (16 bytes a weight), and three

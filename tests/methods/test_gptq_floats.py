@@ -21,6 +21,8 @@ from marlinq.methods.grid import nearest_scales, storable_scales
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.second_level import first_level, second_level
 from marlinq.methods.solution import refit
+from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.recipe import Recipe
 
 _spec = importlib.util.spec_from_file_location("textbook", Path(__file__).with_name("textbook.py"))
 assert _spec is not None
@@ -148,13 +150,26 @@ def test_zeros_and_first_levels() -> None:
     assert float(first_level(weight, second, wanted).abs().max()) == pytest.approx(448 * 6)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("fp8", "rounded to nearest"),
-        ("fp8-block", "rounded to nearest"),
-        ("mxfp8", "rounded to nearest"),
-    ],
-)
-def test_what_is_rounded_to_nearest_says_so(name: str, said: str) -> None:
-    assert said in str(METHODS["gptq"].scheme_refusal(scheme(name)))
+@pytest.mark.parametrize("name", ["fp8", "mxfp8"])
+def test_fp8_is_made_where_an_override_asks_for_it(make_layer: Any, name: str) -> None:
+    weight, hessian = make_layer(16, 64)
+    losses = [
+        _textbook.layer_loss(weight, q.dequantize(), hessian)
+        for q in (
+            round_to_nearest(weight, scheme(name)),
+            solve_gptq(weight, hessian, scheme(name), GPTQOptions())[0],
+        )
+    ]
+    assert losses[1] < 0.75 * losses[0]
+    method = METHODS["gptq"]
+    assert method.scheme_refusal(scheme(name)) is None
+    assert not method.takes_unasked(scheme(name))
+    usual = Recipe(scheme=name, format="compressed-tensors")
+    asked = usual.replace(overrides=(Override("up_proj", settings={"scheme": name, "damp": 0.02}),))
+    outcomes = [asked.rules.outcome(module) for module in ("model.down_proj", "model.up_proj")]
+    assert [getattr(outcome, "method", None) for outcome in outcomes] == ["rtn", "gptq"]
+
+
+def test_shared_scales_are_refused() -> None:
+    assert "each output channel alone" in str(METHODS["gptq"].scheme_refusal(scheme("fp8-block")))
+    assert "each output channel alone" in str(METHODS["gptq"].scheme_refusal(scheme("fp8-static")))

@@ -176,7 +176,18 @@ FAULTS: dict[str, Plant] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+QUICK = (
+    "scales missing",
+    "an expert missing",
+    "gate rows before up rows",
+    "two experts exchanged",
+    "one bit of a code",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
+)
 def test_planted_faults_are_found(root: Path, tmp_path: Path, name: str) -> None:
     faulty = tmp_path / "faulty"
     shutil.copytree(root / "stacked", faulty)

@@ -387,11 +387,9 @@ class Recipe:
             options=replace(self.options, **own),
             reason=reason,
         )
-        if (
-            named.element.table is None
-            or own
-            or METHODS[self.method].scheme_refusal(settings.typical) is None
-        ):
+        method, typical = METHODS[self.method], settings.typical
+        makes = method.scheme_refusal(typical) is None and method.takes_unasked(typical)
+        if named.element.table is None or own or makes:
             return settings
         static = named.activations is not None and not named.activations.dynamic
         rounding = STATIC_ROUNDING if static else ROUNDING

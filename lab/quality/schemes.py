@@ -1,0 +1,105 @@
+"""What each scheme costs a model: mean KL divergence from the original, beside bits a weight.
+
+    python -m lab.quality.schemes MODEL --calibration FILE --text FILE [--row NAME] [--json OUT]
+
+Quantises MODEL once a row with the product's defaults, as compressed-tensors, and evaluates it in float32.
+Activations stay in 16 bits or more. Prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from marlinq import evaluate, load, quantize
+from marlinq.operations.bench.hardware import hardware_line
+from marlinq.operations.inspect import inspect
+from marlinq.operations.quantize.recipe import Recipe
+
+ROWS: dict[str, dict[str, Any]] = {
+    "int4-128": {"group_size": 128},
+    "int4-64": {"group_size": 64},
+    "int4-32": {"group_size": 32},
+    "mxfp4": {"scheme": "mxfp4"},
+    "mxfp4-rtn": {"scheme": "mxfp4", "method": "rtn"},
+    "nvfp4": {"scheme": "nvfp4"},
+    "nvfp4-rtn": {"scheme": "nvfp4", "method": "rtn"},
+    "int8": {"scheme": "int8", "group_size": "auto"},
+    "fp8": {"scheme": "fp8"},
+    "fp8-block": {"scheme": "fp8-block"},
+}
+"""By folder: what differs in a row's recipe."""
+
+
+def main() -> None:
+    """Quantise, evaluate, print a table."""
+    options = _options()
+    base = {
+        "format": "compressed-tensors",
+        "calibration": str(options.calibration),
+        "samples": options.samples,
+        "max_length": options.max_length,
+    }
+    options.work.mkdir(parents=True, exist_ok=True)
+    original = load(options.model, device=options.device, dtype="float32", progress=False)
+    rows = []
+    print("row         bits  text            KL        top-1  seconds", flush=True)
+    for name in options.rows or ROWS:
+        folder, began = options.work / name, time.perf_counter()
+        if not folder.exists():
+            recipe = Recipe.from_dict({**base, **ROWS[name]})
+            quantize(options.model, folder, recipe=recipe, device=options.device, progress=False)
+        seconds = time.perf_counter() - began
+        bits = inspect(folder, progress=False).linear_bits
+        for text in options.text:
+            measured = evaluate(
+                folder,
+                against=original,
+                text=str(text),
+                windows=options.windows,
+                length=options.length,
+                device=options.device,
+                dtype="float32",
+                progress=False,
+            )
+            row = {"row": name, "bits": bits, "text": text.name, "kl": measured.kl, "seconds": seconds}
+            rows.append({**row, "top1_agreement": measured.top1_agreement})
+            agreement = measured.top1_agreement or 0.0
+            print(
+                f"{name:10} {bits:5.2f}  {text.name:12} {measured.kl:10.5f} {agreement:8.2%} {seconds:8.1f}",
+                flush=True,
+            )
+    conditions = [
+        hardware_line(original.device),
+        f"{options.model.name}; {options.samples} calibration documents of up to {options.max_length} tokens",
+        f"evaluated on {options.windows} windows of {options.length} tokens",
+    ]
+    print("\n".join(conditions))
+    if options.json is not None:
+        record = {"conditions": conditions, "rows": rows}
+        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--text", type=Path, action="append", required=True)
+    parser.add_argument("--row", dest="rows", action="append", choices=ROWS)
+    parser.add_argument("--work", type=Path, default=Path("schemes"))
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
