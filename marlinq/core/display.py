@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from marlinq.core.safe_text import escaped
 
@@ -62,6 +63,13 @@ class Shown(ABC):
     def render(self) -> str:
         """The report as plain text, without a final newline."""
         return plain(self.display())
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a notebook: a report's fields would fill pages."""
+        printer.text(self.render())
 
 
 def lines(*texts: str) -> Lines:
