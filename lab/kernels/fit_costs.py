@@ -31,7 +31,7 @@ import numpy as np
 from marlinq.core.granularity import Granularity
 from marlinq.kernels import Problem
 from marlinq.kernels.choose.decision import considered
-from marlinq.kernels.contract.configuration import Configuration
+from marlinq.kernels.contract.configuration import VARIANTS, Configuration
 from marlinq.kernels.contract.demands import Demands
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.weight_formats import INT4
@@ -85,8 +85,8 @@ class Measured:
 
 @cache
 def _considered(kernel: str, problem: Problem) -> frozenset[Configuration]:
-    suits = kernel in considered(problem, H200, Demands())
-    return frozenset(KERNELS[kernel][3](problem, H200) if suits else ())
+    names = [variant.name for variant in considered(problem, H200, Demands(), tuple(VARIANTS.values()))]
+    return frozenset(KERNELS[kernel][3](problem, H200) if kernel in names else ())
 
 
 def read(paths: Iterable[Path]) -> tuple[list[Measured], int]:

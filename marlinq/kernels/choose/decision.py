@@ -181,22 +181,17 @@ def _all_estimates(
     problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
 ) -> Iterator[Estimated]:
     """Estimates of every candidate that can apply the problem's activation."""
-    for variant in _considered(problem, device, demanded, variants):
+    for variant in considered(problem, device, demanded, variants):
         common = [] if demanded.batch_invariant else list(variant.common_candidates(problem, device))
         for config in common or variant.candidates(problem, device, demanded.batch_invariant):
             if config.activates(problem):
                 yield (*variant.estimate(problem, device, config), config)
 
 
-def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[str, ...]:
-    """Names of the kernels to choose from: they suit the batch, the format and the demands."""
-    chosen = _considered(problem, device, demanded, tuple(VARIANTS.values()))
-    return tuple(variant.name for variant in chosen)
-
-
-def _considered(
+def considered(
     problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
 ) -> list[Variant]:
+    """Kernels that a decision compares."""
     able = [variant for variant in variants if variant.takes(problem.format)]
     if demanded.kernel is not None:
         return [variant for variant in able if variant.name == demanded.kernel]

@@ -76,7 +76,6 @@ class ExpertCalibration:
         batches: number of this process's batches.
         new: function that makes empty statistics of a projection's input.
         ranks: processes that share the work.
-        limit_bytes: bytes of statistics in memory at a time; None for a share of the free memory.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class ExpertCalibration:
         batches: int,
         new: NewStatistics,
         ranks: Ranks = ALONE,
-        limit_bytes: int | None = None,
     ) -> None:
         self._instance = instance
         self._replay = replay
@@ -95,7 +93,6 @@ class ExpertCalibration:
         self._batches = batches
         self._new = new
         self._ranks = ranks
-        self._limit = limit_bytes
         self._whole: ExpertTokens | None = None
 
     def groups(
@@ -335,7 +332,7 @@ class ExpertCalibration:
                 yield portion
 
     def _slice(self, experts: Experts, every: bool) -> int:
-        """Number of experts whose statistics, a float32 [K, K] for each product, fit the memory limit.
+        """Number of experts whose statistics, a float32 [K, K] for each product, fit the free memory.
 
         With ``every``, all first products share one input and are solved together, so the limit counts four
         float32 copies of their weights instead.
@@ -343,7 +340,7 @@ class ExpertCalibration:
         together = _SOLVE_COPIES * experts.hidden * experts.parts * experts.intermediate
         each = 4 * (experts.intermediate**2 + (together if every else experts.hidden**2))
         # The smallest number over all ranks, so that all take the same steps.
-        return self._ranks.least(max(1, (self._limit or _free_bytes(self._instance.device)) // each))
+        return self._ranks.least(max(1, _free_bytes(self._instance.device) // each))
 
 
 _SOLVE_COPIES = 4

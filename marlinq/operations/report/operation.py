@@ -13,7 +13,7 @@ from marlinq.checkpoint import Checkpoint
 from marlinq.core.display import Block, Facts, Shown, Table
 from marlinq.core.errors import OutputError, UsageError
 from marlinq.core.files import read_regular, replace_text
-from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
+from marlinq.core.progress import Progress, no_progress, shows_progress
 from marlinq.core.sources import local_folder
 from marlinq.operations.report.figures import CheckpointFigures, TimeFigures
 from marlinq.operations.report.page import GENERATOR, duration, page, percent, size
@@ -122,18 +122,17 @@ def report(
     return _write(folder, figures)
 
 
-def write_report(folder: Path, time: TimeFigures, progress: ReportProgress = no_progress) -> WrittenReport:
+def write_report(folder: Path, time: TimeFigures) -> WrittenReport:
     """Writes the report of a checkpoint that was just made into its folder.
 
     Args:
         folder: folder of the checkpoint.
         time: times of the run.
-        progress: called with (activity, steps done, steps in all).
 
     Raises:
         MarlinqError: any error of :func:`report`.
     """
-    figures = read_figures(Checkpoint.open(folder), folder.absolute().name, progress)
+    figures = read_figures(Checkpoint.open(folder), folder.absolute().name, no_progress)
     return _write(folder, [replace(figures, time=time)])
 
 

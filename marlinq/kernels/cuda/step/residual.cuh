@@ -19,10 +19,6 @@
 #include "ptx/launch.cuh"
 #include "step/rows.cuh"
 
-struct NormWeights {
-    const uint4 *weight, *bias;
-};
-
 // Normalises the block's row of `width` elements in place.
 template <typename E, Norm KIND, int VECTORS, int THREADS>
 __device__ __forceinline__ void normalize(float (&x)[VECTORS][8], const uint4* weight, const uint4* bias, int width, float eps,
