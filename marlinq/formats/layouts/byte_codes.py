@@ -20,8 +20,7 @@ class ByteLayout(Layout):
     """A layout of bytes: [N, K] for 8-bit codes, [N, K/2] for 4-bit codes, even channels in the low nibble.
 
     These are natural bytes. A layout that stores other bytes, such as signed codes, overrides
-    :meth:`to_bytes` and
-    :meth:`from_bytes`.
+    :meth:`to_bytes` and :meth:`from_bytes`.
     """
 
     code_dtype = "uint8"

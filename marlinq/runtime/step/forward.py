@@ -85,8 +85,7 @@ class Forward(ABC):
         """Set every row's length to ``length``, whatever the cache holds.
 
         For timing: steps take as long as behind so many tokens, and their results are meaningless until the
-        next
-        :meth:`prefill`. Forwards that can't set their length ignore the call.
+        next :meth:`prefill`. Forwards that can't set their length ignore the call.
         """
         self.keep(length)
 
