@@ -73,6 +73,11 @@ _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _SECTIONS = {**_ROPE, "mrope_section": [2, 3, 3]}
 _HALF_SECTIONS = {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 _SET: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
+    "lfm2_vl": {"text_config.layer_types": ["conv", "full_attention"], "text_config.full_attn_idxs": [1]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mistral4": {"head_dim": 2 * HEAD_DIM},
+    "falcon_h1": {"mamba_d_head": HEAD_DIM},
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
     "recurrent_gemma": {"num_hidden_layers": 3, "intermediate_size": 192},
@@ -123,8 +128,11 @@ def _small(config: Mapping[str, Any], tokens: Iterator[int], scale: float = 1.0)
         for key, value in config.items()
         if isinstance(value, (list, tuple)) and layers and len(value) == layers
     }
+    # Lists of layers' numbers don't say what kind a layer is.
+    numbers = {key for key, value in lists.items() if layers > 1 and list(value) == list(range(layers))}
+    telling = [value for key, value in lists.items() if key not in numbers]
     kinds = [
-        (str(own.get(index, own.get(str(index)))), *(str(value[index]) for value in lists.values()))
+        (str(own.get(index, own.get(str(index)))), *(str(value[index]) for value in telling))
         for index in range(layers)
     ]
     chosen = _representatives(kinds)
@@ -147,6 +155,8 @@ def _small(config: Mapping[str, Any], tokens: Iterator[int], scale: float = 1.0)
             )
         elif key == "mrope_section" and value:
             result[key] = _sections(value, scale)
+        elif key in numbers:
+            result[key] = list(range(len(chosen)))
         elif key in lists:
             result[key] = [_number(key, value[index], tokens) for index in chosen]
         elif isinstance(value, (list, tuple)) and ("layer" in key or key.endswith(("indexes", "idxs"))):

@@ -183,17 +183,21 @@ class QuantizedCheckpoint:
 
         Their names are unusual for a linear, or their block's number is beyond the config's last.
         """
+
+        def doubtful(module: str) -> bool:
+            return self.beyond_blocks(module) or not (is_head(module) or _LINEAR.search(module))
+
+        return [module for module in self.modules if doubtful(module)]
+
+    def beyond_blocks(self, name: str) -> bool:
+        """Whether the number in ``name`` is of no block that the config counts: a draft head (multi-token
+        prediction) lies behind the last."""
         inner = self.checkpoint.config.get("text_config")
         levels = (self.checkpoint.config, inner if isinstance(inner, dict) else {})
         found = (level.get(key) for level in levels for key in _BLOCK_COUNTS)
         counts = [count for count in found if isinstance(count, int)]
-
-        def doubtful(module: str) -> bool:
-            block = _BLOCK.search(module)
-            beyond = bool(counts) and block is not None and int(block[1]) >= max(counts)
-            return beyond or not (is_head(module) or _LINEAR.search(module))
-
-        return [module for module in self.modules if doubtful(module)]
+        block = _BLOCK.search(name)
+        return bool(counts) and block is not None and int(block[1]) >= max(counts)
 
     def unquantized_linears(self) -> list[str]:
         """Linears that are not quantised (:func:`floating_linears`), with lm_head, which has no tensor if it

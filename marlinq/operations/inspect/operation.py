@@ -324,7 +324,11 @@ def _notes(
 def _draft_notes(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -> Iterable[str]:
     """What servers will do with a draft head (multi-token prediction) that is stored in 16 bits."""
     rules = quantized.config.rules
-    carried = [name for name in unquantized if name.startswith("mtp.")]
+    carried = [
+        name
+        for name in unquantized
+        if name.startswith("mtp.") or (".layers." in name and quantized.beyond_blocks(name))
+    ]
     if not carried:
         return
     for server in servers():
@@ -342,7 +346,7 @@ def _draft_notes(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -
             )
         else:
             yield (
-                f"the draft head (mtp, {len(carried)} linears) is in 16 bits, as the config says; "
+                f"the draft head ({carried[0]}, {len(carried)} linears) is in 16 bits, as the config says; "
                 f"{server.name} {server.version} can draft with it"
             )
 

@@ -305,6 +305,21 @@ def test_linears_of_experts_are_noted(tmp_path: Path) -> None:
     assert not any("experts" in note for note in plain.notes)
 
 
+def test_a_draft_head_behind_the_last_block_is_noted(tmp_path: Path) -> None:
+    """DeepSeek and GLM store their draft head as one block more than ``num_hidden_layers``."""
+    folder = write(tmp_path / "x", "compressed-tensors", one(128, 64))
+    tensors = load_file(folder / "model.safetensors")
+    last = "model.layers.7.eh_proj"
+    save_file(tensors | {f"{last}.weight": torch.ones(8, 16)}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", r"re:.*layers\.7\..*"]
+    for count, noted in ((7, 2), (8, 0)):
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
+        notes = [note for note in inspect(folder).notes if "draft head" in note]
+        assert len(notes) == noted
+        assert all(last in note and "can draft with it" in note for note in notes)
+
+
 def test_a_draft_head_that_a_server_would_miss_is_noted(tmp_path: Path) -> None:
     """The linears of ``mtp.*`` by name do not cover the ``qkv_proj`` that SGLang asks for."""
     draft = [f"mtp.layers.0.self_attn.{part}_proj" for part in "qkv"]
