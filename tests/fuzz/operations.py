@@ -23,6 +23,8 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+import yaml
+
 from marlinq.core.errors import MarlinqError
 from marlinq.operations.evaluate.tasks.files import read_task
 from marlinq.operations.quantize import operation
@@ -128,7 +130,7 @@ class OperationCases:
         path = partial / "allocation.json"
         value = json.loads(path.read_text().partition("\n")[2])
         for _ in range(self.rng.randrange(1, 3)):
-            self.what += f", {mutate_json(self.rng, value)}"
+            self.what += f", {mutate_json(self.rng, self.rng.choice((value, *3 * [value['allocation']])))}"
         body = json.dumps(value).encode()
         if self.rng.random() < 0.1:
             body, _ = mutate_bytes(self.rng, body)
@@ -225,23 +227,20 @@ class OperationCases:
 
     def tasks(self) -> None:
         """A forged task file."""
-        lines = _TASK.splitlines()
-        for _ in range(self.rng.randrange(1, 4)):
-            place = self.rng.randrange(len(lines))
-            key = lines[place].partition(":")[0]
-            value = self.rng.choice(
-                (json.dumps(self.odd()), "!function os.system", "../../etc", "/etc/hostname")
-            )
-            lines[place] = self.rng.choice(
-                (f"{key}: {value}", f"include: {value}", f"{lines[place]}\n{key}: 1")
-            )
-        text = "\n".join(lines).encode("utf-8", "surrogatepass")
+        task = yaml.safe_load(_TASK)
+        for _ in range(self.rng.randrange(1, 3)):
+            self.what += f", {mutate_json(self.rng, task)}"
+        if self.rng.random() < 0.2:
+            task["include"] = self.rng.choice((self.odd(), "tiny.yaml", ["../../etc/passwd"], "/dev/zero"))
+        # JSON is YAML.
+        text = json.dumps(task).encode()
+        if self.rng.random() < 0.1:
+            text = text.replace(b'"acc"', b"!function os.system")
         if self.rng.random() < 0.2:
             text, _ = mutate_bytes(self.rng, text)
         (self.home / "docs.jsonl").write_text('{"question": "q", "choices": ["a", "b"], "answer": 0}\n')
         path = self.home / "tiny.yaml"
         path.write_bytes(text)
-        self.what += f" {text[:200]!r}"
         self.campaign.tally.runs += 1
         try:
             with quiet(), limited():

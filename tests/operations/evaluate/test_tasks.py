@@ -57,6 +57,14 @@ def test_a_plain_task_names_its_documents_from_its_own_folder(tmp_path: Path) ->
     assert "include" not in read
 
 
+def test_files_that_include_each_other_many_times_are_refused(tmp_path: Path) -> None:
+    for level in range(6):
+        (tmp_path / f"{level}.yaml").write_text(f"include: [{', '.join([f'{level + 1}.yaml'] * 8)}]\n")
+    (tmp_path / "6.yaml").write_text("num_fewshot: 0\n")
+    with pytest.raises(UsageError, match="more than 64 files"):
+        files.read_task(str(task_file(tmp_path, f"include: 0.yaml\n{TASK}")), METRICS)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -69,6 +77,8 @@ def test_a_plain_task_names_its_documents_from_its_own_folder(tmp_path: Path) ->
         ("task: tiny", "task: tiny\ninclude: tiny.yaml", "include: files include each other"),
         ("task: tiny", "task: [one, two]", "expected a name under task"),
         ("metric: acc", "metric: ./metric.py", "may be code; pass --trust-task-code"),
+        ("metric: acc", "metric: [acc]", "may be code; pass --trust-task-code"),
+        ("test: docs.jsonl", f"test: {'x' * 5_000}", "no local file"),
         ("metric: acc", "metric: acc, hf_evaluate: true", "'hf_evaluate'"),
         ("dataset_path: json", "dataset_path: pandas", "found 'pandas'"),
         ("dataset_path: json", "dataset_path: someone/data", "found 'someone/data'"),

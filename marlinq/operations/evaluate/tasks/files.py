@@ -9,6 +9,7 @@ CSV, Parquet, Arrow or text files. Its templates are rendered in Jinja's sandbox
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ SUFFIXES = (".yaml", ".yml")
 TRUST = "--trust-task-code"
 
 _DEEPEST_INCLUDE = 8
+_MOST_FILES = 64
 _READERS = ("arrow", "csv", "json", "parquet", "text")
 _DATA_KEYS = ("data_files", "field")
 _KEYS = frozenset(
@@ -55,7 +57,7 @@ def read_task(path: str, metrics: Collection[str]) -> dict[str, Any]:
     Raises:
         UsageError: the file can't be read, or names something that is code or may download code.
     """
-    task = _merged(Path(path), ())
+    task = _merged(Path(path), (), [])
     if not isinstance(task.get("task"), str):
         raise _refused(path, "expected a name under task, found none; a group of tasks is named task by task")
     for key in task:
@@ -63,7 +65,7 @@ def read_task(path: str, metrics: Collection[str]) -> dict[str, Any]:
             raise _refused(path, f"the key {key!r} is none of a plain task's; remove it, or pass {TRUST}")
     for metric in _mappings(path, task, "metric_list"):
         name, unknown = metric.get("metric"), sorted(set(metric) - _METRIC_KEYS)
-        if name not in metrics or unknown:
+        if not isinstance(name, str) or name not in metrics or unknown:
             what = f"the option {unknown[0]!r}" if unknown else repr(name)
             raise _refused(
                 path, f"metric {what} is not the harness's own and may be code; pass {TRUST} to run it"
@@ -80,15 +82,21 @@ def with_local_data(path: str, task: dict[str, Any]) -> dict[str, Any]:
     return {**task, "dataset_kwargs": {**options, "data_files": files}}
 
 
-def _merged(path: Path, outer: tuple[Path, ...]) -> dict[str, Any]:
+def _merged(path: Path, outer: tuple[Path, ...], read: list[Path]) -> dict[str, Any]:
     """The file's keys merged over those of the files that it includes.
 
-    ``outer`` are the files that include this one.
+    Args:
+        path: path of the file.
+        outer: files that include this one.
+        read: files that were read so far, to which those read here are added.
     """
     if path in outer or len(outer) >= _DEEPEST_INCLUDE:
         raise _refused(
             path, f"include: files include each other, or more than {_DEEPEST_INCLUDE} deep; mend it"
         )
+    read.append(path)
+    if len(read) > _MOST_FILES:
+        raise _refused(path, f"include: more than {_MOST_FILES} files; mend it")
     try:
         value = load_yaml(read_regular(path, MAX_YAML_BYTES))
     except OSError as error:
@@ -106,7 +114,7 @@ def _merged(path: Path, outer: tuple[Path, ...]) -> dict[str, Any]:
     for name in included if isinstance(included, list) else [included]:
         if not isinstance(name, str):
             raise _refused(path, "include: expected names of files; mend it")
-        merged |= _merged(path.parent / name, (*outer, path))
+        merged |= _merged(path.parent / name, (*outer, path), read)
     return merged | value
 
 
@@ -143,9 +151,9 @@ def _resolved(folder: Path, value: Any, *, required: bool) -> Any:
         return {key: _resolved(folder, each, required=required) for key, each in value.items()}
     if isinstance(value, list):
         return [_resolved(folder, each, required=required) for each in value]
-    local = folder / value if isinstance(value, str) else None
-    if local is not None and local.is_file():
-        return str(local.absolute())
+    # Unlike Path.is_file, this takes names that no file can have.
+    if isinstance(value, str) and os.path.isfile(folder / value):  # noqa: PTH113
+        return str((folder / value).absolute())
     if required:
         raise _refused(folder, f"data_files: no local file {value!r}; put it beside the task's YAML")
     return value
