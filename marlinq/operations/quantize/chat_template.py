@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from marlinq.calibration import (
-    load_tokenizer,
-)
+from marlinq.calibration import load_tokenizer
 from marlinq.core.errors import UsageError
 from marlinq.core.files import read_regular
 from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe

@@ -11,14 +11,7 @@ from typing import Any
 from marlinq.core.errors import UsageError
 from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
 from marlinq.core.schemes import SCHEMES
-from marlinq.core.settings import (
-    AUTO,
-    NONE,
-    Choice,
-    Flag,
-    Kind,
-    kinds,
-)
+from marlinq.core.settings import AUTO, NONE, Choice, Flag, Kind, kinds
 from marlinq.core.sparsity import SPARSITIES
 from marlinq.methods import METHODS
 

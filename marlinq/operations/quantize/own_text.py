@@ -8,9 +8,7 @@ from collections.abc import Iterable
 import psutil
 import torch
 
-from marlinq.calibration import (
-    Document,
-)
+from marlinq.calibration import Document
 from marlinq.checkpoint import Checkpoint, ReadAhead
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportMessage, ReportProgress

@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 
-from marlinq.calibration import (
-    Part,
-    read_part,
-    shares,
-)
+from marlinq.calibration import Part, read_part, shares
 from marlinq.checkpoint import Checkpoint
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import UsageError

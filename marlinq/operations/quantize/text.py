@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 
-from marlinq.calibration import (
-    MIN_TOKENS,
-    Document,
-    Duplicates,
-    documents_hash,
-    read_documents,
-)
+from marlinq.calibration import MIN_TOKENS, Document, Duplicates, documents_hash, read_documents
 from marlinq.checkpoint import Checkpoint, CheckpointWriter
 from marlinq.core.errors import OutputError
 from marlinq.core.progress import ReportMessage, ReportProgress
