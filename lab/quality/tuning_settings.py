@@ -47,9 +47,9 @@ from marlinq.operations.quantize.reproducible import reproducible
 from marlinq.operations.quantize.tuning import TuningSettings, run
 from marlinq.operations.quantize.tuning import loop as loop_module
 from marlinq.operations.quantize.tuning.loop import Loop
-from marlinq.operations.quantize.tuning.rows import hold_out, random_rows
 from marlinq.operations.quantize.tuning.student import Student
 from marlinq.operations.quantize.tuning.teacher import learn
+from marlinq.operations.quantize.tuning.text_rows import hold_out, random_rows
 
 
 class Bench:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.models.candidates import close
+from marlinq.models.formulas import close
 from marlinq.models.projection import Projection, fused_experts
 
 Multiply = Callable[[int, int, Tensor], Tensor]

@@ -36,7 +36,8 @@ from marlinq.models.anatomy import (
 )
 from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.building import parameters_on_meta
-from marlinq.models.candidates import (
+from marlinq.models.experts import find_experts
+from marlinq.models.formulas import (
     ACTIVATIONS,
     ExpertActivation,
     NormFormula,
@@ -46,7 +47,6 @@ from marlinq.models.candidates import (
     norm_formula,
     tidy,
 )
-from marlinq.models.experts import find_experts
 from marlinq.models.linears import is_linear
 from marlinq.models.recognise_attention import RotaryModules, attention_part
 from marlinq.models.recognise_delta import find_delta_nets

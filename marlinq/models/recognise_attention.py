@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from marlinq.models.anatomy import Attention, Norm, Rotary, Slices
 from marlinq.models.blueprint import towers
-from marlinq.models.candidates import factor, rotate
+from marlinq.models.formulas import factor, rotate
 from marlinq.models.recording import TOKENS, AttentionCall, Call, MaskFunction, Refusal
 
 _FAR = 1 << 22

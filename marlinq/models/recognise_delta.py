@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq.models.candidates import close
 from marlinq.models.delta_net import DeltaNet, convolve, delta_rule, heads_of
+from marlinq.models.formulas import close
 from marlinq.models.linears import is_linear, linear_shape
 from marlinq.models.parts import Norm, Slices
 

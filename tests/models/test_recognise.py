@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from marlinq.models import build_blueprint
 from marlinq.models.anatomy import Anatomy, DeltaNet, Unrecognised
 from marlinq.models.blueprint import decoder_blocks
-from marlinq.models.candidates import norm_formula
+from marlinq.models.formulas import norm_formula
 from marlinq.models.recognise import anatomy_of, recognise
 from tests.testing.decoders import KNOWN, UNKNOWN, WINDOW, Decoder, random_decoder
 

@@ -14,7 +14,7 @@ import torch
 from marlinq.checkpoint.manifest import manifest_of, source_of
 from marlinq.core import boundaries
 from marlinq.methods.quantity import ErrorQuantity
-from marlinq.operations.quantize.allocation.kept import forget_allocation
+from marlinq.operations.quantize.allocation.stored_allocation import forget_allocation
 from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.numerics import described_dtype
 from marlinq.operations.quantize.output import Output

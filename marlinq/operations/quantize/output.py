@@ -11,7 +11,7 @@ from pathlib import Path
 from marlinq.checkpoint import CheckpointWriter, CopyBehind, StackingWriter
 from marlinq.checkpoint.manifest import fingerprint_of
 from marlinq.core.progress import ReportProgress
-from marlinq.operations.quantize.allocation.kept import keep_allocation
+from marlinq.operations.quantize.allocation.stored_allocation import keep_allocation
 from marlinq.operations.quantize.notes import check_notes, check_planned
 from marlinq.operations.quantize.prepare import Prepared
 from marlinq.operations.quantize.ranks import FollowingWriter, share_state

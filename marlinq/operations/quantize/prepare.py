@@ -31,8 +31,8 @@ from marlinq.models import (
 )
 from marlinq.operations.quantize.allocation.allocate import measure_sensitivities
 from marlinq.operations.quantize.allocation.chosen import Allocation
-from marlinq.operations.quantize.allocation.kept import kept_allocation
 from marlinq.operations.quantize.allocation.sizes import check_allocation
+from marlinq.operations.quantize.allocation.stored_allocation import kept_allocation
 from marlinq.operations.quantize.allocation.units import fuses
 from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of

@@ -22,7 +22,7 @@ from marlinq.models.anatomy import (
     Router,
     Slices,
 )
-from marlinq.models.candidates import ACTIVATIONS
+from marlinq.models.formulas import ACTIVATIONS
 from marlinq.runtime.step.delta import DeltaLayer
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.threads import threads_at_most

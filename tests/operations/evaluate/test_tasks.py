@@ -20,7 +20,7 @@ from jinja2.exceptions import SecurityError
 
 from marlinq.core.errors import EnvironmentProblem, UsageError
 from marlinq.operations.evaluate import TaskOptions, evaluate
-from marlinq.operations.evaluate.tasks import files, harness
+from marlinq.operations.evaluate.tasks import harness, task_files
 from marlinq.operations.evaluate.tasks.scores import mean_recovery, paired, read_scores
 from marlinq.operations.report import report
 from marlinq.runtime import load
@@ -51,7 +51,7 @@ def task_file(folder: Path, text: str = TASK) -> Path:
 
 def test_a_plain_task_names_its_documents_from_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("test_split: train\ndescription: from the base\n")
-    read = files.read_task(str(task_file(tmp_path, f"include: base.yaml\n{TASK}")), METRICS)
+    read = task_files.read_task(str(task_file(tmp_path, f"include: base.yaml\n{TASK}")), METRICS)
     assert read["dataset_kwargs"]["data_files"] == {"test": str(tmp_path / "docs.jsonl")}
     assert (read["test_split"], read["description"]) == ("test", "from the base")
     assert "include" not in read
@@ -92,7 +92,7 @@ def test_task_files_that_may_run_code_are_refused(tmp_path: Path, old: str, new:
     assert old in TASK
     path = task_file(tmp_path, TASK.replace(old, new))
     with pytest.raises(UsageError, match=message):
-        files.read_task(str(path), METRICS)
+        task_files.read_task(str(path), METRICS)
 
 
 def test_recovery_has_the_standard_error_of_paired_scores() -> None:

@@ -24,7 +24,7 @@ from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.pace import Pace
 from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL
 from marlinq.operations.quantize.tuning import TuningSettings
-from marlinq.operations.quantize.tuning.rows import NOISE
+from marlinq.operations.quantize.tuning.text_rows import NOISE
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, ROWS, save_tiny
 

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from marlinq.operations.quantize import quantize
-from marlinq.operations.quantize.tuning import loop, recording
+from marlinq.operations.quantize.tuning import cuda_graphs, loop
 from tests.testing.original_folders import RECIPE, save_tiny
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ def test_recorded_passes_are_the_students_own(
 
     monkeypatch.setattr(loop.Recorded, "__init__", noted)
     quantize(source, tmp_path / "kept", recipe=recipe, device="cuda")
-    monkeypatch.setattr(recording, "_SHARE_OF_FREE", 0.0)
+    monkeypatch.setattr(cuda_graphs, "_SHARE_OF_FREE", 0.0)
     quantize(source, tmp_path / "again", recipe=recipe, device="cuda")
     assert len(used) == 2
     # Nor do hidden states stay on the device then.

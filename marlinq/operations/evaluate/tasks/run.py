@@ -9,7 +9,7 @@ from typing import Any
 
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.progress import ReportProgress
-from marlinq.operations.evaluate.tasks import files, harness
+from marlinq.operations.evaluate.tasks import harness, task_files
 from marlinq.operations.evaluate.tasks.scores import TaskScore, read_scores
 from marlinq.runtime import LoadedModel
 
@@ -57,13 +57,13 @@ def check_tasks(options: TaskOptions) -> Tasks:
         EnvironmentProblem: the harness is not installed.
         UsageError: a task is unknown, a file can't be read, or a file names code and isn't trusted.
     """
-    local = [name for name in options.names if files.is_task_file(name)]
+    local = [name for name in options.names if task_files.is_task_file(name)]
     package = harness.open_harness()
     # Reading the harness's thousands of task files takes half a minute; local files don't need them.
     manager = package.manager(include_defaults=len(local) < len(options.names))
     found: list[str | Mapping[str, Any]] = []
     for name in options.names:
-        if not files.is_task_file(name):
+        if not task_files.is_task_file(name):
             known = set(manager.all_tasks)
             if name not in known:
                 near = _nearest(name, known)
@@ -73,9 +73,9 @@ def check_tasks(options: TaskOptions) -> Tasks:
                 )
             found.append(name)
         elif options.trust_code:
-            found.append(files.with_local_data(name, harness.read_trusted(package, name)))
+            found.append(task_files.with_local_data(name, harness.read_trusted(package, name)))
         else:
-            found.append(files.read_task(name, package.metrics))
+            found.append(task_files.read_task(name, package.metrics))
     return Tasks(tuple(found), manager, package, bool(local) and not options.trust_code)
 
 

@@ -2,19 +2,18 @@
 
 Tuning changes values of stored tensors, never a shape, a dtype or a name.
 
-    rows      text to learn from, in rows of one length
-    teacher   runs the original once and keeps its last hidden states
-    student   the quantised model with trainable codes, scales and vectors, one dense block at a time
-    recording the student's passes as CUDA graphs
-    loop      the optimiser, and the checks on held-out text
-    files     state and result in the unfinished folder
-    run       puts the parts together
+    text_rows     text to learn from, in rows of one length
+    teacher       runs the original once and keeps its last hidden states
+    student       the quantised model with trainable codes, scales and vectors, one dense block at a time
+    cuda_graphs   the student's passes as CUDA graphs
+    loop          the optimiser, and the checks on held-out text
+    saved_files   state and result in the unfinished folder
+    run           puts the parts together
 """
 
 from __future__ import annotations
 
 from marlinq.operations.quantize.tuning.loop import TuningReport, TuningSettings
-from marlinq.operations.quantize.tuning.rows import hold_out
 from marlinq.operations.quantize.tuning.run import (
     NOTE,
     check_head,
@@ -24,6 +23,7 @@ from marlinq.operations.quantize.tuning.run import (
     tune,
     tuning_bytes,
 )
+from marlinq.operations.quantize.tuning.text_rows import hold_out
 
 __all__ = [
     "NOTE",

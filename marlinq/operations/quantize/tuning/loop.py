@@ -18,10 +18,10 @@ from marlinq.methods.tuning import divergence
 from marlinq.models import BlockReplay
 from marlinq.operations.quantize.budget import Work, tuning_budget, tuning_rates
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.tuning.recording import Direct, Passes, Recorded
-from marlinq.operations.quantize.tuning.rows import NOISE
+from marlinq.operations.quantize.tuning.cuda_graphs import Direct, Passes, Recorded
 from marlinq.operations.quantize.tuning.student import Student
 from marlinq.operations.quantize.tuning.teacher import Lesson
+from marlinq.operations.quantize.tuning.text_rows import NOISE
 from marlinq.operations.quantize.watch import SECONDS_BETWEEN, duration
 
 _WARMUP = 5

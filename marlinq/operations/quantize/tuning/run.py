@@ -24,7 +24,6 @@ from marlinq.models import BlockReplay, Blueprint, ModelInstance
 from marlinq.operations.quantize.budget import logits_at_once
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.reproducible import reproducible
-from marlinq.operations.quantize.tuning.files import RESULT, STATE, keep, kept
 from marlinq.operations.quantize.tuning.loop import (
     Loop,
     Progress,
@@ -32,9 +31,10 @@ from marlinq.operations.quantize.tuning.loop import (
     TuningSettings,
     records,
 )
-from marlinq.operations.quantize.tuning.rows import new_rows, random_rows
+from marlinq.operations.quantize.tuning.saved_files import RESULT, STATE, keep, kept
 from marlinq.operations.quantize.tuning.student import Student
 from marlinq.operations.quantize.tuning.teacher import draw_anew, learn
+from marlinq.operations.quantize.tuning.text_rows import new_rows, random_rows
 
 NOTE = "tuning"
 """Key of the writer's note that holds the report, once all tuned tensors are written."""

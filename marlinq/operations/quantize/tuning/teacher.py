@@ -15,7 +15,7 @@ from marlinq.calibration import Batch, HiddenStates
 from marlinq.core.errors import NumericsError
 from marlinq.models import BlockReplay, ModelInstance
 from marlinq.operations.quantize.budget import logits_at_once
-from marlinq.operations.quantize.tuning.rows import REDRAWN, redraw
+from marlinq.operations.quantize.tuning.text_rows import REDRAWN, redraw
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,12 +92,12 @@ def draw_anew(
     progress: Callable[[int, int], None],
     device_bytes: int = 0,
 ) -> list[Batch]:
-    """The text with some tokens drawn anew by the original (:func:`~.rows.redraw`).
+    """The text with some tokens drawn anew by the original (:func:`~.text_rows.redraw`).
 
     Args:
         instance, folder, progress, device_bytes: as in :func:`learn`.
         batches: the text, in rows of one length per batch.
-        noise: probability that a token is replaced by a random one, as in :func:`~.rows.redraw`.
+        noise: probability that a token is replaced by a random one, as in :func:`~.text_rows.redraw`.
         seed: seed of all draws.
     """
     replay = BlockReplay(instance)

@@ -18,7 +18,7 @@ from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import operation, plan_quantize, quantize
 from marlinq.operations.quantize.allocation import allocate as allocating
-from marlinq.operations.quantize.allocation import kept as kept_allocations
+from marlinq.operations.quantize.allocation import stored_allocation
 from marlinq.operations.quantize.allocation.sensitivity import MeasuringText, measure
 from marlinq.operations.quantize.allocation.units import units_of
 from marlinq.operations.quantize.override import Override
@@ -116,15 +116,15 @@ def test_forged_allocations_of_unfinished_runs_are_refused(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forged: dict[str, object]
 ) -> None:
     assert run.report.allocation is not None
-    kept = {"recipe": kept_allocations._asked(TARGET), "allocation": asdict(run.report.allocation)}
-    monkeypatch.setattr(kept_allocations, "kept_json", lambda *_: kept)
-    assert kept_allocations.kept_allocation(tmp_path, TARGET) == run.report.allocation
+    kept = {"recipe": stored_allocation._asked(TARGET), "allocation": asdict(run.report.allocation)}
+    monkeypatch.setattr(stored_allocation, "kept_json", lambda *_: kept)
+    assert stored_allocation.kept_allocation(tmp_path, TARGET) == run.report.allocation
     # The target is the recipe's, whatever was kept.
     kept["allocation"] |= {"target": ["a"]}
-    assert kept_allocations.kept_allocation(tmp_path, TARGET) == run.report.allocation
+    assert stored_allocation.kept_allocation(tmp_path, TARGET) == run.report.allocation
     kept["allocation"] |= forged
     with pytest.raises(OutputError, match="is damaged; remove"):
-        kept_allocations.kept_allocation(tmp_path, TARGET)
+        stored_allocation.kept_allocation(tmp_path, TARGET)
 
 
 def test_sizes_of_an_unfinished_run_are_those_of_its_plan(run: Run, tmp_path: Path) -> None:

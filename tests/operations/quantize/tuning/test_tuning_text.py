@@ -16,7 +16,14 @@ from marlinq.operations.quantize import gather_text, own_text, plan_quantize, qu
 from marlinq.operations.quantize.planned_text import tokens_drawn_anew
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.tuning import run, teacher
-from marlinq.operations.quantize.tuning.rows import NOISE, REDRAWN, hold_out, new_rows, random_rows, redraw
+from marlinq.operations.quantize.tuning.text_rows import (
+    NOISE,
+    REDRAWN,
+    hold_out,
+    new_rows,
+    random_rows,
+    redraw,
+)
 from tests.operations.quantize.tuning.runs import TUNED, Killed, dies, nine_documents, tuned
 from tests.testing.original_folders import folder_bytes, save_tiny
 
