@@ -1,10 +1,10 @@
-"""What --target-bits gains: a model at several targets beside uniform schemes of about the same sizes.
+"""Measures what --target-bits gains: a model at several targets beside uniform schemes of similar sizes.
 
     python -m lab.quality.allocation MODEL WORK --calibration TEXT --text TEXT [--text TEXT] [--base 64]
 
-Sensitivities are measured once. Then the uniform scheme of groups of --base, targets of 0, 0.1 and 0.5 bits
-more, uniform groups of 32 and a target of their size are quantised and their divergence is measured. Folders
-that are there already are not made again. Prints a line a model and writes WORK/allocation.json.
+Sensitivities are measured once. Then these are quantised and their divergence is measured: uniform groups of
+--base, targets of 0, 0.1 and 0.5 bits more, uniform groups of 32, and a target of their size. Existing
+folders are not made again. Prints one line per model and writes WORK/allocation.json.
 """
 
 from __future__ import annotations

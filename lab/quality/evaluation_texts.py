@@ -1,11 +1,9 @@
-"""The texts beside novels that quality is measured on, as plain files.
+"""Writes the texts that quality is measured on, except novels, as plain files.
 
     python lab/quality/evaluation_texts.py MODEL OUT --calibration FILE --seed 0 --seed 1 --seed 2
 
-Writes OUT/c4.txt, the documents of FILE that no run with these seeds calibrates on; OUT/docs.txt, this
-documentation; and OUT/source.txt, every twentieth file of this package, so that it shows all of its kinds.
-
-Needs no GPU: it only reads and writes text.
+OUT/c4.txt has the documents of FILE that no run with these seeds calibrates on, OUT/docs.txt this
+documentation, and OUT/source.txt every twentieth file of this package. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def main() -> None:
             vocabulary=vocabulary,
         )
     }
-    # Those that are drawn were cut to the same length.
+    # Cut to the length that calibration cuts drawn documents to, so that they can be compared.
     paragraphs = [str(row) for row in read_paragraphs(str(options.calibration), split="train", seed=0)]
     encoded = tokenizer(paragraphs, add_special_tokens=False, truncation=True, max_length=options.max_length)
     kept = [

@@ -1,4 +1,4 @@
-"""What experts that few tokens reach should be calibrated on: the fallbacks against each other.
+"""Compares the fallbacks for experts that few calibration tokens reach.
 
     python lab/quality/expert_fallbacks.py WORK --text FILE [--steps N] [--json OUT]
 
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def train(folder: Path, text: str, steps: int) -> None:
-    """A small mixture that has learnt to spell."""
+    """Trains a small mixture on ``text`` and saves it in ``folder``."""
     torch.manual_seed(0)
     tokenizer = _bytes()
     ids = torch.tensor(tokenizer(text[: 2 << 20])["input_ids"])

@@ -1,4 +1,4 @@
-"""Memory and time of quantising a mixture of experts, block by block, on random weights of a real shape.
+"""Measures memory and time of quantising a mixture of experts, block by block, on random weights.
 
     python lab/quality/experts_memory.py WORK --tokenizer FOLDER [--calibration FILE] [--layers N]
 
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 class Samples:
-    """Where the main thread is, looked at every few milliseconds from another."""
+    """Samples of the main thread's stack, taken every few milliseconds by another thread."""
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
@@ -125,15 +125,15 @@ class Samples:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Starts sampling."""
         self._thread.start()
 
     def end(self) -> None:
-        """Look no longer."""
+        """Stops sampling."""
         self._done.set()
 
     def print(self) -> None:
-        """Shares of the lines on the stack, and of its last line."""
+        """Prints the share of samples for each line of the stack, and for its last line."""
         total = sum(self._leaves.values())
         for title, found in (("on the stack", self._lines), ("last", self._leaves)):
             for line, count in found.most_common(40) if total else ():
@@ -152,7 +152,7 @@ class Samples:
 
 
 def memory(gpu: bool) -> dict[str, float]:
-    """Gigabytes now and at most so far: resident on the host, allocated on the GPU."""
+    """Gigabytes, current and peak: resident on the host, allocated on the GPU."""
     found = {
         "host": psutil.Process().memory_info().rss / 1e9,
         "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,

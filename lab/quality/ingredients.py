@@ -1,4 +1,4 @@
-"""Which ingredient of a quality helps which model: each alone, left out or changed, on several texts.
+"""Measures the ingredients of a quality: each alone, left out or changed, on several texts.
 
     python lab/quality/ingredients.py MODEL --calibration FILE --text FILE [--text FILE] --work DIR
 
@@ -29,7 +29,8 @@ FACTORS = len(grid.search_factors())
 
 @contextmanager
 def tokens_weighted_by_inverse() -> Iterator[None]:
-    """A token of the stream counts by the inverse of its mean square, as in version 2."""
+    """Inside, tokens of the residual stream are weighted by the inverse of their mean square, as in version 2
+    of the quality."""
 
     def add_stream(
         self: Any, x: Tensor, stream: Tensor, original: Tensor | None, mask: Tensor | None = None
@@ -49,7 +50,8 @@ def tokens_weighted_by_inverse() -> Iterator[None]:
 
 
 def ranges(step: float) -> Callable[[], Any]:
-    """The search tries as many ranges as ever, from 1.06 of the full one down in steps of ``step``."""
+    """A change of the search for scales: the usual number of ranges, from 1.06 of the full one down in steps
+    of ``step``."""
     factors = tuple(1.06 - step * number for number in range(FACTORS))
     return lambda: mock.patch.object(grid, "_SHRINK", factors)
 
@@ -73,7 +75,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[Callable[[], Any], ...]]] = {
     "four times the text": ({"samples": 256}, ()),
     "output Hessian": ({"output_hessian": True}, ()),
 }
-"""By name: what differs in the recipe, and what else is changed."""
+"""Name of a row -> (changes of the recipe, other changes)."""
 
 
 def main() -> None:

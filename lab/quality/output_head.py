@@ -1,4 +1,4 @@
-"""What a quantised output head costs: 16, 8 and 4 bits, with blocks in 16 bits and with blocks in 4.
+"""Measures the cost of a quantised output head: 16, 8 and 4 bits, with blocks in 16 and in 4 bits.
 
     python lab/quality/output_head.py MODEL QUANTISED --calibration FILE --text FILE
         [--work FOLDER] [--json OUT]
@@ -25,7 +25,7 @@ from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.recipe import Recipe
 
 BLOCKS = r"\.\d+\."
-"""Found in the name of every linear of a block."""
+"""Regular expression that matches the name of every linear in a block."""
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def main() -> None:
         f"calibrated on {options.calibration.name}: {calibration}",
         f"evaluated on {options.text.name}: {measured.windows} windows of {options.length} tokens",
     ]
-    # The folder that the text was in is of no interest.
+    # Only the file name, because the path is this machine's.
     settings = {**recipe.to_dict(), "calibration": options.calibration.name}
     record = {"conditions": lines, "recipe": settings, "rows": rows}
     print(json.dumps(record, indent=2))

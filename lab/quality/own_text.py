@@ -1,8 +1,8 @@
-"""The text that a model writes to be tuned on, as a JSON list of documents of token ids.
+"""Writes the text that a model is tuned on, as a JSON list of documents of token ids.
 
     python lab/quality/own_text.py MODEL OUT --tokens 2400000
 
-What ``marlinq quantize --quality best`` would write, but for the number of tokens, for tuning_settings.py.
+It is the text of ``marlinq quantize --quality best`` with another number of tokens, for tuning_settings.py.
 
 Ran on one H200, CUDA 13.0, torch 2.11.0.
 """

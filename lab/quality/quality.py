@@ -1,4 +1,4 @@
-"""What 4 bits cost: round-to-nearest, GPTQ step by step, and the named qualities, against FP32.
+"""Measures the cost of 4 bits against FP32: round-to-nearest, GPTQ step by step, and the named qualities.
 
     python lab/quality/quality.py MODEL --calibration FILE --text FILE [--text FILE] [--json OUT]
 
@@ -37,7 +37,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "best": ("`--quality best`", {"quality": "best"}),
     "documents": ("`--quality best --no-tune-own-text`", {"quality": "best", "tune_own_text": False}),
 }
-"""By folder: what a row is called, and what differs in its recipe."""
+"""Folder -> (title of the row, changes of the recipe)."""
 
 
 def main() -> None:
@@ -118,9 +118,9 @@ def main() -> None:
 
 
 def _check_same(folder: Path, model: Path, recipe: Recipe) -> None:
-    """A finished folder of another model or recipe must not stand in for this one."""
+    """Checks that a finished folder was made from this model with this recipe."""
     manifest = json.loads((folder / "marlinq.json").read_text(encoding="utf-8"))
-    # Through JSON, as the manifest's values have gone.
+    # Through JSON, to compare with the manifest's values.
     asked = json.loads(json.dumps([recipe.to_dict(), Checkpoint.open(model).identity()]))
     if [manifest["recipe"], manifest["source"]["identity"]] != asked:
         raise SystemExit(f"{folder}: holds another model or recipe; remove it, or choose another --work")

@@ -1,4 +1,4 @@
-"""What published quantisers reach with the model, the calibration text and the evaluation of quality.py.
+"""Measures published quantisers with the model, the calibration text and the evaluation of quality.py.
 
     python lab/quality/quality_peers.py tokens MODEL --calibration FILE --out TOKENS
     PEER_PYTHON lab/quality/quality_peers.py quantize MODEL TOKENS WORK --method NAME
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Of this script's own process alone: whoever imports the file may want the GPU.
+# Only in this script's own process, because importing the file must not hide the GPU.
 if __name__ == "__main__":
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its thread pool needs two workers even on two cores
     if "cuda" not in sys.argv:
@@ -45,15 +45,15 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """What every peer is asked for.
+    """The task of every peer.
 
     Attributes:
-        model: the folder of the original.
-        out: the folder to write.
-        documents: token ids of the calibration's documents.
-        group_size: input channels that share a scale; -1 is one scale an output channel.
-        symmetric: no zero points.
-        device: of torch.
+        model: folder of the original.
+        out: folder to write.
+        documents: token ids of the calibration documents.
+        group_size: input channels per scale; -1 for one scale per output channel.
+        symmetric: whether there are no zero points.
+        device: torch device.
     """
 
     model: Path
@@ -107,14 +107,14 @@ def write_llmcompressor(task: Task, options: Options) -> None:
     recipe: list[Any] = []
     if "awq" in options:
         if not torch.cuda.is_available():
-            # It pins the activations it keeps whatever the device is, and torch can't without an accelerator.
+            # llm-compressor always pins stored activations, which torch can't do without an accelerator.
             torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
         recipe.append(AWQModifier(**options["awq"]))
     if "gptq" in options:
         recipe.append(GPTQModifier(**common, **options["gptq"]))
     else:
         recipe.append(QuantizationModifier(**common))
-    # Batches as they are, so that nothing cuts, pads or shuffles them.
+    # Ready batches, so that the peer neither cuts nor pads nor shuffles them.
     batches = [
         {
             "input_ids": torch.tensor([document]),
@@ -129,16 +129,16 @@ def write_llmcompressor(task: Task, options: Options) -> None:
         recipe=recipe,
         num_calibration_samples=len(batches),
     )
-    # As the others store them. The codes are computed while saving, and survive that rounding.
+    # float16, as the other peers store it; codes are computed while saving and don't change by this rounding.
     loaded.to(torch.float16).save_pretrained(task.out, save_compressed=True)
     tokenizer.save_pretrained(task.out)
 
 
 def full_rows(documents: list[list[int]], length: int, beginning: int | None) -> list[list[int]]:
-    """Rows of ``length`` tokens that hold the documents end to end, without a last one that is not full.
+    """Rows of ``length`` tokens cut from the concatenated documents; an incomplete last row is dropped.
 
-    Each row begins with ``beginning``, the tokenizer's beginning-of-text token, as texts do that a model is
-    given; documents lose their own. Without one (None) rows are text alone.
+    Each row begins with ``beginning``, the tokenizer's start token, which is removed from the documents; None
+    if the tokenizer has none.
     """
     first = [] if beginning is None else [beginning]
     tokens = [
@@ -173,7 +173,7 @@ def write_autoround(task: Task, options: Options) -> None:
         **options,
     )
     quantizer.quantize_and_save(str(task.out), format="auto_gptq")
-    # It makes a folder of its own, named after the model and the bits.
+    # AutoRound writes to a subfolder named after the model and the bits.
     for config in list(task.out.glob("*/config.json")):
         for file in config.parent.iterdir():
             file.rename(task.out / file.name)
@@ -295,7 +295,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def _remember(model: torch.nn.Module) -> None:
-    """Keep the original's logits, 4 bytes x windows x length x vocabulary: all checkpoints need the same."""
+    """Caches the original's logits (4 bytes * windows * length * vocabulary), which all checkpoints need."""
     known: dict[tuple[int, ...], Any] = {}
     forward = model.forward
 

@@ -1,4 +1,4 @@
-"""How long a quantise run of Llama 3's shape takes, disk to disk, and where the time goes.
+"""Measures the time of a quantise run of Llama 3's shape, disk to disk, and its parts.
 
     python lab/quality/quantize_time.py FOLDER --layers 8 [--samples 128 --max-length 2048 --device cuda]
     torchrun --nproc-per-node 2 lab/quality/quantize_time.py FOLDER --layers 8    # after the first
@@ -73,11 +73,11 @@ PARTS = {
     "waited for the copies": (CopyBehind, "finish"),
     "end of the folder": (CheckpointWriter, "finish"),
 }
-"""What is timed: methods that don't call each other."""
+"""Timed methods, none of which calls another."""
 
 
 def split_into(parts: dict[str, float]) -> None:
-    """Lets the methods of :data:`PARTS` add the seconds they take to ``parts``."""
+    """Makes the methods of :data:`PARTS` add their seconds to ``parts``."""
 
     def timed(part: str, method: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How long llm-compressor's GPTQ takes on the checkpoint and the text of quantize_time.py, disk to disk.
+"""Measures the time of llm-compressor's GPTQ on the checkpoint and text of quantize_time.py, disk to disk.
 
     python lab/quality/quantize_time.py FOLDER --layers 8         # writes both, and times marlinq
     python lab/quality/quantize_time_peer.py FOLDER --layers 8    # the peer, on the same tokens
@@ -96,7 +96,7 @@ def main() -> None:
     text = arguments.folder / "text.txt"
     batches = read_batches(model, text, arguments.samples, arguments.max_length)
     print(f"tokens {sum(batch['input_ids'].numel() for batch in batches)}", flush=True)
-    # Those who read the tokens are marlinq's, so their time is not the peer's.
+    # The time of reading tokens is left out, since marlinq's code does it.
     reading = time.monotonic() - start
     start = time.monotonic()
     solved = quantise(model, out, batches, arguments.observer)

@@ -23,14 +23,14 @@ RATES = {
     "disk": 5e9,
     "write": 0.9e9,
 }
-"""Measured, operations a second: forward passes with all that is beside products, Hessians, factorisations,
-channels of a solve. Measured, bytes a second: between GPUs of a host (two of them), and rank 0's writer,
-which hashes what it writes. Assumed, bytes a second: of a GPU's network adapter, of a host's disk."""
+"""Measured operations a second of forward passes (with everything besides products), Hessians, factorisations
+and channels of a solve; measured bytes a second between two GPUs of a host and of rank 0's writer with its
+hashing; assumed bytes a second of a GPU's network adapter and of a host's disk."""
 SOLVE_SECONDS = 0.012
-"""Measured: what any solve takes beside these operations."""
+"""measured seconds per solve besides these operations"""
 TOKENS = 128 * 2048
 COMPARED = 49_152 / TOKENS
-"""The share of tokens that the original sees too."""
+"""share of tokens that the original model runs too"""
 GPUS_OF_A_HOST = 8
 
 
@@ -63,7 +63,7 @@ class Solve:
 
     @property
     def seconds(self) -> float:
-        """Of one of them."""
+        """Seconds of one solve."""
         # Experts are solved together where their weights and Hessians are small.
         together = max(1, 2**30 // (16 * self.n * self.k + 12 * self.k**2)) if self.count > 1 else 1
         return SOLVE_SECONDS / together + self.factor / RATES["factor"] + self.rows / RATES["rows"]
@@ -71,10 +71,10 @@ class Solve:
 
 @dataclass(frozen=True)
 class Model:
-    """Blocks, and the solves of each; what lies outside the blocks is left out.
+    """Number of blocks and solves of each block; modules outside the blocks are left out.
 
     Attributes:
-        late: the last of the solves waits for the others.
+        late: whether the last solve waits for the others.
     """
 
     name: str
@@ -122,8 +122,8 @@ def block_seconds(model: Model, gpus: int) -> dict[str, float]:
     hosts = max(1, gpus // GPUS_OF_A_HOST)
     inside = min(gpus, GPUS_OF_A_HOST)
     weights = sum(solve.weights for solve in model.solves)
-    # Drift correction is bounded by a norm of the whole weight, so a rank solves whole modules: the longest
-    # first, to whoever has least.
+    # With drift correction, which is bounded by a norm over the whole weight, ranks solve whole modules: the
+    # longest first, each by the rank with the least work.
     first = model.solves[:-1] if model.late else model.solves
     loads = [0.0] * gpus
     for seconds in sorted((each.seconds for each in first for _ in range(each.count)), reverse=True):

@@ -1,4 +1,4 @@
-"""Whether a GPU continues prompts as a CPU does, token by token, in every format.
+"""Checks that a GPU continues prompts like a CPU, token by token, in every format.
 
     python lab/quality/same_text.py CKPT [CKPT ...] --tokens 256 --dtype float16 --dtype bfloat16
 
@@ -45,10 +45,10 @@ class Reference:
     """The reference's continuation of one prompt.
 
     Attributes:
-        prompt: its token ids.
+        prompt: token ids of the prompt.
         tokens: greedy tokens.
-        logits: [tokens, vocabulary] float32, what each token was chosen from.
-        text: of the tokens.
+        logits: float32 [tokens, vocabulary], from which each token was chosen.
+        text: text of the tokens.
     """
 
     prompt: list[int]
@@ -59,17 +59,17 @@ class Reference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt with one checkpoint in one dtype.
+    """Results of one prompt with one checkpoint in one dtype.
 
     Attributes:
-        checkpoint, dtype, prompt: what was run.
-        tokens: of the reference.
-        agreeing: tokens before the first that differs.
-        margin: the reference's logit of its own token less that of the other, where they part.
+        checkpoint, dtype, prompt: names of the run.
+        tokens: number of tokens of the reference.
+        agreeing: number of tokens before the first that differs.
+        margin: at that token, the reference's logit of its own token minus that of the other token.
         relative_error: norm of the difference of all logits over the norm of the reference's; None where
             they were not compared.
-        largest_error: of a single logit; likewise.
-        step: how steps ran.
+        largest_error: largest error of a logit; None where they were not compared.
+        step: how decode steps ran.
     """
 
     checkpoint: str

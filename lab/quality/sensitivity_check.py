@@ -1,4 +1,4 @@
-"""Estimators of what one quantised module costs, beside the divergence that is measured.
+"""Compares estimators of a quantised module's cost with its measured divergence.
 
     python -m lab.quality.sensitivity_check MODEL --text TEXT [--windows 6 --length 64 --draws 3 --modules 12]
 
@@ -32,10 +32,10 @@ SCHEMES = {
 
 
 class Estimates:
-    """What one module's errors are estimated to cost.
+    """Estimated costs of one module's errors.
 
     Args:
-        errors: error [N, K] by the scheme's name.
+        errors: name of a scheme -> error [N, K].
     """
 
     def __init__(self, errors: dict[str, Tensor]) -> None:
@@ -55,7 +55,7 @@ class Estimates:
             self.sums[name]["rows"] += float((weight * error).sum(1).square().sum()) / 2
 
     def of(self, name: str, tokens: int) -> dict[str, float]:
-        """Nats a token by estimator, of so many counted ``tokens``."""
+        """Estimator -> nats per token, after ``tokens`` counted tokens."""
         error = self.errors[name]
         together = ((error @ self._inputs) @ error.t() * self._gradients).sum()
         found = {key: value / tokens for key, value in self.sums[name].items()}

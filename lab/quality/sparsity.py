@@ -1,4 +1,4 @@
-"""What 2:4 sparsity costs beside dense weights of 4 bits, and of 3 bits, which take as many bytes.
+"""Measures the cost of 2:4 sparsity beside dense 4-bit weights, and dense 3-bit weights of the same size.
 
     python lab/quality/sparsity.py MODEL --calibration FILE --text FILE [--row NAME] [--json OUT]
 
@@ -31,11 +31,11 @@ from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.recipe import Recipe
 
 INT3 = Element("int3", 3)
-"""Eight values a weight, the middle one zero; solvers know it, no layout holds it."""
+"""Element with eight values, the middle one zero; solvers take it, no layout holds it."""
 
 
 class ThreeBits(GPTQ):
-    """GPTQ to eight codes, stored among the sixteen of four bits."""
+    """GPTQ with eight codes, stored as the middle eight of sixteen."""
 
     name = "gptq-int3"
 
@@ -64,7 +64,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse": ("INT4, 2:4", {"sparsity": "2:4"}),
     "half": ("INT4, the half of the linears that lose least 2:4", {"sparsity": "2:4"}),
 }
-"""By folder: what a row is called, and what differs in its recipe."""
+"""Folder -> (title of the row, changes of the recipe)."""
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def _dense_half(sparse: Path) -> tuple[Override, ...]:
-    """Rules that keep dense the half of the linears which lost most where all were pruned."""
+    """Overrides that keep dense the half of the linears with the largest errors in the folder ``sparse``."""
     errors = {
         name.removeprefix("module "): module["relative_error"]
         for name, module in json.loads((sparse / "marlinq.json").read_text())["run"].items()

@@ -1,4 +1,4 @@
-"""Settings of end-to-end tuning beside each other: one start, one text, one table.
+"""Compares settings of end-to-end tuning from one start on one text.
 
     python lab/quality/tuning_settings.py MODEL START --text FILE --learn FILE --try 'steps=300 rate=2e-3'
 
@@ -53,7 +53,7 @@ from marlinq.operations.quantize.tuning.text_rows import hold_out, random_rows
 
 
 class Bench:
-    """The original, the start, and what is measured."""
+    """The original, the start, and the measurements."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device = torch.device(options.device)
@@ -95,7 +95,7 @@ class Bench:
         return found
 
     def put(self, student: Student) -> None:
-        """The student's values as they would be stored, into the copy."""
+        """Copies the student's values, as they would be stored, into the measured model."""
         with torch.no_grad():
             for name, weight in student.weights.items():
                 parameter = self.copy.get_parameter(self.plan.modules[name].projection.parameter)
@@ -141,10 +141,9 @@ def main() -> None:
 class Tilted:
     """Adam for the first group; for the second, Adam's steps times a power of their gradients' RMS.
 
-    A code whose gradients are small counts for less, and so does a mistake in it: Adam moves all codes alike,
-    Newton's method this one farther. A step is multiplied by (g / r)^tilt, at most 4 and at least 1/4, where
-    r is the RMS of a code's gradients and g the geometric mean of r over its tensor. A tilt of -1 is a step
-    of the gradient itself.
+    A code with small gradients matters less: Adam moves it as far as others, Newton's method farther. A step
+    is multiplied by (g / r)^tilt, clamped to 1/4..4, where r is the RMS of a code's gradients and g the
+    geometric mean of r over its tensor. A tilt of -1 gives steps along the gradient itself.
     """
 
     def __init__(self, adam: torch.optim.Optimizer, tilt: float) -> None:
@@ -174,7 +173,7 @@ class Tilted:
         first, second = 0.9, 0.999
         for index, leaf in enumerate(self._leaves):
             if leaf.grad is None:
-                # Of a block whose turn is another: blocks take their steps as soon as they have gradients.
+                # A code of another block, which is updated when that block's gradients are there.
                 continue
             self._steps[index] += 1
             steps, mean, square = self._steps[index], self._means[index], self._squares[index]
@@ -182,16 +181,16 @@ class Tilted:
             mean.lerp_(leaf.grad, 1 - first)
             square.lerp_(leaf.grad.square(), 1 - second)
             root = (square / (1 - second**steps)).sqrt_()
-            # Inputs that are always zero have no gradients, and would move the mean of logarithms at will.
+            # A floor for inputs that are always zero, whose gradients of 0 would dominate the mean logarithm.
             log = root.clamp_(min=max(1e-20, 1e-3 * float(root.mean()))).log()
             factor = (log.mean() - log).mul_(self._tilt).exp_().clamp_(0.25, 4.0)
             leaf.addcmul_(mean, factor.div_(root), value=-rate)
 
 
 class Stacked:
-    """Adam for the first group; for the second, steps of whole matrices, those of one shape at a time.
+    """Adam for the first group; for the second, steps of whole matrices, all of one shape at a time.
 
-    Every code has its gradients from the start: passes are recorded (``graph=1``).
+    It needs the gradients of all codes at once, hence recorded passes (``graph=1``).
     """
 
     def __init__(self, adam: torch.optim.Optimizer) -> None:
@@ -225,7 +224,7 @@ class Stacked:
                 leaf.sub_(change, alpha=rate)
 
     def _change(self, index: int, gradient: Tensor) -> Tensor:
-        """[B, K, N], what a rate of one takes from the codes."""
+        """[B, K, N]: the change that is subtracted from the codes at a learning rate of 1."""
         raise TypeError
 
 
@@ -244,15 +243,15 @@ class Muon(Stacked):
             x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
         if wanted.shape[-2] > wanted.shape[-1]:
             x = x.mT
-        # As large as Adam's steps where gradients are mostly noise.
+        # Scaled to the size of Adam's steps where gradients are mostly noise.
         return x.float() * (0.23 * max(x.shape[-2:]) ** 0.5)
 
 
 class Rotated(Stacked):
-    """Adam in the basis where a matrix' gradients of different input channels don't go together.
+    """Adam in the basis in which a matrix' gradients of different input channels are uncorrelated.
 
-    A simpler SOAP (Vyas et al. 2024): the eigenbasis is on the side of the inputs alone, and is found once,
-    from the gradients of the first ``learning`` steps, during which this is Adam.
+    A simpler SOAP (Vyas et al. 2024): the eigenbasis is that of the inputs only, and is computed once from
+    the gradients of the first ``learning`` steps, which are Adam's.
     """
 
     def __init__(self, adam: torch.optim.Optimizer, learning: int) -> None:
@@ -280,7 +279,7 @@ class Rotated(Stacked):
 
 
 def freeze_codes(loop: Loop, share: float) -> None:
-    """Lets the rate of codes fall to zero within this share of the steps, that of the rest as before."""
+    """Makes the learning rate of codes fall to zero within this share of the steps; others don't change."""
     optimizer, steps = loop._optimizer, loop._settings.steps * share
     take_step = optimizer.step
 
@@ -296,7 +295,7 @@ def freeze_codes(loop: Loop, share: float) -> None:
 
 @contextmanager
 def kept_divergences(found: list[float]) -> Iterator[None]:
-    """Appends what every micro-batch that is learnt from adds to the mean divergence of its step."""
+    """Inside, appends every training micro-batch's part of its step's mean divergence to ``found``."""
     patched: Any = loop_module
     divergence = patched.divergence
 
@@ -314,7 +313,7 @@ def kept_divergences(found: list[float]) -> Iterator[None]:
 
 
 def last_tenth(found: Sequence[float], steps: int) -> float:
-    """The mean over the last tenth of the steps, each with as many values as any other."""
+    """The mean over the last tenth of the steps, all of which have the same number of values."""
     each, tenth = len(found) // steps, max(1, steps // 10)
     return sum(found[-each * tenth :]) / tenth
 
@@ -338,7 +337,7 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
             ]
         else:
             rows = random_rows(learning, length, places, length * count, settings.seed)
-        # As the package does: no micro-batch is left with fewer rows than the others.
+        # As in the package: all micro-batches have the same number of rows.
         full = max(1, places // length)
         rows = rows[: len(rows) - len(rows) % full] if len(rows) > full else rows
         own = make_batches(rows, token_budget=places)

@@ -26,7 +26,7 @@ from unittest import mock
 import yaml
 
 from marlinq.core.errors import MarlinqError
-from marlinq.operations.evaluate.tasks.files import read_task
+from marlinq.operations.evaluate.tasks.task_files import read_task
 from marlinq.operations.quantize import operation
 from marlinq.operations.quantize.candidates import CANDIDATES
 from marlinq.runtime import load
