@@ -62,7 +62,7 @@ def test_files_that_include_each_other_many_times_are_refused(tmp_path: Path) ->
         (tmp_path / f"{level}.yaml").write_text(f"include: [{', '.join([f'{level + 1}.yaml'] * 8)}]\n")
     (tmp_path / "6.yaml").write_text("num_fewshot: 0\n")
     with pytest.raises(UsageError, match="more than 64 files"):
-        files.read_task(str(task_file(tmp_path, f"include: 0.yaml\n{TASK}")), METRICS)
+        task_files.read_task(str(task_file(tmp_path, f"include: 0.yaml\n{TASK}")), METRICS)
 
 
 @pytest.mark.parametrize(
