@@ -285,7 +285,7 @@ def _module(
     spec = ModuleSpec(
         in_features=k,
         out_features=n,
-        scheme=stored.for_channels(k),
+        scheme=stored.for_channels(k) if layout.only_groups is None else stored,
         zero_writer=config.zero_writer,
         extras=frozenset(infos) & frozenset(layout.read_only),
     )

@@ -112,6 +112,28 @@ def test_conversion_there_and_back_keeps_every_byte(root: Path, tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize(
+    ("form", "scheme"),
+    [
+        ("modelopt", "nvfp4"),
+        pytest.param("compressed-tensors", "nvfp4", marks=pytest.mark.slow),
+        ("compressed-tensors", "mxfp8"),
+        pytest.param("compressed-tensors", "fp8-block", marks=pytest.mark.slow),
+    ],
+)
+def test_other_schemes_hold_the_same_weights(root: Path, tmp_path: Path, form: str, scheme: str) -> None:
+    """Down projections are as wide as an MX group."""
+    report = convert(root / "stacked", tmp_path / "out", target_format=form, scheme=scheme, progress=False)
+    assert not report.lossy
+    views = [QuantizedCheckpoint.of(Checkpoint.open(path)) for path in (root / "stacked", tmp_path / "out")]
+    assert views[0] is not None
+    assert views[1] is not None
+    assert views[0].modules.keys() == views[1].modules.keys()
+    for name in views[0].modules:
+        assert torch.equal(views[0].load(name).dequantize(), views[1].load(name).dequantize()), name
+    assert verify(tmp_path / "out", against=root / "stacked", device="cpu", progress=False).ok
+
+
 @pytest.mark.parametrize("kind", ["quantize", "convert"])
 def test_an_interrupted_run_ends_with_the_same_bytes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, dequantized
 from marlinq.core.errors import CheckpointError, MarlinqError
+from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
@@ -356,8 +357,13 @@ class Comparison:
         return rows
 
 
-def _elements(view: QuantizedCheckpoint) -> set[str]:
-    return {spec.scheme.element.name for spec in view.modules.values()}
+def _elements(view: QuantizedCheckpoint) -> set[tuple[str, Granularity | None]]:
+    """Element types, of floats with the weights that share a scale: MXFP4 and NVFP4 have one element."""
+    schemes = [spec.scheme for spec in view.modules.values()]
+    return {
+        (scheme.element.name, None if scheme.element.table is None else scheme.granularity)
+        for scheme in schemes
+    }
 
 
 def _by_chance(finding: Finding) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Activations, Scheme
 from marlinq.core.schemes import SCHEMES
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import FORMATS, Format, spec_of
+from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.convert.recast import recast
 
 CT, MODELOPT = FORMATS["compressed-tensors"], FORMATS["modelopt"]
@@ -139,3 +143,48 @@ def test_second_level_scales_are_inverted_where_that_is_exact(scale: float) -> N
     assert found is not None
     assert same_values(weight, found)
     assert found.input_scale == torch.tensor(0.5)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-dynamic", "mxfp8", "nvfp4"])
+def test_blocks_of_fp8_become_others_with_a_loss_alone(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = round_to_nearest(torch.randn(130, 160, generator=generator), scheme("fp8-block"))
+    assert changed(weight, name) is None
+    way = recast(weight.scheme, CT.layout_of(scheme(name)), SCHEMES[name])
+    assert way is not None
+    assert not isinstance(way, str)
+    assert "would be rounded again" in way.refusal
+    assert way.apply(weight, allow_loss=False) is None
+    rounded = way.apply(weight, allow_loss=True)
+    assert rounded is not None
+    # Half a step of the coarsest target, E2M1, whose scale is at most 2**-4 off: 1/4 + 1/16 of a weight.
+    difference = (rounded.dequantize() - weight.dequantize()).norm()
+    assert 0 < float(difference) < 0.3125 * float(weight.dequantize().norm())
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "fp8-block", "mxfp8"])
+def test_integers_never_become_floats(name: str) -> None:
+    for integers in ("int4", "int8"):
+        source = SCHEMES[integers].example(
+            Scheme(SCHEMES[integers].element, Granularity.group(32), "midpoint")
+        )
+        said = recast(source, CT.layout_of(scheme(name)), SCHEMES[name])
+        assert "only floats are converted" in str(said)
+
+
+def test_blocks_with_exponents_and_with_float32_scales() -> None:
+    """DeepSeek-V4's blocks are exact elsewhere; the way back is for powers of two alone."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = replace(scheme("fp8-block"), scale_dtype="float8_e8m0fnu")
+    weight = round_to_nearest(torch.randn(130, 160, generator=generator), exponents)
+    for form in (FORMATS["fp8"], CT):
+        layout = form.layout_of(scheme("fp8-block"))
+        wide = replace(layout.as_stored(scheme("fp8-block")), scale_dtype="float32")
+        tensors = layout.pack(weight, wide)
+        found = layout.unpack(tensors, replace(spec_of(weight), scheme=wide))
+        assert torch.equal(found.dequantize(), weight.dequantize())
+        assert FORMATS["deepseek-v4"].layouts[0].refusal(found) is None
+    other = round_to_nearest(torch.randn(130, 160, generator=generator), scheme("fp8-block"))
+    assert "scales are not exactly representable in float8_e8m0fnu" in str(
+        FORMATS["deepseek-v4"].layouts[0].refusal(other)
+    )
