@@ -23,18 +23,18 @@ from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from marlinq.operations.bench.shapes import MODELS
 
 Shape = tuple[int, int, int, int, int, bool]
-# What a batch costs that no chosen variant serves.
 _UNSERVED = math.log(3.0)
+"""cost of a batch that no chosen variant serves, as a logarithm of time over the best"""
 _BATCHES = (48, *range(80, 257, 16), *range(272, 1025, 32), *range(1088, 8193, 192))
 
 
 def shape(config: WarpgroupConfig) -> Shape:
-    """A line of ``_COMMON``."""
+    """The entry of ``_COMMON`` for a configuration."""
     return config.tile_m, config.words, config.warpgroups_n, config.parts_k, config.cluster, config.stream_k
 
 
 def excesses(problem: Problem) -> dict[Shape, float]:
-    """Logarithms of every variant's expected time over the best one's."""
+    """Variant -> logarithm of its expected time over the best variant's."""
     found = {
         shape(config): warpgroup_costs.estimate(problem, H200, config)[0]
         for config in warpgroup.candidates(problem, H200)

@@ -1,4 +1,4 @@
-"""FP8 weights with FP8 activations beside 16-bit activations and cuBLAS in bfloat16 on Llama-3-8B's layers.
+"""Times FP8 weights with FP8 and with 16-bit activations, and cuBLAS in bfloat16, on Llama-3-8B's layers.
 
     python lab/kernels/eight_bits.py
 

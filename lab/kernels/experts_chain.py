@@ -2,10 +2,11 @@
 
     python lab/kernels/experts_chain.py --batch 4 --batch 16 --layers 12
 
-How the experts of a layer are launched is decided by a model of the layer's own time
-(``marlinq.kernels.experts.choose``); in a chain its launches also begin and end beside others. Each way that
-is expected to be the fastest of its kind is recorded as a whole step and replayed in turn with the others: us
-a layer, without the head, over random keys and values; and how far its logits are from those of the choice.
+The way that a layer's experts are launched is chosen by a model of the layer's time alone
+(``marlinq.kernels.experts.choose``), but in a chain its launches overlap with others. The fastest expected
+way of each kind is recorded as a whole step and replayed in turn with the others. Printed are microseconds
+per layer, without the head, over random keys and values, and the distance of its logits from those of the
+chosen way.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _decide(shape: ExpertsShape, device: Device) -> ExpertsDecision:
 
 
 def listed(shape: ExpertsShape, device: Device) -> dict[str, ExpertsDecision]:
-    """The choice first, then the fastest that is expected of every way, by reason."""
+    """Reason -> decision: the choice first, then the fastest expected decision of every kind."""
     chosen = decide_experts(shape, device)
     ways: list[ExpertsDecision] = [decision for _, decision in direct_variants(shape, device)]
     for local_sort in (False, True):

@@ -1,4 +1,4 @@
-"""What a routed layer's launches take, and what its variants take as a whole.
+"""Times the launches of a layer of experts, and whole layers with all variants.
 
     python lab/kernels/experts_parts.py --model qwen3-30b-a3b --batch 1,16,64,256,1024
     python lab/kernels/experts_parts.py --model qwen3-30b-a3b --batch 16,64 --variants
@@ -57,7 +57,7 @@ class Batch:
         return cls(weights, x, routings, shape_of(x, routings[0].ids, weights))
 
     def graph(self, decision: ExpertsDecision, most: int, first: int = 0) -> tuple[torch.cuda.CUDAGraph, int]:
-        """Launches ``first`` to ``most - 1``, captured over and over."""
+        """A CUDA graph that repeats launches ``first`` to ``most - 1``, and the number of repetitions."""
         workspace = Workspace.of(self.shape, decision, self.x.dtype, self.x.device)
         out = torch.empty_like(self.x)
         self.kept += [workspace, out]
@@ -81,7 +81,7 @@ class Batch:
         compile_missing(device_numbers(0).architecture, list(dict.fromkeys(found)))
 
     def variants(self) -> None:
-        """Whole layers, by variant."""
+        """Times and prints whole layers with every variant."""
         listed = decisions(self.shape, device_numbers(0))
         self.compile(listed)
         graphs = {decision.reason: self.graph(decision, 9) for decision in listed}
@@ -130,7 +130,7 @@ class Batch:
         return rows
 
     def parts(self, chosen: ExpertsDecision) -> None:
-        """The decision's launches, one more a line."""
+        """Times and prints the first n launches of the decision, for every n."""
         self.compile([chosen])
         routing = self.routings[0]
         workspace = Workspace.of(self.shape, chosen, self.x.dtype, self.x.device)

@@ -1,4 +1,4 @@
-"""Fit the cost models' constants to measured sweeps, and say what their choices cost.
+"""Fits the cost models' constants to measured sweeps, and reports the cost of the models' choices.
 
     python lab/kernels/kernel_sweep.py --model llama-3-8b --sample 12 --json sweep.json
     python lab/kernels/fit_costs.py sweep.json ...
@@ -47,17 +47,18 @@ KERNELS: dict[str, tuple[type[Any], Callable[..., tuple[float, str]], Any, Any]]
         warpgroup.candidates,
     ),
 }
-# A candidate that takes e times the best counts exp(-1 / _DECAY) as much, but never less than _LEAST.
 _DECAY, _LEAST = 0.25, 0.06
-# Errors of the logarithm beyond this count linearly: what the model has no term for shouldn't bend the rest.
+"""a candidate at x times the best time has weight exp(-ln(x) / _DECAY), but at least _LEAST"""
 _ROBUST = 0.1
-# A constant that leaves its start this far, in logarithms, costs as much as an error of _PRIOR_ERROR.
+"""error of a logarithm above which errors count linearly, so that outliers don't distort the fit"""
 _REACH, _PRIOR_ERROR = 1.0, 0.15
-# How far a step that looks for better choices moves a constant, and how far all of them may, in logarithms.
+"""a constant that moves by _REACH from its start, as a logarithm, costs as much as an error of
+_PRIOR_ERROR"""
 _STEP, _FARTHEST = 0.1, 0.7
-# Estimates that differ by less may as well be taken for each other; how much their errors count; how much
-# worse a step may make things at first.
+"""move of a constant in a step of the search, and largest total move, as logarithms"""
 _UNDECIDED, _ERROR_COUNTS, _HEAT = 0.006, 0.05, 1.5e-3
+"""difference below which two estimates count as equal; weight of the estimates' errors in the search;
+increase of the loss that its first steps accept"""
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,13 @@ class Measured:
     """One candidate's time.
 
     Attributes:
-        cell: layer and batch, and which sweep: times of different processes don't compare.
-        layer: the layer's name.
+        cell: layer, batch and sweep; times of different sweeps can't be compared.
+        layer: name of the layer.
         problem: the multiplication.
-        kernel: its kernel.
-        config: its compile-time parameters.
-        seconds: the median time of a launch.
-        live: whether decisions still consider it; what they don't is no part of a fit or a choice.
+        kernel: name of the kernel.
+        config: compile-time parameters of the kernel.
+        seconds: median seconds of a launch.
+        live: whether decisions still consider this candidate; others are left out of fits and choices.
     """
 
     cell: tuple[str, int, int]
@@ -90,7 +91,7 @@ def _considered(kernel: str, problem: Problem) -> frozenset[Configuration]:
 
 
 def read(paths: Iterable[Path]) -> tuple[list[Measured], int]:
-    """All measured candidates, and how many were left out since their parameters exist no longer."""
+    """(measured candidates, number of those left out because their parameters no longer exist)."""
     found: list[Measured] = []
     skipped = 0
     for sweep, path in enumerate(paths):
@@ -122,7 +123,7 @@ def _cells(measured: Iterable[Measured]) -> dict[tuple[str, int, int], list[Meas
 
 
 def expected(measured: Iterable[Measured], costs: Mapping[str, Any]) -> list[float]:
-    """The models' times."""
+    """The models' expected seconds of each candidate."""
     return [KERNELS[one.kernel][1](one.problem, H200, one.config, costs[one.kernel])[0] for one in measured]
 
 
@@ -139,7 +140,7 @@ class Fit:
         self.weights = np.maximum(np.exp(-slower / _DECAY), _LEAST)
 
     def costs(self, point: np.ndarray) -> Any:
-        """The constants at ``point``: logarithms of what the start is multiplied with."""
+        """The constants at ``point``, the logarithms of factors on the start's constants."""
         factors = zip(self.names, point, strict=True)
         return replace(self.start, **{name: getattr(self.start, name) * math.exp(x) for name, x in factors})
 
@@ -194,15 +195,15 @@ def fit(measured: list[Measured], costs: Mapping[str, Any], rounds: int) -> dict
 
 @dataclass(frozen=True)
 class Choice:
-    """What the models choose in a cell.
+    """The models' choice in a cell.
 
     Attributes:
         cell: layer, batch and sweep.
-        best: the fastest measured candidate.
-        chosen: the measured one that the models expect to be fastest.
-        expected: what they expect of it.
-        open: what they expect of the best of all candidates, measured or not, over ``expected``.
-        favourite: that one.
+        best: fastest measured candidate.
+        chosen: measured candidate that the models expect to be fastest.
+        expected: expected seconds of ``chosen``.
+        open: ratio of the expected time of ``favourite`` to ``expected``.
+        favourite: candidate that the models expect to be fastest, measured or not.
     """
 
     cell: tuple[str, int, int]
@@ -214,7 +215,7 @@ class Choice:
 
     @property
     def loss(self) -> float:
-        """How much longer the chosen one takes than the best."""
+        """Ratio of the chosen candidate's time to the best one's."""
         return self.chosen.seconds / self.best.seconds
 
 
@@ -245,15 +246,15 @@ def _mean(values: Iterable[float]) -> float:
 
 
 class Search:
-    """Looks for constants that choose better, by simulated annealing.
+    """Searches for constants that choose better candidates, by simulated annealing.
 
-    What is lowered is the mean logarithm of what the chosen candidates take over the best ones, where those
-    that the model has within about ``_UNDECIDED`` of its favourite count as chosen too, and a little of the
-    estimates' own errors.
+    The loss is the mean logarithm of the chosen candidates' times over the best ones', where candidates
+    within about ``_UNDECIDED`` of the models' favourite count as chosen too, plus a small share of the
+    estimates' errors.
 
     Args:
         measured: candidates of all kernels.
-        kernels: those whose constants may change.
+        kernels: kernels whose constants may change.
     """
 
     def __init__(self, measured: list[Measured], kernels: Iterable[str]) -> None:

@@ -35,13 +35,13 @@ class Piece:
     """One command of the session.
 
     Attributes:
-        name: of its files, and to select it by.
-        command: without the interpreter; ``{json}`` stands for the path of its figures.
-        limit: seconds.
-        timed: must have the machine to itself.
-        prints_json: its standard output is its figures.
-        tool: a program to run it under.
-        environment: what it sees beside this process's variables.
+        name: name of its files, and of the piece for ``--piece``.
+        command: arguments of the interpreter; ``{json}`` is replaced by the path for its figures.
+        limit: seconds after which it is stopped.
+        timed: whether it must run alone on the machine.
+        prints_json: whether its standard output is its figures.
+        tool: program to run it under; None for none.
+        environment: further environment variables.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the values of operands cost a product: at the power limit dense numbers take longer than zeros.
+"""Measures how a product's time depends on its operands' values: at the power limit zeros are faster.
 
     python lab/kernels/operand_values.py
 
