@@ -62,7 +62,8 @@ class Builder:
     def _key(self) -> bytes:
         """Digest of everything but the kernel that decides what is built."""
         folder = Path(__file__).parent
-        digest = hashlib.sha256(self._version.encode())
+        # A kernel's library names the machine's by its path.
+        digest = hashlib.sha256(self._version.encode() + bytes(self.folder.resolve()))
         for path in (*sorted(_MACHINE.iterdir()), *(folder / name for name in _PYTHON)):
             digest.update(path.name.encode() + path.read_bytes())
         return digest.digest()

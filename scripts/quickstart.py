@@ -1,7 +1,7 @@
 """A tour of all commands on a small real model, with commentary (``make quickstart``).
 
 It downloads SmolLM2-135M-Instruct and then calls the ``marlinq`` command as a user would. Every command line
-is printed before it runs, and once a minute the time that the running step has taken. All files are under
+is printed before it runs, and every 20 seconds the time that the running step has taken. All files are under
 ``quickstart/``. Finished folders are not made again, so the tour can be interrupted and restarted. Jobs are
 small; for real use take the default quality.
 """
@@ -33,7 +33,7 @@ GGUF_BYTES = 98_362_432
 MODEL = FOLDER / "model"
 INT4 = FOLDER / "int4"
 MARLIN = FOLDER / "marlin"
-STILL_RUNNING_SECONDS = 60
+STILL_RUNNING_SECONDS = 20
 PROMPT = "Explain in one sentence why the sky is blue."
 
 

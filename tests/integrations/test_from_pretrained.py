@@ -27,6 +27,7 @@ from marlinq.integrations.transformers.quantizer import MarlinqConfig, MarlinqQu
 from marlinq.runtime import QuantLinear, load
 from tests.integrations.folders import model, saved
 from tests.testing.layouts import INTEGERS
+from tests.testing.pairs import in_turn
 from tests.testing.runnable_folders import random_tuple, save_plain, save_tokenizer
 
 IDS = torch.tensor([[1, 9, 30, 77, 250, 3]])
@@ -48,11 +49,13 @@ def greedy(found: PreTrainedModel, **options: Any) -> Tensor:
     return found.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# A model is the same whatever layout its words come from: each name runs every time, and each layout.
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [*((layout, "float32") for layout in INTEGERS), ("marlin", "bfloat16")]
+    ("name", "stored"),
+    in_turn(NAMES, [*((layout, "float32") for layout in INTEGERS), ("marlin", "bfloat16")]),
 )
-def test_logits_and_text_are_those_of_load(name: str, layout: str, dtype: str, tmp_path: Path) -> None:
+def test_logits_and_text_are_those_of_load(name: str, stored: tuple[str, str], tmp_path: Path) -> None:
+    layout, dtype = stored
     folder = saved(tmp_path, name, layout)
     expected = load(folder, device="cpu", dtype=dtype)
     found, info = AutoModelForCausalLM.from_pretrained(

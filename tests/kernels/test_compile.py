@@ -143,6 +143,7 @@ def work_on_rows(config: Configuration, problem: Problem) -> list[Instantiation]
     return [one.instantiation for one in found if one is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", MAIN_FIRST)
 def test_no_variant_with_work_on_rows_spills(architecture: str) -> None:
     device = DEVICES[architecture]

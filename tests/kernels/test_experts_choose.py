@@ -122,10 +122,10 @@ def small_kernels(device: Device, groups: tuple[tuple[int, bool, bool], ...]) ->
     return found
 
 
-# The most scales, and so the most registers.
-GROUP_SIZES = [32, *(pytest.param(group, marks=pytest.mark.slow) for group in (64, 128, -1))]
+GROUP_SIZES = [32, 64, 128, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUP_SIZES)
 def test_shared_experts_spill_nowhere(group: int) -> None:
     """With as few registers as a variant may have."""
@@ -167,6 +167,7 @@ def test_rows_of_many_experts_are_not_compared() -> None:
     assert not any(decision.gate_up.columns for _, decision in direct_variants(many, H200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUP_SIZES)
 def test_grouped_products_spill_nowhere(group: int) -> None:
     """Of compute capability 9.0 only: they are wgmma. All variants, with their tallest tiles and biases; of
@@ -196,6 +197,7 @@ def test_grouped_products_spill_nowhere(group: int) -> None:
     spills(found, "sm_90a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUP_SIZES)
 def test_blocks_that_sort_spill_nowhere(group: int) -> None:
     """As many pairs and experts as they sort at most, with ids of 64 bits and a map."""

@@ -25,6 +25,7 @@ from tests.testing.architectures import MAIN_FIRST
 from tests.testing.schemes import scheme
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", MAIN_FIRST)
 def test_no_variant_spills(architecture: str) -> None:
     symmetric = ARCHITECTURES.index(architecture) % 2 == 0

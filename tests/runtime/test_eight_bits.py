@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def rounded(weight: Tensor, *, symmetric: bool, size: int = 32) -> QuantizedWeig
     )
 
 
-@pytest.fixture(params=product(("gptq", "compressed-tensors"), (True, False)))
+@pytest.fixture(params=[("gptq", True), ("compressed-tensors", False)])
 def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """A quantised model and what it was made from, both with a tokenizer."""
     layout, symmetric = request.param

@@ -129,7 +129,7 @@ def test_labels_are_drawn_from_what_is_predicted() -> None:
 def minded_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, QuantizeReport]:
     """A model, what a run that minds gradients makes of it, and its report; nobody changes them."""
     folder = tmp_path_factory.mktemp("minded")
-    source = save_tiny("llama", folder / "model")
+    source = save_tiny("llama", folder / "model", blocks=2)
     return source, folder / "out", quantize(source, folder / "out", recipe=MINDED, device="cpu")
 
 

@@ -106,7 +106,7 @@ def test_no_tile_where_words_do_not_divide_the_module():
 def test_no_false_alarm(group_size, symmetric, act_order):
     if act_order == "scattered" and group_size == -1:
         pytest.skip("one group has no order")
-    for seed in range(4):
+    for seed in range(2):
         weight = heavy_tailed(seed)
         q = quantize(weight, group_size=group_size, symmetric=symmetric, act_order=act_order, seed=seed)
         assert not findings_of(weight, q, INTEGERS["gptq-v2"])

@@ -85,7 +85,7 @@ def test_a_block_takes_its_step_before_the_next_has_gradients(
     assert folder_bytes(tmp_path / "at once") == folder_bytes(tmp_path / "together")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_kept_passes_are_those_that_run_blocks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe, name: str
 ) -> None:
