@@ -13,8 +13,11 @@ from safetensors.torch import load_file
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.cli import main
+from marlinq.core.schemes import SCHEMES
 from marlinq.core.weight import QuantizedWeight
+from marlinq.formats import FORMATS
 from marlinq.runtime import load
+from tests.docs.test_format_tables import example
 from tests.testing.mixtures import calibration_text
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.tiny_models import tiny_model
@@ -27,7 +30,7 @@ MADE = {
     "int8": ("gptq", "gptq-v2", "compressed-tensors"),
     "fp8": ("compressed-tensors",),
     "fp8-dynamic": ("compressed-tensors",),
-    "fp8-static": ("compressed-tensors", "fp8"),
+    "fp8-static": ("compressed-tensors", "fp8", "modelopt"),
     "fp8-block": ("compressed-tensors", "fp8"),
     "mxfp8": ("compressed-tensors",),
     "mxfp4": ("compressed-tensors",),
@@ -39,6 +42,23 @@ HALF_STEP = {"int8": 2**-7, "mxfp4": 2**-2, "nvfp4": 2**-2}
 """Largest error of a weight, relative to the largest weight: half the largest step. int8 has 127 steps; E2M1
 has one bit behind the leading one, and an E8M0 scale is up to twice as large as needed; others have E4M3's
 three."""
+
+
+ELSEWHERE = {"gpt-oss", "deepseek-v4"}
+"""Formats of one family of models, whose tests are tests/operations/test_stacked_experts.py and
+test_deepseek_v4.py."""
+
+
+def test_every_pair_of_a_scheme_and_a_format_is_here() -> None:
+    forms = [
+        form
+        for form in FORMATS.values()
+        if form.read_only is None and form.sparsity is None and form.name not in ELSEWHERE
+    ]
+    for name, made in MADE.items():
+        scheme = SCHEMES[name].example(example(name))
+        assert {form.name for form in forms if form.scheme_refusal(scheme) is None} == set(made), name
+    assert MADE.keys() == SCHEMES.keys() - {"int4"}  # which most other tests are about
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ CASES = (
     ("fp8-dynamic", "compressed-tensors"),
     ("fp8-static", "compressed-tensors"),
     ("fp8-static", "fp8"),
+    ("fp8-static", "modelopt"),
     ("fp8-block", "compressed-tensors"),
     ("fp8-block", "fp8"),
     ("mxfp8", "compressed-tensors"),
