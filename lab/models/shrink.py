@@ -108,7 +108,7 @@ def shrunk(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         family: its ``model_type``.
-        config: that of its published models, as ``to_dict`` gives it.
+        config: a published model's config, from ``to_dict``.
     """
     result = _small(config, count(TEXT_TOKENS))
     for key, value in _SET.get(family, {}).items():

@@ -35,7 +35,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """What stands between the products of GPT-OSS's experts."""
+    """GPT-OSS's activation between an expert's gate and up projections and its down projection."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 

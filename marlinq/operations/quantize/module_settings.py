@@ -1,4 +1,4 @@
-"""How one module is quantised."""
+"""Scheme, layout and method settings of one module."""
 
 from __future__ import annotations
 

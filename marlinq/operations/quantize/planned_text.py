@@ -1,4 +1,4 @@
-"""What every source of a calibration is to give, known before any of it is read."""
+"""How many documents and tokens each calibration source gives, planned before any text is read."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def plan_run(
     plan = plan_of(recipe)
     if recipe.allocation:
         bits, nbytes = check_allocation(checkpoint, blueprint, recipe, plan)
-        # Those of an interrupted run's files are not believed.
+        # Bits and bytes are counted again: an allocation read from an interrupted run may hold other values.
         allocation = allocation and replace(allocation, bits=bits, nbytes=nbytes)
     _warn(checkpoint, blueprint, recipe, plan)
     texts = planned_text(recipe, checkpoint, blueprint, device) if plan.method.calibrated else []

@@ -11,7 +11,7 @@ from marlinq.core.errors import UsageError
 from marlinq.kernels.contract.device import H200, Device, GpuProperties, device_of
 
 _FILE = Path(__file__).with_name("gpus.toml")
-# What a driver says of an H200's memory, whose peak is a little above the published one.
+# An H200's bus width in bits, and the bandwidth from the driver's memory clock over the published 4.8 TB/s.
 _BUS_BITS, _DRIVER_OVER_PUBLISHED = 6144, 2 * 3_201_000e3 * 6144 / 8 / 4.8e12
 
 

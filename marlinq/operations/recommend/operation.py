@@ -103,7 +103,7 @@ def recommend(
 
 
 def _not_counted(shape: ModelShape) -> list[str]:
-    """What the figures leave out."""
+    """Advice on layers without attention, of which only the linears are counted."""
     if not shape.stateful:
         return []
     which = f"{shape.stateful} of {shape.depth} layers have no attention"

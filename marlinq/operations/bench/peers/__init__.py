@@ -1,4 +1,4 @@
-"""What the kernels are measured against: each contender packs the same codes and scales in its own way.
+"""Other implementations that the kernels are timed against, on the same codes and scales.
 
 A peer is one file: a :class:`~marlinq.operations.bench.peers.base.Contender` for products, an
 :class:`~marlinq.operations.bench.peers.base.ExpertsContender` for routed layers, or both.

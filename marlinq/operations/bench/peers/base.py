@@ -1,4 +1,4 @@
-"""What every contender offers, for products and for routed layers of experts."""
+"""Interfaces of the implementations that are timed: for products and for routed layers of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Contender(Protocol):
 
     Attributes:
         name: name in options and reports.
-        any_format: whether it multiplies with every weight format, not with 4-bit integers alone.
+        any_format: True where every weight format is supported, False where only 4-bit integers are.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Contender(Protocol):
         ...
 
     def nbytes(self, weight: Weight) -> int:
-        """Bytes it reads of one copy of the weight."""
+        """Bytes read of one copy of the weight in one product."""
         ...
 
     def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
@@ -43,7 +43,7 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Routing:
-    """What a router gives: ids int32 and weights float32 [M, T]."""
+    """A router's choice of T experts for each of M rows: ids int32 [M, T] and weights float32 [M, T]."""
 
     ids: Tensor
     weights: Tensor

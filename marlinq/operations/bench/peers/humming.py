@@ -23,7 +23,7 @@ from marlinq.operations.bench.weights import Weight
 
 
 class Humming:
-    """Its products."""
+    """Products by humming."""
 
     name = "humming"
     any_format = False
@@ -79,10 +79,10 @@ class Humming:
 
 
 class HummingExperts:
-    """Its indexed products and its activation.
+    """Routed layers by humming's indexed products and activation.
 
-    It has no kernel that sorts, so it is given sorted ids, outside of the time that is measured; and our
-    kernel for the sum.
+    Humming has no kernel that sorts ids: they are sorted before the time is measured. The sum over experts
+    runs in marlinq's own kernel.
     """
 
     name = "humming"

@@ -47,7 +47,7 @@ class SparseContender:
 
 
 def operand_of(weight: Weight) -> SparseOperand:
-    """What the sparse kernel multiplies with of a pruned weight."""
+    """A 2:4 pruned weight in the layout of the sparse kernel."""
     scheme = Scheme(INT4, weight.operand.granularity, "midpoint", sparsity=TWO_OF_FOUR)
     q = QuantizedWeight.from_codes(scheme, weight.codes(), scales=weight.natural_scales())
     return sparse_operand(q, weight.scales.dtype)

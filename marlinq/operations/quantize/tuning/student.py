@@ -74,7 +74,7 @@ class Student:
                 for planned in members:
                     name = planned.projection.name
                     weight = quantized[name].to(instance.device)
-                    # Of floats the scales alone are tuned.
+                    # Float elements keep their codes: only scales are tuned.
                     integers = weight.element.table is None
                     original = self._original(planned) if codes and integers else None
                     self.weights[name] = TunableWeight(weight, original, name=name)
