@@ -14,7 +14,7 @@ from emulation.launching import KernelFault, apart
 from marlinq.kernels.step import router
 from tests.emulation.step import DTYPES, constants, given, poisoned, results, start
 from tests.kernels.step_problems import expected_groups, relative_error
-from tests.testing.pairs import every_pair
+from tests.testing.pairs import every_pair, slow_but
 
 
 def route(
@@ -243,7 +243,8 @@ CORRECTION_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", CORRECTION_FAULTS)
+# Every time: the first three.
+@pytest.mark.parametrize("name", slow_but(CORRECTION_FAULTS, *list(CORRECTION_FAULTS)[:3]))
 def test_a_fault_of_corrections_is_reported(builder: Builder, name: str) -> None:
     scoring, planted = CORRECTION_FAULTS[name]
     with pytest.raises((AssertionError, KernelFault)):
@@ -266,7 +267,8 @@ GROUP_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", GROUP_FAULTS)
+# Every time: the first three.
+@pytest.mark.parametrize("name", slow_but(GROUP_FAULTS, *list(GROUP_FAULTS)[:3]))
 def test_a_fault_of_groups_is_reported(builder: Builder, name: str) -> None:
     zeroed, planted = GROUP_FAULTS[name]
     with pytest.raises((AssertionError, KernelFault)):
@@ -285,7 +287,8 @@ CHOICE_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICE_FAULTS)
+# Every time: the first three.
+@pytest.mark.parametrize("name", slow_but(CHOICE_FAULTS, *list(CHOICE_FAULTS)[:3]))
 def test_a_fault_of_choices_is_reported(builder: Builder, name: str) -> None:
     with pytest.raises((AssertionError, KernelFault)):
         check_equal_logits(builder, CHOICE_FAULTS[name])

@@ -30,6 +30,7 @@ from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import READ, RECIPE, ROWS, folder_bytes, save_tiny
+from tests.testing.pairs import slow_but
 from tests.testing.schemes import scheme
 from tests.testing.tiny_models import CONFIGS, tiny_model
 
@@ -68,7 +69,11 @@ def dequantized_model(source: Path, out: Path) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Their blocks have the shape of Llama's: norms, attention with or without biases, and a gated MLP.
+LIKE_LLAMA = ("mistral", "qwen2", "gemma", "olmo2", "stablelm")
+
+
+@pytest.mark.parametrize("name", slow_but(CONFIGS, *(name for name in CONFIGS if name not in LIKE_LLAMA)))
 def test_every_architecture_end_to_end(tmp_path: Path, name: str) -> None:
     source = save_tiny(name, tmp_path / "model")
     report = run(source, tmp_path / "out", max_length=24)
