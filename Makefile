@@ -64,6 +64,7 @@ test-all: style
 	@$(MAKE) --no-print-directory -j2 types tests MARKED=
 	$(BIN)/python scripts/other_processors.py
 
+# Kernels that the emulation has compiled stay in .pytest_cache: a later run compiles what has changed.
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(MARKED) $(PYTEST_ARGS)
 
