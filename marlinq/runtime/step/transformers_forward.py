@@ -49,10 +49,11 @@ class TransformersForward(Forward):
         self._attended = torch.ones((batch, capacity), dtype=torch.bool, device=model.device)
         self._cache: Cache | None = None
 
-    def _emptied_cache(self) -> Cache:
+    def _emptied_cache(self) -> Cache | None:
+        """An empty cache; None where the model makes one of its own kind."""
         own = DynamicCache(config=self._model.config)
         if not self._fixed:
-            return own
+            return own if self._model._supports_default_dynamic_cache() else None
         if self._cache is None:
             # Full-length layers also for sliding windows, whose masks hide older positions: transformers'
             # sliding layer counts in a Python integer, which a graph would freeze.
@@ -106,6 +107,13 @@ class TransformersForward(Forward):
             if self._takes_positions:
                 arguments["position_ids"] = positions
         output = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **arguments)
+        if self._cache is None:
+            self._cache = getattr(output, "past_key_values", None)
+            if self._cache is None:
+                raise UnsupportedError(
+                    f"{type(self._model).__name__}: expected a cache of past tokens from its forward pass, "
+                    "found none; marlinq can't generate text with this model"
+                )
         logits: Tensor = output.logits[:, -1]
         return logits
 

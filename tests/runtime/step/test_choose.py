@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Lfm2Config, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Lfm2Config, PreTrainedModel
 
 from marlinq.core.errors import EnvironmentProblem, UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
@@ -171,3 +172,37 @@ def test_models_with_other_state_keep_their_own_cache(tmp_path: Path) -> None:
     assert together.rows[0].tokens == alone.tokens
     with pytest.raises(UnsupportedError, match="prompts of 1 to 3 tokens together"):
         generate_batch(loaded, [[3, 4, 5], [6]], max_new_tokens=6)
+
+
+def own_state(name: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = CONFIG_MAPPING[name](**sizes, **changes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def test_a_model_with_a_cache_of_its_own_kind_makes_it_itself() -> None:
+    model = own_state(
+        "minimax",
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        block_size=4,
+        num_local_experts=2,
+        pad_token_id=0,
+    )
+    forward = TransformersForward(model, batch=1, capacity=64, reason="", fixed=False)
+    ids = torch.arange(3, 13)[None]
+    found = [forward.prefill(ids[:, :8], torch.tensor([8], dtype=torch.int32))]
+    found += [forward.step(ids[:, place]) for place in (8, 9)]
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits[0, 7:]
+    # Float32 sums in another order.
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_hands_no_cache_back_is_refused() -> None:
+    forward = TransformersForward(own_state("rwkv"), batch=1, capacity=64, reason="", fixed=False)
+    with pytest.raises(UnsupportedError, match="RwkvForCausalLM: expected a cache of past tokens"):
+        forward.prefill(torch.arange(3, 9)[None], torch.tensor([6], dtype=torch.int32))
