@@ -271,3 +271,23 @@ def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "out" / "marlinq.json").read_text())
     assert manifest["quality"] == {"name": "fast", "version": 4, "changed": []}
     assert manifest["recipe"]["method"] == "imatrix"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "moves"), [("nvfp4", True), pytest.param("mxfp4", False, marks=pytest.mark.slow)]
+)
+def test_scales_of_floats_are_tuned_where_they_can_move(
+    tmp_path: Path, rounded: Recipe, scheme: str, moves: bool
+) -> None:
+    """Codes of floats stay, also where those of integers would follow."""
+    source = save_tiny("llama", tmp_path / "model")
+    floats = {"scheme": scheme, "group_size": "auto", "format": "compressed-tensors"}
+    few = {"samples": 7, "tune_rate": 0.05, "tune_steps": 4, "tune_codes": True}
+    plain = untuned(source, tmp_path / "plain", rounded, **floats, **few)
+    report = tuned(source, tmp_path / "tuned", rounded, **floats, **few)
+    assert report["changed_codes"] == 0
+    after = weights(tmp_path / "tuned")
+    assert all(torch.equal(after[name].codes, plain[name].codes) for name in plain)
+    changed = [not torch.equal(after[name].scales.float(), plain[name].scales.float()) for name in plain]
+    assert any(changed) == moves
+    assert marlinq.verify(tmp_path / "tuned", against=source, device="cpu", progress=False).ok
