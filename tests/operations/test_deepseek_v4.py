@@ -96,7 +96,9 @@ def test_names_and_types_are_the_family_s_and_transformers_reads_them(root: Path
 
 
 def test_every_command_takes_it(root: Path, tmp_path: Path) -> None:
-    assert inspect(root / "v4", progress=False).format == "deepseek-v4"
+    seen = inspect(root / "v4", progress=False)
+    assert seen.format == "deepseek-v4"
+    assert {each.server: each.loads for each in seen.servers}["transformers"]
     checked = verify(root / "v4", against=root / "original", **CPU)
     assert [check for check in checked.checks if check.status in ("failed", "warning")] == []
     loaded = load(root / "v4", device="cpu", progress=False)
