@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +14,7 @@ from marlinq.kernels import Operand
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch.persistent import BiasedOperand, LayerOperands, Model
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
@@ -62,7 +63,7 @@ def bound(dtype: torch.dtype, layers: int) -> float:
     these roundings, each of which is eps / sqrt(12) in the mean. A layer has a dozen, which add like random
     numbers: one eps a layer, and layers add likewise.
     """
-    return torch.finfo(dtype).eps * layers**0.5
+    return float(torch.finfo(dtype).eps * layers**0.5)
 
 
 def random_operand(
@@ -84,7 +85,10 @@ def random_operand(
 def random_layer(sizes: Sizes, features: Features, rows: int, device: torch.device) -> LayerOperands:
     """A layer and its full cache, with a rotary embedding of its own."""
     made = partial(random_operand, features=features, device=device)
-    gamma = lambda channels: 0.5 + torch.rand(channels, device=device)  # noqa: E731
+
+    def gamma(channels: int) -> Tensor:
+        return 0.5 + torch.rand(channels, device=device)
+
     shape = (rows, sizes.kv_heads, sizes.capacity, sizes.head_dim)
     attention = sizes.heads * sizes.head_dim
     return LayerOperands(
@@ -160,7 +164,7 @@ class Reference:
     def _attend(self, layer: LayerOperands, x: Tensor) -> Tensor:
         model, head_dim = self._model, layer.keys.shape[3]
         made = self._product(x, layer.qkv).view(x.shape[0], -1, head_dim)
-        q, k, v = made.split([model.heads, model.kv_heads, model.kv_heads], 1)
+        q, k, v = torch.split(made, [model.heads, model.kv_heads, model.kv_heads], 1)
         if layer.query_gamma is not None and layer.key_gamma is not None:
             q = self._norm(q, layer.query_gamma, model.query_eps)
             k = self._norm(k, layer.key_gamma, model.query_eps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +43,8 @@ def copy(source: Path, out: Path, *, manifest: bool) -> Path:
 def shard_of(folder: Path, name: str) -> Path:
     if not (folder / INDEX).exists():
         return folder / "model.safetensors"
-    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+    home: str = json.loads((folder / INDEX).read_text())["weight_map"][name]
+    return folder / home
 
 
 def change(folder: Path, name: str, edit: Callable[[Tensor], Tensor]) -> None:
@@ -208,7 +208,7 @@ def unquantize(folder: Path, module: str, weight: Tensor) -> None:
 def header_bytes(path: Path) -> int:
     """Offset of a shard's data in bytes."""
     with path.open("rb") as file:
-        return 8 + struct.unpack("<Q", file.read(8))[0]
+        return 8 + int.from_bytes(file.read(8), "little")
 
 
 def add_tensor(folder: Path, name: str, tensor: Tensor) -> None:
