@@ -75,7 +75,9 @@ def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
     refused = chain_refusal(half, anatomy)
     if refused is not None:
         pytest.skip(f"refused: {refused.part}: {refused.reason}")
-    compare_steps(half, wide, anatomy, dtype, batch=3, tolerance=SHARP if name in DELTA_NETS else TOLERANCE)
+    # As in test_chain: a delta net rounds its state and a gated norm besides.
+    tolerance = {kind: 2 * bound for kind, bound in TOLERANCE.items()} if name in DELTA_NETS else TOLERANCE
+    compare_steps(half, wide, anatomy, dtype, batch=3, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
