@@ -85,8 +85,6 @@ class Costs:
 
     Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler. A row
     is 16 channels x 64 columns of weights, a chunk the rows that a warp takes at a time; a step is one chunk
-    of every warp of a block. A row
-    is 16 channels x 64 columns of weights, a chunk the rows that a warp takes at a time; a step is one chunk
     of every warp of a block.
 
     Attributes:

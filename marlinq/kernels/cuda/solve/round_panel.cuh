@@ -7,7 +7,7 @@
 //
 // SEARCH: the panel is a whole quant group. Its scales are chosen first, among factors times the range, for the least
 // sum of importance * (u - q)^2 (marlinq/methods/grid.py, search_grid), and fitted to the codes by least squares afterwards
-// (gptq.py, _refit): R^T (q / s) = (base - terms) / s. Otherwise scales and zeros are given and stay.
+// (methods/solution.py, refit): R^T (q / s) = (base - terms) / s. Otherwise scales and zeros are given and stay.
 //
 // Output channels don't influence each other. A block has 32 of them, one a lane; its four warps share the rows:
 //
