@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import torch_dtype
-from marlinq.core.scheme import Scheme
+from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels.solve import PANEL_ROWS, PanelTensors, round_panels
 from marlinq.methods.base import SolveReport
@@ -132,10 +132,12 @@ class _Solution:
     scales: Tensor
     zeros: Tensor
     loss: Tensor
+    element: Element
 
     def layer(self, place: int) -> Solution:
         """The solution of one layer."""
-        return Solution(self.codes[place], self.scales[place], self.zeros[place], self.loss[place])
+        stacked = (self.codes, self.scales, self.zeros, self.loss)
+        return Solution(*(tensor[place] for tensor in stacked), self.element)
 
 
 def _soundness(
@@ -218,6 +220,7 @@ def _solve(
         scales,
         torch.empty_like(scales),
         torch.zeros(count, n, dtype=torch.float64, device=device),
+        scheme.element,
     )
     carried = torch.zeros_like(w)
     factors = torch.tensor(search_factors(), device=device) if clip_search else None

@@ -254,7 +254,9 @@ def solve_gptq_shared(
     widths = [weight.shape[0] for weight in weights]
     solve_columns = _solver(factor, g, scheme, options, w.device)
     if any(outputs):
-        solution, difference, reasons = solve_in_parts(w[order], widths, outputs, g, solve_columns)
+        solution, difference, reasons = solve_in_parts(
+            w[order], widths, outputs, g, scheme.element, solve_columns
+        )
         losses = _norms(difference[torch.argsort(order)], hessian, factor).clamp_(min=0)
     else:
         solution, reasons = solve_columns(w[order]), [None] * len(weights)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from marlinq.core.scheme import Element
 from marlinq.methods.factor import factorise
 from marlinq.methods.hessian import HessianAccumulator
 from marlinq.methods.solution import Solution
@@ -46,6 +47,7 @@ def solve_in_parts(
     widths: Sequence[int],
     outputs: Sequence[HessianAccumulator | None],
     g: int,
+    element: Element,
     solve: Callable[[Tensor], Solution],
 ) -> tuple[Solution, Tensor, list[str | None]]:
     """Solve weights that lie side by side, each with the second moment of its outputs' gradients.
@@ -56,13 +58,14 @@ def solve_in_parts(
         outputs: for each weight the second moment of the gradients at its N_i outputs; None for independent
             outputs.
         g: channels of a group.
+        element: element type of the codes.
         solve: function that solves some columns of ``w``, float32 [K, n] and contiguous, as independent ones.
 
     Returns:
         The solution, without losses; the errors Q - W, float32 [K, N]; and for each weight the reason why its
         outputs were taken as independent although their gradients were gathered, or None.
     """
-    solution = Solution.empty(w, g)
+    solution = Solution.empty(w, g, element)
     error = torch.zeros_like(w)
     places, roots, reasons, start = [], [], [], 0
     count = parts(len(w))

@@ -76,7 +76,7 @@ def solve_panels(
         blocks: :func:`cut` of the factor's root, if several solves share it.
         launch: function that rounds a panel; tests pass the emulated kernel.
     """
-    solution = Solution.empty(w, g)
+    solution = Solution.empty(w, g, scheme.element)
     # Row j is (R^T D)_j, summed over the channels quantised so far.
     carried = torch.zeros_like(w)
     solve = _solve_large_group if g > PANEL_ROWS else _solve_groups

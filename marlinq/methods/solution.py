@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import torch_dtype
-from marlinq.core.scheme import INT4, Element, Scheme
+from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.methods.grid import nearest_scales
 
@@ -34,10 +34,10 @@ class Solution:
     scales: Tensor
     zeros: Tensor
     loss: Tensor
-    element: Element = INT4
+    element: Element
 
     @classmethod
-    def empty(cls, w: Tensor, g: int, element: Element = INT4) -> Solution:
+    def empty(cls, w: Tensor, g: int, element: Element) -> Solution:
         """An uninitialised solution, with a loss of zero, for weights w, float32 [K, N], in groups of g
         channels."""
         k, n = w.shape

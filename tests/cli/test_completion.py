@@ -19,7 +19,7 @@ def offered(*arguments: str, incomplete: str = "") -> set[tuple[str, str]]:
     [
         ((), "qua", {("quantize", "plain")}),
         (("convert", "a", "b", "--to"), "compressed", {("compressed-tensors", "plain")}),
-        (("convert", "a", "b", "--to"), "de", {("dense", "plain")}),
+        (("convert", "a", "b", "--to"), "den", {("dense", "plain")}),
         (("quantize", "a", "b", "--quality"), "be", {("best", "plain")}),
         (("quantize", "a", "b", "--group-size"), "a", {("auto", "plain")}),
         (("quantize", "a", "b", "--calibration"), "se", {("self", "plain"), ("se", "file")}),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from marlinq.core.scheme import INT8
 from marlinq.methods import outputs
 from marlinq.methods.gptq import GPTQ, GPTQOptions, solve_gptq_shared
 from marlinq.methods.hessian import HessianAccumulator
@@ -38,7 +39,7 @@ def to_tenths(w: Tensor) -> Solution:
     """Stands for a solve: columns rounded to tenths, as one group."""
     codes = (w * 10).round().clamp(-100, 100) + 100
     ones = torch.ones(1, w.shape[1])
-    return Solution(codes.to(torch.uint8), ones / 10, ones * 100, torch.zeros(w.shape[1]).double())
+    return Solution(codes.to(torch.uint8), ones / 10, ones * 100, torch.zeros(w.shape[1]).double(), INT8)
 
 
 @pytest.mark.parametrize("widths", [(48,), (48, 20), (17, 5)])
@@ -48,7 +49,7 @@ def test_each_part_makes_up_for_those_before(widths: tuple[int, ...]) -> None:
     count = parts(6)
     found = [gradients(width, seed) for seed, width in enumerate(widths)]
     gathered = [gathered for gathered, _ in found]
-    solution, error, reasons = solve_in_parts(w, widths, gathered, 6, to_tenths)
+    solution, error, reasons = solve_in_parts(w, widths, gathered, 6, INT8, to_tenths)
     assert not any(reasons)
     # The rest of the weights moves by what solves F_rest D_rest = -F_rest,part D_part, part after part.
     for columns, (_, moment) in zip(torch.arange(sum(widths)).split(list(widths)), found, strict=True):
