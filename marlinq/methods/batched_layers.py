@@ -136,8 +136,9 @@ class _Solution:
 
     def layer(self, place: int) -> Solution:
         """The solution of one layer."""
-        stacked = (self.codes, self.scales, self.zeros, self.loss)
-        return Solution(*(tensor[place] for tensor in stacked), self.element)
+        return Solution(
+            self.codes[place], self.scales[place], self.zeros[place], self.loss[place], self.element
+        )
 
 
 def _soundness(
