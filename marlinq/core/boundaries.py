@@ -22,7 +22,7 @@ _LONGEST_REASON = 300
 _RUST_PANIC = "pyo3_runtime"
 # Classes of errors of a device, which say nothing about a file.
 _DEVICE_ERRORS = ("AcceleratorError", "CUDARuntimeError", "CUDADriverError")
-# Beginning of torch's message when the host has too little memory; torch has no class of its own for it.
+# First words of torch's RuntimeError when the host has too little memory; torch has no subclass for it.
 _HOST_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 

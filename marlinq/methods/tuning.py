@@ -257,7 +257,7 @@ def divergence(
 
     Args:
         student: differentiable function from hidden states [rows, H] to logits [rows, vocabulary].
-        teacher: the same function of the original model.
+        teacher: the original model's function from hidden states [rows, H] to logits [rows, vocabulary].
         rows: float32 [R, H], last hidden states of the student.
         expected: float [R, H], last hidden states of the teacher.
         chunk: rows whose logits are in memory at once.

@@ -72,7 +72,7 @@ class Costs:
         row: cycles a warpgroup adds per row of the tile, 16 channels and 16 columns of a warp.
         issue: issue cycles of a multiprocessor's schedulers per word of a warp.
         end: cycles at a tile's end per 64 rows of the tile and 16 columns of a warp.
-        quantised: how far a partial last wave counts as a whole one: 0 counts its fraction, 1 a whole wave.
+        quantised: share, 0 to 1, by which a partial last wave counts as a whole one; 0: by its fraction.
         saved_by_local_sort: seconds of ``fixed`` saved when blocks sort pairs and no sort kernel is launched.
     """
 
@@ -93,8 +93,8 @@ _UNLIMITED = 1 << 30
 # Local sort inside each block: at most 128 pairs (measured: no gain at 256), one thread per expert, hence at
 # most 256 experts, and tiles of 8 rows, since rows are copied one by one.
 _LOCAL_PAIRS, _LOCAL_EXPERTS, _LOCAL_TILE = 128, 256, 8
-# Most pairs for the two launches without sorting. A block compares the experts of at most so many pairs, and
-# with more of them experts would be read several times.
+# Largest number of pairs for the variant of two launches without a sort: a block compares the experts of at
+# most 256 pairs. With more pairs several blocks would read the same expert.
 _DIRECT_PAIRS = 256
 # Activations multiplied at once in a shared product: pairs of one expert (gate and up), or rows of the batch
 # (down).

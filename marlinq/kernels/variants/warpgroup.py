@@ -16,8 +16,8 @@ from marlinq.kernels.variants.warpgroup_costs import estimate
 # 9 were not tried; from 17 on its estimate is always the least, and from 33 on it measured fastest
 # (docs/kernels.md, "Which kernel at which batch").
 _LEAST_BATCH = 9
-# Rows from which batches that are no power of two use one of the few configurations of :func:`common`; with
-# one of its own for each batch, a model would need about a hundred. (Servers pad batches to powers of two.)
+# Rows from which batches that are no power of two share the few configurations of :func:`common`. Without
+# sharing, a model would compile about a hundred. (Servers pad batches to powers of two.)
 _COMMON_LEAST = 33
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 # Batches of this many tiles and more take tiles of at most 128 rows: measured as fast as larger ones or
