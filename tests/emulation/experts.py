@@ -136,7 +136,8 @@ def _touched(function: str, parameters: dict[str, object], given: dict[str, Tens
         constant = ["down words", "down scales", "down zeros", "down bias", "records", "tiles"]
         previous, written = ["inner"], ["rows"]
     else:
-        constant, previous, written = [], ["rows", "places", "weights"], ["out"]
+        # Places and weights are older than the previous kernel.
+        constant, previous, written = ["places", "weights"], ["rows"], ["out"]
     memory = []
     for name in (*constant, *previous, *written):
         tensor = given[name]

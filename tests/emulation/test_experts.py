@@ -65,6 +65,7 @@ LAYERS = {
     "one row": (1, Shape(5, 3, 128, 64, 64), 16, 2, 1, 0.0),
     "empty experts": (6, Shape(9, 2, 128, 128, 32, True), 16, 2, 1, 1.0),
     "several tiles an expert": (45, Shape(3, 2, 192, 64, 64), 16, 2, 1, 1.0),
+    "more slots than are summed at once": (3, Shape(12, 10, 192, 64, 64), 16, 2, 1, 0.0),
     "bfloat16": (20, Shape(4, 2, 256, 128, 128, False, torch.bfloat16), 32, 2, 1, 0.0),
     "bfloat16 with zero points": (20, Shape(4, 2, 256, 128, -1, True, torch.bfloat16), 32, 2, 1, 0.0),
     "side by side": (40, Shape(2, 1, 128, 192, -1), 32, 2, 2, 0.0),
@@ -85,6 +86,7 @@ LAYERS = {
     slow_but(
         LAYERS,
         *("several tiles an expert", "bfloat16 with zero points", "four words side by side"),
+        "more slots than are summed at once",
         "int8",
     ),
 )

@@ -30,7 +30,7 @@ from marlinq.kernels.experts.configurations import (
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
 from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, address
 
-_ROUTE_THREADS, _SUM_THREADS = 1024, 128
+_ROUTE_THREADS, _SUM_THREADS = 1024, 64
 # Largest grid of the kernel that gathers rows: two blocks a multiprocessor of an H200.
 _PLACE_BLOCKS = 264
 _ALIGNMENT = 256
@@ -89,7 +89,7 @@ class _SumArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("y", "places", "weights", "out")),
-        *((name, ctypes.c_int) for name in ("m", "top", "hidden")),
+        *((name, ctypes.c_int) for name in ("top", "hidden")),
     )
 
 
@@ -333,11 +333,10 @@ def sum_step(shape: ExpertsShape, weights: Tensor, out: Tensor, workspace: Works
         workspace.places.data_ptr(),
         weights.data_ptr(),
         out.data_ptr(),
-        shape.m,
         shape.top,
         shape.hidden,
     )
-    grid = -(-shape.m * (shape.hidden // VECTOR) // _SUM_THREADS)
+    grid = shape.m * -(-(shape.hidden // VECTOR) // _SUM_THREADS)
     return Step(Instantiation("experts/sum.cuh", "experts_sum", parameters), grid, _SUM_THREADS, 0, arguments)
 
 

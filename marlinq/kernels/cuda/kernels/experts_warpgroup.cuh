@@ -122,6 +122,9 @@ struct ExpertsWarpgroup {
 #pragma unroll 1
             for (int i = 0; i < ahead; ++i, ring.advance()) copies.activations(ring, i);
             window.chunks = ahead;
+        } else if (dependent) {
+            // The kernel behind this one relies on it: once every block has let it begin, the previous kernel has ended.
+            wait_for_previous_kernel();
         }
         for (; tile < tiles; tile += gridDim.x, ahead = 0) {
             const Copies copies(x, maps, order.find(tile), K);
