@@ -37,7 +37,6 @@ if __name__ == "__main__":
 import torch
 
 BITS = 4
-ROW = 512
 PEER_NOTE = "peer.json"
 
 Options = dict[str, Any]
@@ -54,6 +53,7 @@ class Task:
         group_size: input channels per scale; -1 for one scale per output channel.
         symmetric: whether there are no zero points.
         device: torch device.
+        row: tokens of AutoRound's rows.
     """
 
     model: Path
@@ -62,6 +62,7 @@ class Task:
     group_size: int
     symmetric: bool
     device: str
+    row: int
 
 
 Writer = Callable[[Task, Options], None]
@@ -151,14 +152,14 @@ def full_rows(documents: list[list[int]], length: int, beginning: int | None) ->
 def write_autoround(task: Task, options: Options) -> None:
     """AutoRound; ``options`` are its arguments.
 
-    It drops documents shorter than its row, so it gets :func:`full_rows` of 512 tokens.
+    It drops documents shorter than its row, so it gets :func:`full_rows`.
     """
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(task.model)
-    rows = full_rows(task.documents, ROW, tokenizer.bos_token_id)
-    mask = torch.ones(1, ROW, dtype=torch.int64)
+    rows = full_rows(task.documents, task.row, tokenizer.bos_token_id)
+    mask = torch.ones(1, task.row, dtype=torch.int64)
     batches = [{"input_ids": torch.tensor([row]), "attention_mask": mask} for row in rows]
     quantizer = AutoRound(
         AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32),
@@ -167,7 +168,7 @@ def write_autoround(task: Task, options: Options) -> None:
         group_size=task.group_size,
         sym=task.symmetric,
         dataset=batches,
-        seqlen=ROW,
+        seqlen=task.row,
         nsamples=len(rows),
         device_map=task.device,
         **options,
@@ -210,6 +211,7 @@ METHODS: dict[str, tuple[str, Writer, Options]] = {
         {"awq": {}, "gptq": {}, "weights": {"observer": "imatrix_mse"}},
     ),
     "autoround": ("auto_round", write_autoround, {}),
+    "autoround-best": ("auto_round", write_autoround, {"iters": 1000, "enable_alg_ext": True}),
     "autoround-rtn": ("auto_round", write_autoround, {"iters": 0}),
 }
 
@@ -240,7 +242,15 @@ def quantize(options: argparse.Namespace) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     start = time.perf_counter()
-    task = Task(options.model, out, documents, options.group_size, not options.asym, options.device)
+    task = Task(
+        options.model,
+        out,
+        documents,
+        options.group_size,
+        not options.asym,
+        options.device,
+        options.row_length,
+    )
     write(task, arguments)
     note = {
         "package": f"{package} {importlib.metadata.version(package)}",
@@ -253,6 +263,7 @@ def quantize(options: argparse.Namespace) -> None:
         "symmetric": not options.asym,
         "device": options.device,
         "documents": len(documents),
+        "row_length": options.row_length,
         "seconds": time.perf_counter() - start,
     }
     (out / PEER_NOTE).write_text(json.dumps(note, indent=2), encoding="utf-8")
@@ -339,6 +350,7 @@ def _options() -> argparse.Namespace:
     making.add_argument("--asym", action="store_true", help="with zero points")
     making.add_argument("--device", default="cpu")
     making.add_argument("--documents", type=int, help="only the first ones")
+    making.add_argument("--row-length", type=int, default=512, help="tokens of AutoRound's rows")
     making.set_defaults(run=quantize)
     measuring = commands.add_parser("evaluate")
     measuring.add_argument("model", type=Path)
