@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from marlinq.models.delta_net import DeltaNet
+from marlinq.models.mamba import Mamba, Scales
 from marlinq.models.parts import Norm, Slices
 
 __all__ = [
@@ -22,10 +23,12 @@ __all__ = [
     "DeltaNet",
     "Groups",
     "Layer",
+    "Mamba",
     "Mixture",
     "Norm",
     "Rotary",
     "Router",
+    "Scales",
     "Slices",
     "Unrecognised",
 ]
@@ -196,20 +199,20 @@ class Layer:
         m = mlp(mlp_norm(x));              x = x + residual_scale * post_mlp_norm(m)
 
     In a parallel block both read the same x, and the result is ``x + a + m``. A norm that is None is left
-    out.
+    out, and a part that is None with its line; one of both parts is always there.
 
     Attributes:
         name: full module name of the block.
-        attention: attention, or a delta net in its place.
-        mlp: MLP, or routed experts.
+        attention: attention, or a delta net or Mamba-2 mixer in its place; None without one.
+        mlp: MLP, or routed experts; None without one.
         attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: norms of the formulas above.
         parallel: whether attention and MLP read the same x.
         residual_scale: factor on the results of attention and MLP before they are added.
     """
 
     name: str
-    attention: Attention | DeltaNet
-    mlp: MLP | Mixture
+    attention: Attention | DeltaNet | Mamba | None
+    mlp: MLP | Mixture | None
     attention_norm: Norm | None
     mlp_norm: Norm | None
     post_attention_norm: Norm | None = None

@@ -11,7 +11,7 @@ over time; queries and keys are normalised to length one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,19 @@ class DeltaNet:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    def within(self, name: str) -> DeltaNet:
+        """The same net with names relative to the parent of module ``name``."""
+        return replace(
+            self,
+            inputs=self.inputs.within(name),
+            rates=self.rates.within(name),
+            convolution=f"{name}.{self.convolution}",
+            decay=f"{name}.{self.decay}",
+            step_bias=f"{name}.{self.step_bias}",
+            norm=replace(self.norm, module=f"{name}.{self.norm.module}"),
+            output=f"{name}.{self.output}",
+        )
+
 
 class Heads(NamedTuple):
     """Inputs of the delta rule, float32: queries and keys [B, T, value heads, key channels], values [B, T,
@@ -74,23 +87,11 @@ class Heads(NamedTuple):
     beta: Tensor
 
 
-def convolve(x: Tensor, before: Tensor, weight: Tensor) -> Tensor:
-    """``silu`` of the causal convolution of ``x`` [B, T, C], which follows ``before`` [B, taps - 1, C].
-
-    ``weight`` is float32 [C, taps]; the last tap is the newest token's.
-    """
-    tokens = x.shape[1]
-    seen = torch.cat((before, x), 1).float()
-    total = torch.zeros_like(seen[:, :tokens])
-    for tap in range(weight.shape[1]):
-        total += seen[:, tap : tap + tokens] * weight[:, tap]
-    return F.silu(total.to(x.dtype))
-
-
 def heads_of(
     net: DeltaNet, convolved: Tensor, beta: Tensor, step: Tensor, decay: Tensor, step_bias: Tensor
 ) -> Heads:
-    """Heads of ``convolved`` [B, T, C] and of the rates [B, T, value heads]; parameters are float32."""
+    """Heads of ``convolved`` [B, T, C], behind its activation, and of the rates [B, T, value heads];
+    parameters are float32."""
     keys, values = net.key_heads * net.key_dim, net.value_heads * net.value_dim
     shapes = ((net.key_heads, net.key_dim), (net.key_heads, net.key_dim), (net.value_heads, net.value_dim))
     parts = torch.split(convolved.float(), [keys, keys, values], -1)

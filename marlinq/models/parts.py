@@ -1,8 +1,8 @@
-"""Descriptions shared by attention, delta nets and MLPs: norms, and columns of joined projections."""
+"""Descriptions shared by attention, recurrent mixers and MLPs: norms, and columns of joined projections."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -55,3 +55,7 @@ class Slices:
         runs = joined.reshape(*joined.shape[:-1], self.turns, -1)
         parts = torch.split(runs, [width // self.turns for width in self.widths], -1)
         return [part.flatten(-2) for part in parts]
+
+    def within(self, name: str) -> Slices:
+        """The same positions with names relative to the parent of module ``name``."""
+        return replace(self, modules=tuple(f"{name}.{each}" for each in self.modules))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from marlinq.models.anatomy import (
     MLP,
     Anatomy,
     Attention,
-    DeltaNet,
     Groups,
     Layer,
     Mixture,
@@ -49,9 +48,11 @@ from marlinq.models.formulas import (
 )
 from marlinq.models.linears import is_linear
 from marlinq.models.recognise_attention import RotaryModules, attention_part
-from marlinq.models.recognise_delta import find_delta_nets
 from marlinq.models.recognise_groups import chosen_by, find_groups
+from marlinq.models.recognise_mixers import Mixer, find_mixers
 from marlinq.models.recording import TOKENS, AttentionCall, Call, ExpertsCall, Recording, Refusal, record
+
+T = TypeVar("T")
 
 _ANY_WIDTH = 64
 _CHOICES = 256
@@ -82,12 +83,12 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
     try:
         norms = _find_norms(model)
         experts: dict[str, _RoutedExperts] = {}
-        mixers: dict[str, DeltaNet] = {}
+        mixers: dict[str, Mixer] = {}
         vectors: dict[str, tuple[int, ...]] = {}
         heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
         for name, block in zip(names, blocks, strict=True):
             experts |= _find_routed(name, block)
-            mixers |= find_delta_nets(name, block)
+            mixers |= find_mixers(name, block)
             vectors |= _maybe_sinks(name, block, heads, mixers)
             _check_parameters(name, block, norms, experts, mixers, vectors)
         rotary = RotaryModules(model)
@@ -250,7 +251,7 @@ def _check_parameters(
     block: nn.Module,
     norms: dict[str, Norm],
     experts: dict[str, _RoutedExperts],
-    mixers: dict[str, DeltaNet],
+    mixers: dict[str, Mixer],
     vectors: Collection[str],
 ) -> None:
     """Refuses a block with parameters of no known use; ``vectors`` are looked at later."""
@@ -308,7 +309,7 @@ def _anatomy(
     norms: dict[str, Norm],
     rotary: RotaryModules,
     experts: dict[str, _RoutedExperts],
-    mixers: dict[str, DeltaNet],
+    mixers: dict[str, Mixer],
     groups: Groups | None,
     recording: Recording,
 ) -> Anatomy:
@@ -425,6 +426,29 @@ def _exit(
     raise Refusal(head.name, "logits are neither a multiple of the head's product nor capped by tanh")
 
 
+@dataclass(frozen=True, eq=False)
+class _Part(Generic[T]):
+    """Attention or the MLP of a recorded block.
+
+    Attributes:
+        what: what it is, for messages.
+        anatomy: description of it.
+        reader, writer: full names of the modules that read its input and make its result.
+        norm, post: norms before and behind it, or None.
+        reads: input of ``norm``.
+        output: result, behind ``post``.
+    """
+
+    what: str
+    anatomy: T
+    reader: str
+    writer: str
+    norm: Norm | None
+    post: Norm | None
+    reads: Tensor
+    output: Tensor
+
+
 class _Block:
     """The calls of one decoder block and the connections between them."""
 
@@ -435,7 +459,7 @@ class _Block:
         norms: dict[str, Norm],
         rotary: RotaryModules,
         experts: dict[str, _RoutedExperts],
-        mixers: dict[str, DeltaNet],
+        mixers: dict[str, Mixer],
         corrections: dict[str, Tensor],
         groups: Groups | None,
         entered: Tensor,
@@ -454,64 +478,96 @@ class _Block:
         self.unexplained = list(calls)
 
     def layer(self, positions: Tensor) -> Layer:
-        attention, reader, attention_input, a = self._mixer(positions)
-        a, post_attention = self._post_norm(a)
-        attention_norm, attention_reads = self._source(attention_input, reader)
-        if not torch.equal(attention_reads, self.entered):
-            raise Refusal(reader, "attention does not read what enters the block, nor a norm of it")
-        routed = [call for call in self.unexplained if isinstance(call, ExpertsCall)]
-        mlp: MLP | Mixture
-        mlp, mlp_input, m = self._mixture(routed) if routed else self._mlp()
-        reader = mlp.experts if isinstance(mlp, Mixture) else mlp.inputs.modules[0]
-        writer = mlp.experts if isinstance(mlp, Mixture) else mlp.down
-        m, post_mlp = self._post_norm(m)
-        mlp_norm, mlp_reads = self._source(mlp_input, reader, shared=attention_norm)
+        attended = self._attended(positions)
+        behind = None if attended is not None and not self.unexplained else self._mlp_part(attended)
         if self.unexplained:
             raise Refusal(self.unexplained[0].name, "its part in the block is not understood")
-        for part, x in ((attention.output, a), (writer, m), (reader, mlp_reads)):
-            if x.shape != self.entered.shape:
-                raise Refusal(part, f"{list(x.shape)} where the block has {list(self.entered.shape)}")
-        parallel = torch.equal(mlp_reads, self.entered)
+        parts = [part for part in (attended, behind) if part is not None]
+        for part in parts:
+            for name, x in ((part.writer, part.output), (part.reader, part.reads)):
+                if x.shape != self.entered.shape:
+                    raise Refusal(name, f"{list(x.shape)} where the block has {list(self.entered.shape)}")
+        both = attended is not None and behind is not None
+        parallel = both and all(torch.equal(part.reads, self.entered) for part in parts)
         if parallel:
-            scale = self._scale(self.left - self.entered, a + m, "sum of attention and MLP")
+            total = sum((part.output for part in parts), torch.zeros_like(self.entered))
+            scale = self._scale(self.left - self.entered, total, "sum of attention and MLP")
         else:
-            scale = self._scale(mlp_reads - self.entered, a, "attention")
-            again = self._scale(self.left - mlp_reads, m, "MLP")
-            if abs(again - scale) > 1e-5 * abs(scale):
-                raise Refusal(self.name, f"attention is added with factor {scale:g}, the MLP with {again:g}")
+            between = [self.entered, *(part.reads for part in parts[1:]), self.left]
+            scales = [
+                self._scale(end - start, part.output, part.what)
+                for part, start, end in zip(parts, between[:-1], between[1:], strict=True)
+            ]
+            scale = scales[0]
+            if abs(scales[-1] - scale) > 1e-5 * abs(scale):
+                raise Refusal(
+                    self.name, f"attention is added with factor {scale:g}, the MLP with {scales[-1]:g}"
+                )
         return Layer(
             name=self.name,
-            attention=attention,
-            mlp=mlp,
-            attention_norm=attention_norm,
-            mlp_norm=mlp_norm,
-            post_attention_norm=post_attention,
-            post_mlp_norm=post_mlp,
+            attention=None if attended is None else attended.anatomy,
+            mlp=None if behind is None else behind.anatomy,
+            attention_norm=None if attended is None else attended.norm,
+            mlp_norm=None if behind is None else behind.norm,
+            post_attention_norm=None if attended is None else attended.post,
+            post_mlp_norm=None if behind is None else behind.post,
             parallel=parallel,
             residual_scale=scale,
         )
 
-    def _mixer(self, positions: Tensor) -> tuple[Attention | DeltaNet, str, Tensor, Tensor]:
-        """(attention or delta net, name of the module that reads its input, its input, its output)."""
+    def _attended(self, positions: Tensor) -> _Part[Attention | Mixer] | None:
+        """Attention or a mixer in its place; None in a block of a single MLP."""
         mixed = [call for call in self.calls if isinstance(call, AttentionCall) or call.kind == "mixer"]
-        if len(mixed) != 1:
-            raise Refusal(
-                self.name,
-                "does not compute attention through transformers' attention interface"
-                if not mixed
-                else "computes attention more than once",
-            )
+        if len(mixed) > 1:
+            raise Refusal(self.name, "computes attention more than once")
+        if not mixed:
+            linears = [call for call in self.calls if call.kind == "linear"]
+            if len(linears) > 3 and not any(isinstance(call, ExpertsCall) for call in self.calls):
+                reason = "does not compute attention through transformers' attention interface"
+                raise Refusal(self.name, reason)
+            return None
         (call,) = mixed
-        if not isinstance(call, AttentionCall):
-            self.unexplained.remove(call)
-            return self.mixers[call.name], call.name, call.input, call.output
-        place = self.calls.index(call)
-        attention, used, read, output = attention_part(
-            call, self.calls[:place], self.calls[place + 1 :], self.norms, self.rotary.at(positions)
-        )
+        attention: Attention | Mixer
+        if isinstance(call, AttentionCall):
+            place = self.calls.index(call)
+            attention, used, given, output = attention_part(
+                call, self.calls[:place], self.calls[place + 1 :], self.norms, self.rotary.at(positions)
+            )
+            reader, result = used[0].name, output.output
+        else:
+            attention, used, given, reader, result = (
+                self.mixers[call.name],
+                [],
+                call.input,
+                call.name,
+                call.output,
+            )
         for each in (call, *used):
             self.unexplained.remove(each)
-        return attention, used[0].name, read, output.output
+        result, post = self._post_norm(result)
+        norm, reads = self._source(given, reader)
+        if not self._enters(reads):
+            raise Refusal(reader, "attention does not read what enters the block, nor a norm of it")
+        return _Part("attention", attention, reader, attention.output, norm, post, reads, result)
+
+    def _mlp_part(self, attended: _Part[Attention | Mixer] | None) -> _Part[MLP | Mixture]:
+        routed = [call for call in self.unexplained if isinstance(call, ExpertsCall)]
+        mlp: MLP | Mixture
+        mlp, given, result = self._mixture(routed) if routed else self._mlp()
+        reader = mlp.experts if isinstance(mlp, Mixture) else mlp.inputs.modules[0]
+        writer = mlp.experts if isinstance(mlp, Mixture) else mlp.down
+        result, post = self._post_norm(result)
+        norm, reads = self._source(given, reader, shared=None if attended is None else attended.norm)
+        if attended is None and not self._enters(reads):
+            raise Refusal(reader, "the MLP does not read what enters the block, nor a norm of it")
+        return _Part("MLP", mlp, reader, writer, norm, post, reads, result)
+
+    def _enters(self, reads: Tensor) -> bool:
+        """Whether ``reads`` is what enters the block, which some blocks cast to the dtype of a norm's weight.
+
+        The recording adds in float32 what a model of that dtype has rounded already."""
+        narrow = (self.entered.to(dtype).to(reads.dtype) for dtype in (torch.bfloat16, torch.float16))
+        return torch.equal(reads, self.entered) or any(torch.equal(reads, each) for each in narrow)
 
     def _scale(self, difference: Tensor, addend: Tensor, what: str) -> float:
         # The tolerance is relative to the sums, whose rounding a difference of them contains.

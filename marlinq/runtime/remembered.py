@@ -21,10 +21,12 @@ from marlinq.models.anatomy import (
     DeltaNet,
     Groups,
     Layer,
+    Mamba,
     Mixture,
     Norm,
     Rotary,
     Router,
+    Scales,
     Slices,
     Unrecognised,
 )
@@ -32,7 +34,10 @@ from marlinq.models.recognise import recognise
 
 _KINDS = {
     kind.__name__: kind
-    for kind in (Anatomy, Attention, DeltaNet, Groups, Layer, Mixture, MLP, Norm, Rotary, Router, Slices)
+    for kind in (
+        *(Anatomy, Attention, DeltaNet, Groups, Layer, Mamba, Mixture, MLP, Norm, Rotary, Router),
+        *(Scales, Slices),
+    )
 }
 # Key of the class's name in JSON; no field has this name.
 _KIND = "class"

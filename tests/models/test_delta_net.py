@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from marlinq.models.delta_net import Heads, convolve, delta_rule, delta_step
-from marlinq.models.recognise_delta import find_delta_nets
+from marlinq.models.convolution import convolve
+from marlinq.models.delta_net import Heads, delta_rule, delta_step
+from marlinq.models.recognise_mixers import find_mixers
 
 
 def random_heads(batch: int, tokens: int) -> Heads:
@@ -46,7 +47,7 @@ def test_a_convolution_goes_on_where_it_stopped() -> None:
     x, weight = torch.randn(1, 9, 5), torch.randn(5, 4)
     before = torch.zeros(1, 3, 5)
     whole = nn.functional.conv1d(x.transpose(1, 2), weight[:, None], padding=3, groups=5)[..., :9]
-    torch.testing.assert_close(convolve(x, before, weight), nn.functional.silu(whole).transpose(1, 2))
+    torch.testing.assert_close(convolve(x, before, weight), whole.transpose(1, 2))
     parts = [convolve(x[:, :6], before, weight), convolve(x[:, 6:], x[:, 3:6], weight)]
     torch.testing.assert_close(torch.cat(parts, 1), convolve(x, before, weight))
 
@@ -69,5 +70,5 @@ class OtherMixer(nn.Module):
         return self.out((self.norm(values.unflatten(-1, (2, 8))) * rates[..., None]).flatten(-2))
 
 
-def test_other_mixers_of_the_same_parts_are_no_delta_nets() -> None:
-    assert find_delta_nets("block", nn.ModuleDict({"mixer": OtherMixer()})) == {}
+def test_other_mixers_of_the_same_parts_are_not_recognised() -> None:
+    assert find_mixers("block", nn.ModuleDict({"mixer": OtherMixer()})) == {}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.models import build_blueprint
-from marlinq.models.anatomy import Anatomy, DeltaNet, Unrecognised
+from marlinq.models.anatomy import Anatomy, DeltaNet, Mamba, Unrecognised
 from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.formulas import norm_formula
 from marlinq.models.recognise import anatomy_of, recognise
@@ -35,17 +35,16 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
     assert [layer.name for layer in found.layers] == [block.name for block in blueprint.blocks]
     # Every projection has a place, and no other module is named.
     for layer, block in zip(found.layers, blueprint.blocks, strict=True):
-        mixer = layer.attention
+        mixer, mlp = layer.attention, layer.mlp
+        named: set[str] = set()
         if isinstance(mixer, DeltaNet):
-            read = (*mixer.inputs.modules, *mixer.rates.modules)
-        else:
-            read = mixer.qkv.modules
-        named = {
-            *read,
-            layer.attention.output,
-            *layer.mlp.inputs.modules,
-            layer.mlp.down,
-        }
+            named = {*mixer.inputs.modules, *mixer.rates.modules, mixer.output}
+        elif isinstance(mixer, Mamba):
+            named = {*mixer.inputs.modules, mixer.output}
+        elif mixer is not None:
+            named = {*mixer.qkv.modules, mixer.output}
+        if mlp is not None:
+            named |= {*mlp.inputs.modules, mlp.down}
         assert named == {projection.name for projection in block.projections}
     # The model is as it was.
     assert all("forward" not in vars(module) for module in model.modules())

@@ -66,6 +66,19 @@ _DELTA: dict[str, Any] = {
 }
 
 
+_MAMBA: dict[str, Any] = {
+    **_HEADS,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_expand": 2,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+
+
 def _rope(rope_type: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10_000.0, **more}}
 
@@ -195,6 +208,37 @@ KNOWN |= {
     "qwen3.5": Decoder("qwen3_5_text", _DELTA),
     "qwen3-next": Decoder("qwen3_next", {**_DELTA, "num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]}),
 }
+
+KNOWN |= {
+    "bamba": Decoder("bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "granite-4": Decoder(
+        "granitemoehybrid",
+        {
+            **_MAMBA,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "shared_intermediate_size": 96,
+            "num_local_experts": 0,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "nemotron-h": Decoder(
+        "nemotron_h",
+        {
+            **_HEADS,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 24,
+            "chunk_size": 16,
+            "time_step_min": 0.4,
+        },
+    ),
+}
+"""Name -> decoder with Mamba-2 mixers, or with blocks of a single part."""
 
 UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
     "mamba": (

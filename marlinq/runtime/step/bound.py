@@ -18,6 +18,7 @@ from marlinq.models.anatomy import (
     Attention,
     DeltaNet,
     Layer,
+    Mamba,
     Mixture,
     Norm,
     Rotary,
@@ -53,6 +54,10 @@ def chain_refusal(model: nn.Module, anatomy: Anatomy) -> Unrecognised | None:
 
 def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unrecognised | None:
     attention, mlp = layer.attention, layer.mlp
+    if isinstance(attention, Mamba):
+        return Unrecognised(attention.convolution, "a Mamba-2 mixer, for which there is no kernel")
+    if attention is None or mlp is None:
+        return Unrecognised(layer.name, "attention alone or an MLP alone")
     if isinstance(attention, DeltaNet):
         reason = delta_refusal(attention.taps, attention.key_dim, attention.value_dim)
         if reason is not None:

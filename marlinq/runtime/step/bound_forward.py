@@ -111,6 +111,7 @@ class BoundForward(Forward):
         attention = layer.attention
         if isinstance(attention, DeltaNet):
             return self._delta_layer(model, layer, attention, apart)
+        assert isinstance(attention, Attention)
         qkv, reason = find_product(model, attention.qkv, interleave=False)
         if reason is not None:
             apart[reason] = None
@@ -174,6 +175,8 @@ class BoundForward(Forward):
         self, model: nn.Module, layer: Layer, apart: dict[str, None], qkv: Product, **mixing: Any
     ) -> BoundLayer:
         """The layer with its norms and products; ``mixing`` are the other fields."""
+        assert layer.attention is not None
+        assert layer.mlp is not None
         return BoundLayer(
             anatomy=layer,
             qkv=qkv,

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq.models.delta_net import DeltaNet, convolve, delta_rule, delta_step, heads_of
+from marlinq.models.delta_net import DeltaNet, delta_rule, delta_step, heads_of
+from marlinq.runtime.step.convolution import ShortConvolution
 
 Parts = Callable[[Tensor], Sequence[Tensor]]
 
@@ -39,11 +40,10 @@ class DeltaLayer:
         self.net = net
         self._inputs, self._rates, self._norm = inputs, rates, norm
         weight = model.get_submodule(net.convolution).get_parameter("weight").detach()
-        self._weight = weight[:, 0].float().contiguous()
+        self._convolution = ShortConvolution(weight[:, 0].float().contiguous(), None, batch, dtype)
         self._decay = model.get_parameter(net.decay).detach().float()
         self._step_bias = model.get_parameter(net.step_bias).detach().float()
         device = weight.device
-        self.before = torch.zeros((batch, net.taps - 1, net.convolved), dtype=dtype, device=device)
         self.state = torch.zeros((batch, net.value_heads, net.key_dim, net.value_dim), device=device)
 
     def prompts(self, x: Tensor, lengths: Tensor) -> Tensor:
@@ -53,29 +53,21 @@ class DeltaLayer:
         Returns:
             [B, T, value heads, value channels].
         """
-        net, tokens = self.net, x.shape[1]
         joined, gate, beta, step = self._projected(x)
-        self.before.zero_()
         self.state.zero_()
-        heads = heads_of(
-            net, convolve(joined, self.before, self._weight), beta, step, self._decay, self._step_bias
-        )
+        convolved = F.silu(self._convolution.prompts(joined, lengths))
+        heads = heads_of(self.net, convolved, beta, step, self._decay, self._step_bias)
         # Padding must neither decay nor change the state.
-        there = (torch.arange(tokens, device=x.device) < lengths[:, None])[..., None]
+        there = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]
         heads = heads._replace(
             decay=heads.decay.masked_fill(~there, 0.0), beta=heads.beta.masked_fill(~there, 0.0)
         )
-        mixed = delta_rule(heads, self.state)
-        padded = torch.cat((self.before, joined), 1)
-        places = lengths[:, None].long() + torch.arange(net.taps - 1, device=x.device)
-        self.before.copy_(padded.gather(1, places[..., None].expand(-1, -1, joined.shape[-1])))
-        return self._gated(mixed, gate)
+        return self._gated(delta_rule(heads, self.state), gate)
 
     def step(self, x: Tensor) -> Tensor:
         """The next token of every row: x [B, 1, hidden] to [B, 1, value heads, value channels]."""
         joined, gate, beta, step = self._projected(x)
-        convolved = convolve(joined, self.before, self._weight)
-        self.before.copy_(torch.cat((self.before[:, 1:], joined), 1))
+        convolved = F.silu(self._convolution.step(joined))
         heads = heads_of(self.net, convolved, beta, step, self._decay, self._step_bias)
         return self._gated(delta_step(heads, self.state), gate)
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marlinq.models.delta_net import convolve, delta_rule, heads_of
+from marlinq.models.convolution import convolve
+from marlinq.models.delta_net import delta_rule, heads_of
 from marlinq.runtime.step.bound import BoundDelta
 
 
@@ -36,9 +37,8 @@ def read_delta(
     inputs, tokens = torch.cat(parts, -1), joined.shape[1]
     places = torch.arange(net.taps - 1, device=joined.device)
     before = ring[:, (start - (net.taps - 1) + places) % net.taps]
-    heads = heads_of(
-        net, convolve(inputs, before, weights.weight), beta, step, weights.decay, weights.step_bias
-    )
+    convolved = F.silu(convolve(inputs, before, weights.weight))
+    heads = heads_of(net, convolved, beta, step, weights.decay, weights.step_bias)
     # Padding must neither decay nor change the state.
     there = (ends - start).clamp(0, tokens)
     padding = (torch.arange(tokens, device=joined.device) >= there[:, None])[..., None]

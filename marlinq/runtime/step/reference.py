@@ -16,6 +16,7 @@ from marlinq.models.anatomy import (
     Attention,
     DeltaNet,
     Layer,
+    Mamba,
     Mixture,
     Norm,
     Rotary,
@@ -25,6 +26,7 @@ from marlinq.models.anatomy import (
 from marlinq.models.formulas import ACTIVATIONS
 from marlinq.runtime.step.delta import DeltaLayer
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.mamba import MambaLayer
 from marlinq.runtime.threads import threads_at_most
 
 Function = Callable[[Tensor], Tensor]
@@ -72,15 +74,15 @@ class ReferenceForward(Forward):
         self._head = _linear(model, anatomy.head)
         self._rotations = _Rotations(model, anatomy)
         self._layers = [_LayerParts.of(model, layer, self._dtype, self._chosen) for layer in anatomy.layers]
-        self._deltas = [_delta(model, layer.attention, batch, self._dtype) for layer in anatomy.layers]
+        self._mixers = [_mixer(model, layer.attention, batch, self._dtype) for layer in anatomy.layers]
         self._keys = [self._cache(layer.attention, device) for layer in anatomy.layers]
         self._values = [torch.zeros_like(keys) for keys in self._keys]
         self._rows = torch.arange(batch, device=device)
         self._places = torch.arange(capacity, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._shortest = self._longest = 0
-        # A delta net's state can't return to an earlier token, so drafts can't be verified.
-        has_states = any(delta is not None for delta in self._deltas)
+        # A mixer's state can't return to an earlier token, so drafts can't be verified.
+        has_states = any(mixer is not None for mixer in self._mixers)
         self.most_verified = MOST_VERIFIED if batch == 1 and not has_states else 0
         self.verification_cost = _VERIFICATION_COST
         self._routing = 0
@@ -89,8 +91,8 @@ class ReferenceForward(Forward):
         if self.observe_routing is not None:
             self.observe_routing(self._routing, index, weights)
 
-    def _cache(self, attention: Attention | DeltaNet, device: torch.device) -> Tensor:
-        if isinstance(attention, DeltaNet):
+    def _cache(self, attention: Attention | DeltaNet | Mamba | None, device: torch.device) -> Tensor:
+        if not isinstance(attention, Attention):
             return torch.empty(0, device=device)
         shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
         return torch.zeros(shape, dtype=self._dtype, device=device)
@@ -146,9 +148,11 @@ class ReferenceForward(Forward):
         masks: dict[int | None, tuple[int, Tensor | None]] = {}
         for index, parts in enumerate(self._layers):
             self._routing = index
-            delta = self._deltas[index]
-            if delta is not None:
-                x = parts.forward(x, delta.step)
+            mixer = self._mixers[index]
+            if mixer is not None:
+                x = parts.forward(x, mixer.step)
+            elif parts.layer.attention is None:
+                x = parts.forward(x, None)
             else:
                 window = parts.attention.window
                 if window not in masks:
@@ -193,10 +197,12 @@ class ReferenceForward(Forward):
             logits = logits * self.anatomy.logit_scale
         return _capped(logits, self.anatomy.logit_softcap)
 
-    def _prompt_attention(self, index: int, parts: _LayerParts, turns: _Turns) -> Function:
-        delta = self._deltas[index]
-        if delta is not None:
-            return lambda x: delta.prompts(x, self.lengths)
+    def _prompt_attention(self, index: int, parts: _LayerParts, turns: _Turns) -> Function | None:
+        mixer = self._mixers[index]
+        if mixer is not None:
+            return lambda x: mixer.prompts(x, self.lengths)
+        if parts.layer.attention is None:
+            return None
 
         def attend(x: Tensor) -> Tensor:
             *heads, gate = parts.heads(x, turns)
@@ -235,8 +241,11 @@ class ReferenceForward(Forward):
 
         return attend
 
-    def _run_attention(self, index: int, parts: _LayerParts, turns: _Turns, start: int) -> Function:
-        """Attention of neighbouring tokens of one row, the first of them at position ``start``."""
+    def _run_attention(self, index: int, parts: _LayerParts, turns: _Turns, start: int) -> Function | None:
+        """Attention of neighbouring tokens of one row, the first of them at position ``start``; None in a
+        layer without attention."""
+        if parts.layer.attention is None:
+            return None
         keys, values, window = self._keys[index], self._values[index], parts.attention.window
 
         def attend(x: Tensor) -> Tensor:
@@ -285,7 +294,7 @@ class _Rotations:
         self._channels: dict[Rotary, _Channels] = {}
         for layer in anatomy.layers:
             attention = layer.attention
-            if isinstance(attention, DeltaNet) or attention.rotary is None:
+            if not isinstance(attention, Attention) or attention.rotary is None:
                 continue
             if attention.rotary not in self._channels:
                 held = _Channels.of(model, attention.rotary, attention.head_dim)
@@ -332,7 +341,8 @@ class _Channels:
 
 @dataclass(frozen=True, eq=False)
 class _LayerParts:
-    """A layer with functions for its modules; for a delta net only those around it."""
+    """A layer with functions for its modules; for a recurrent mixer only those around it. A part that the
+    layer lacks has None."""
 
     layer: Layer
     attention_norm: Function | None
@@ -341,9 +351,9 @@ class _LayerParts:
     post_mlp_norm: Function | None
     query_norm: Function | None
     key_norm: Function | None
-    qkv: Callable[[Tensor], Sequence[Tensor]]
-    output: Function
-    mlp: Function
+    qkv: Callable[[Tensor], Sequence[Tensor]] | None
+    output: Function | None
+    mlp: Function | None
     sinks: Tensor | None
 
     @classmethod
@@ -354,7 +364,6 @@ class _LayerParts:
         if isinstance(attention, Attention):
             norms = attention.query_norm, attention.key_norm
             sinks = attention_sinks(model, attention)
-        projections = attention.qkv if isinstance(attention, Attention) else attention.inputs
         return cls(
             layer=layer,
             attention_norm=_norm(model, layer.attention_norm, dtype),
@@ -363,10 +372,12 @@ class _LayerParts:
             post_mlp_norm=_norm(model, layer.post_mlp_norm, dtype),
             query_norm=_norm(model, norms[0], dtype),
             key_norm=_norm(model, norms[1], dtype),
-            qkv=_parts(model, projections),
-            output=_linear(model, attention.output),
+            qkv=_parts(model, attention.qkv) if isinstance(attention, Attention) else None,
+            output=None if attention is None else _linear(model, attention.output),
             mlp=_mixture(model, layer.mlp, chosen)
             if isinstance(layer.mlp, Mixture)
+            else None
+            if layer.mlp is None
             else _mlp(model, layer.mlp),
             sinks=sinks,
         )
@@ -376,27 +387,33 @@ class _LayerParts:
         assert isinstance(self.layer.attention, Attention)
         return self.layer.attention
 
-    def forward(self, x: Tensor, attend: Function) -> Tensor:
-        """x [B, T, hidden] through the block; ``attend`` makes [B, T, H, D] of normalised hidden states."""
+    def forward(self, x: Tensor, attend: Function | None) -> Tensor:
+        """x [B, T, hidden] through the block; ``attend`` makes [B, T, H, D] of normalised hidden states, None
+        in a layer without attention."""
         layer = self.layer
-        normed = x if self.attention_norm is None else self.attention_norm(x)
-        a = self.output(attend(normed).flatten(-2))
-        if self.post_attention_norm is not None:
-            a = self.post_attention_norm(a)
-        if layer.parallel:
-            shared = layer.mlp_norm == layer.attention_norm
-            m = self._mlp(normed if shared else x if self.mlp_norm is None else self.mlp_norm(x))
-            return x.add(a + m, alpha=layer.residual_scale)
-        x = x.add(a, alpha=layer.residual_scale)
+        if attend is not None and self.output is not None:
+            normed = x if self.attention_norm is None else self.attention_norm(x)
+            a = self.output(attend(normed).flatten(-2))
+            if self.post_attention_norm is not None:
+                a = self.post_attention_norm(a)
+            if layer.parallel:
+                shared = layer.mlp_norm == layer.attention_norm
+                m = self._mlp(normed if shared else x if self.mlp_norm is None else self.mlp_norm(x))
+                return x.add(a + m, alpha=layer.residual_scale)
+            x = x.add(a, alpha=layer.residual_scale)
+        if self.mlp is None:
+            return x
         return x.add(self._mlp(x if self.mlp_norm is None else self.mlp_norm(x)), alpha=layer.residual_scale)
 
     def _mlp(self, x: Tensor) -> Tensor:
+        assert self.mlp is not None
         m = self.mlp(x)
         return m if self.post_mlp_norm is None else self.post_mlp_norm(m)
 
     def heads(self, x: Tensor, turns: _Turns) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Rotated queries [B, T, H, D], rotated keys and values [B, T, KV, D], and gates [B, T, H, D]."""
         attention = self.attention
+        assert self.qkv is not None
         q, k, v = self.qkv(x)
         gate = None
         if attention.gated:
@@ -417,12 +434,19 @@ def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
     return x if gate is None else x * torch.sigmoid(gate)
 
 
-def _delta(model: nn.Module, net: Attention | DeltaNet, batch: int, dtype: torch.dtype) -> DeltaLayer | None:
-    if not isinstance(net, DeltaNet):
+def _mixer(
+    model: nn.Module, mixer: Attention | DeltaNet | Mamba | None, batch: int, dtype: torch.dtype
+) -> DeltaLayer | MambaLayer | None:
+    """The recurrent mixer in the place of attention, or None."""
+    if isinstance(mixer, Mamba):
+        return MambaLayer(model, mixer, _parts(model, mixer.inputs), batch, dtype)
+    if not isinstance(mixer, DeltaNet):
         return None
-    norm = _norm(model, net.norm, dtype)
+    norm = _norm(model, mixer.norm, dtype)
     assert norm is not None
-    return DeltaLayer(model, net, _parts(model, net.inputs), _parts(model, net.rates), norm, batch, dtype)
+    return DeltaLayer(
+        model, mixer, _parts(model, mixer.inputs), _parts(model, mixer.rates), norm, batch, dtype
+    )
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

@@ -63,7 +63,7 @@ def test_quantised_models_run_with_their_operators(name: str, operator: str, tmp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma-2", "cohere", "gpt-neox", "opt", "granite", "qwen3.5"]
+    "name", ["llama", "qwen3", "gemma-2", "cohere", "gpt-neox", "opt", "granite", "qwen3.5", "nemotron-h"]
 )
 def test_narrow_dtypes_differ_by_rounding(name: str, dtype: torch.dtype) -> None:
     model, anatomy = recognised(name, dtype)
@@ -124,6 +124,20 @@ FAULTS: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
         "qwen3.5",
         in_attention(lambda a: replace(a, rates=replace(a.rates, modules=a.rates.modules[::-1]))),
     ),
+    "decay and skip of a mixer": (
+        "granite-4",
+        in_attention(lambda a: replace(a, decay=a.skip, skip=a.decay)),
+    ),
+    "groups of a mixer's heads": (
+        "granite-4",
+        in_attention(lambda a: replace(a, groups=1, state_dim=a.groups * a.state_dim)),
+    ),
+    "channels of a mixer's norm": (
+        "granite-4",
+        in_attention(lambda a: replace(a, norm=replace(a.norm, width=a.width))),
+    ),
+    "gate behind a mixer's norm": ("granite-4", in_attention(lambda a: replace(a, norm_first=True))),
+    "MLP left out": ("nemotron-h", lambda layer: replace(layer, mlp=replace(layer.mlp, activation="relu"))),
     "gate and up": (
         "llama",
         lambda layer: replace(

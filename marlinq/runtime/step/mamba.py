@@ -1,0 +1,113 @@
+"""A Mamba-2 mixer in torch, with its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from marlinq.models.mamba import Mamba, gated, scan, tokens_of
+from marlinq.runtime.step.convolution import ShortConvolution
+
+
+@dataclass(frozen=True, eq=False)
+class MambaWeights:
+    """Parameters of a Mamba-2 mixer besides its projections, all in float32.
+
+    Attributes:
+        weight: weights of the convolution, [channels, taps], with the factors on its inputs.
+        bias: bias of the convolution, [channels].
+        rates: A, [heads].
+        step_bias: numbers added to the steps, [heads].
+        skip: D, [heads].
+        norm: weight of the norm, [width]; or None without one.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    rates: Tensor
+    step_bias: Tensor
+    skip: Tensor
+    norm: Tensor | None
+
+    @classmethod
+    def of(cls, model: nn.Module, mixer: Mamba) -> MambaWeights:
+        """The parameters of ``mixer`` in ``model``."""
+        convolution = model.get_submodule(mixer.convolution)
+        weight = convolution.get_parameter("weight").detach()[:, 0].float()
+        bias = getattr(convolution, "bias", None)
+        scales, keys = mixer.scales, mixer.groups * mixer.state_dim
+        counts = torch.tensor([mixer.width, keys, keys], device=weight.device)
+        factors = torch.tensor([scales.value, scales.key, scales.query], device=weight.device)
+
+        def parameter(name: str) -> Tensor:
+            return model.get_parameter(name).detach().float().contiguous()
+
+        return cls(
+            (weight * factors.repeat_interleave(counts)[:, None]).contiguous(),
+            weight.new_zeros(len(weight)) if bias is None else bias.detach().float().contiguous(),
+            -parameter(mixer.decay).exp(),
+            parameter(mixer.step_bias),
+            parameter(mixer.skip),
+            None if mixer.norm is None else parameter(f"{mixer.norm.module}.weight"),
+        )
+
+
+class MambaLayer:
+    """A Mamba-2 mixer with its state: for every row the last inputs of the convolution and a matrix for each
+    head.
+
+    Args:
+        model: the model with the modules that ``mixer`` names.
+        mixer: description of the mixer.
+        inputs: function of its input projection, which returns the parts.
+        batch: B.
+        dtype: dtype of activations.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mixer: Mamba,
+        inputs: Callable[[Tensor], Sequence[Tensor]],
+        batch: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.mixer, self._inputs = mixer, inputs
+        self._weights = MambaWeights.of(model, mixer)
+        self._convolution = ShortConvolution(self._weights.weight, self._weights.bias, batch, dtype)
+        shape = (batch, mixer.heads, mixer.state_dim, mixer.head_dim)
+        self.state = torch.zeros(shape, device=self._weights.weight.device)
+
+    def prompts(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Clear the state and read prompts x [B, T, hidden]; each row has ``lengths`` [B] tokens, then
+        padding.
+
+        Returns:
+            [B, T, 1, width].
+        """
+        gate, joined, step = self._projected(x)
+        self.state.zero_()
+        padding = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+        return self._mixed(self._convolution.prompts(joined, lengths), gate, step, padding[..., None])
+
+    def step(self, x: Tensor) -> Tensor:
+        """The next token of every row: x [B, 1, hidden] to [B, 1, 1, width]."""
+        gate, joined, step = self._projected(x)
+        return self._mixed(self._convolution.step(joined), gate, step, None)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, values, keys, queries, step = self._inputs(x)
+        return gate, torch.cat((values, keys, queries), -1), step
+
+    def _mixed(self, convolved: Tensor, gate: Tensor, step: Tensor, padding: Tensor | None) -> Tensor:
+        weights = self._weights
+        tokens = tokens_of(self.mixer, F.silu(convolved), step, weights.step_bias)
+        if padding is not None:
+            # Padding must neither decay nor change the state.
+            tokens = tokens._replace(steps=tokens.steps.masked_fill(padding, 0.0))
+        mixed = scan(tokens, weights.rates, weights.skip, self.state)
+        return gated(self.mixer, mixed, gate, weights.norm).to(gate.dtype)[:, :, None]
