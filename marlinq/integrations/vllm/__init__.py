@@ -2,7 +2,7 @@
 
 vLLM calls :func:`register` in its front end, its engine and every worker before a model is built. Afterwards
 vLLM asks :class:`~marlinq.integrations.vllm.linear.IntegerLinearKernel` first when it chooses a kernel for a
-linear layer of 4- or 8-bit integers, and experts of 4-bit mixtures run on
+linear layer of 4- or 8-bit integers, and experts of such integers run on
 :mod:`marlinq.integrations.vllm.experts`. Where these refuse, vLLM's own kernels run. Nothing here initialises
 CUDA, because workers may be forked later.
 

@@ -1,9 +1,9 @@
-"""Runs a mixture's routed experts in vLLM on marlinq's grouped W4A16 kernels.
+"""Runs a mixture's routed experts in vLLM on marlinq's grouped kernels.
 
 vLLM has no registry of expert kernels, but asks custom quantisation configs first. The plugin registers one
-(:data:`NAME`) that takes 4-bit checkpoints of mixtures. It returns vLLM's own config for the checkpoint's
-format, in which vLLM's method for experts has two functions replaced: the step after loading, and the
-product. Parameters, loading, the split over GPUs, and linear layers stay vLLM's.
+(:data:`NAME`) that takes checkpoints of mixtures with 4- or 8-bit integers. It returns vLLM's own config for
+the checkpoint's format, in which vLLM's method for experts has two functions replaced: the step after
+loading, and the product. Parameters, loading, the split over GPUs, and linear layers stay vLLM's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from marlinq.core.errors import MarlinqError, UnsupportedError
 from marlinq.core.granularity import Granularity
-from marlinq.core.scheme import INT4, Scheme
+from marlinq.core.scheme import INT4, INT8, Element, Scheme
 from marlinq.formats import LAYOUTS, StoredWeight
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.formats.packing import pack_columns
@@ -34,7 +34,7 @@ from marlinq.integrations.vllm.interface import (
 )
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, interleave_gate_up
 from marlinq.kernels.experts.layout import permute_single
-from marlinq.runtime.operand import KERNEL_FORMAT, stored_operand
+from marlinq.runtime.operand import stored_operand
 
 logger = logging.getLogger("vllm.plugins.marlinq")
 
@@ -46,7 +46,8 @@ _FORMATS = ("gptq", "awq", "compressed-tensors")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
 _MOST_EXPERTS = 512
-_SLOTS = 8  # codes of an int32
+# Bits of a code -> type of the codes.
+_ELEMENTS = {element.bits: element for element in (INT4, INT8)}
 _PREFIX = "marlinq_"
 # Shapes whose kernels have been compiled and logged.
 _prepared: set[tuple[object, ...]] = set()
@@ -75,10 +76,10 @@ class MixtureConfig(QuantizationConfig):  # type: ignore[misc]
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """:data:`NAME` for a 4-bit mixture, unless the user names a method; else None."""
+        """:data:`NAME` for a mixture of 4- or 8-bit integers, unless the user names a method; else None."""
         if user_quant is not None or not current_platform.is_cuda():
             return None
-        return NAME if is_mixture(hf_config) and may_have_4_bits(hf_quant_cfg) else None
+        return NAME if is_mixture(hf_config) and may_have_integers(hf_quant_cfg) else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -98,14 +99,20 @@ def is_mixture(hf_config: Any) -> bool:
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
-def may_have_4_bits(quantization: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's quantisation config has a known format and 4-bit weights."""
+def may_have_integers(quantization: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's quantisation config has a known format and 4- or 8-bit integer weights alone."""
     if quantization.get("quant_method") not in _FORMATS:
         return False
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping):
-        return bool(quantization.get("bits", quantization.get("w_bit")) == 4)
-    return any((group.get("weights") or {}).get("num_bits") == 4 for group in groups.values())
+        return quantization.get("bits", quantization.get("w_bit")) in _ELEMENTS
+    return any(
+        weights.get("num_bits") in _ELEMENTS
+        and weights.get("type", "int") == "int"
+        and group.get("input_activations") is None
+        for group in groups.values()
+        if (weights := group.get("weights"))
+    )
 
 
 def _config_with_experts(config: Any) -> Any:
@@ -133,7 +140,7 @@ def experts_refusal(method: Any, layer: Any) -> str | None:
     limits = [getattr(layer, f"swiglu_{name}", None) for name in ("limit", "alpha", "beta")]
     hidden, inner, group = moe.hidden_dim, moe.intermediate_size_per_partition, _group_size(method)
     reasons = {
-        "they are not 4-bit": _bits(method) != 4,
+        f"weights of {_bits(method)} bits": _bits(method) not in _ELEMENTS,
         "activation order": _has_order(method),
         f"activations in {moe.in_dtype}": moe.in_dtype not in (torch.float16, torch.bfloat16),
         f"activation {activation}": activation not in _ACTIVATIONS
@@ -242,16 +249,18 @@ def expert_weights(method: Any, layer: Any) -> ExpertWeights:
     """
     moe = layer.moe_config
     hidden, inner, dtype = moe.hidden_dim, moe.intermediate_size_per_partition, moe.in_dtype
-    group = _group_size(method)
+    group, element = _group_size(method), _ELEMENTS[_bits(method)]
     gate_up = _parameters(layer, "w13", method)
-    products = [_stored(gate_up.half(number), hidden, inner, group, dtype) for number in (0, 1)]
-    products.append(_stored(_parameters(layer, "w2", method), inner, hidden, group, dtype))
+    products = [_stored(gate_up.half(number), element, hidden, inner, group, dtype) for number in (0, 1)]
+    products.append(_stored(_parameters(layer, "w2", method), element, inner, hidden, group, dtype))
     if any(stored.zeros is not None for stored in products):
         # A product whose zero points are all the middle code is returned without zero points.
         products = [
             replace(
                 stored,
-                zeros=torch.full_like(stored.scales, INT4.midpoint) if stored.zeros is None else stored.zeros,
+                zeros=torch.full_like(stored.scales, element.midpoint)
+                if stored.zeros is None
+                else stored.zeros,
             )
             for stored in products
         ]
@@ -289,13 +298,16 @@ def _parameters(layer: Any, product: str, method: Any) -> _Loaded:
     return _Loaded(words.data, scales.data, None if zeros is None else zeros.data)
 
 
-def _stored(loaded: _Loaded, k: int, n: int, group_size: int, dtype: torch.dtype) -> StoredExperts:
+def _stored(
+    loaded: _Loaded, element: Element, k: int, n: int, group_size: int, dtype: torch.dtype
+) -> StoredExperts:
     """One product of all experts, converted as a single weight with the experts concatenated along K."""
     words, scales, zeros = loaded
     experts, rows, columns = words.shape
-    interleaved = rows == k and columns * _SLOTS == n
+    slots = 32 // element.bits  # codes of an int32
+    interleaved = element == INT4 and rows == k and columns * slots == n
     groups = 1 if group_size == -1 else k // group_size
-    if not interleaved and (rows * _SLOTS, columns) != (k, n):
+    if not interleaved and (rows * slots, columns) != (k, n):
         raise UnsupportedError(f"experts' words of shape {list(words.shape)}, expected {k} x {n} codes")
     if scales.shape != (experts, groups, n):
         raise UnsupportedError(
@@ -303,14 +315,14 @@ def _stored(loaded: _Loaded, k: int, n: int, group_size: int, dtype: torch.dtype
         )
     layout = LAYOUTS["awq" if interleaved else "gptq-v2"]
     scheme = Scheme(
-        element=INT4,
+        element=element,
         granularity=Granularity.from_group_size(k // groups),
         zero_point="midpoint" if zeros is None else "stored",
         scale_dtype=str(scales.dtype).removeprefix("torch."),
     )
     if zeros is None:
-        middle = torch.full((experts * groups, n), INT4.midpoint, dtype=torch.uint8, device=words.device)
-        zeros = pack_columns(middle, INT4.bits)
+        middle = torch.full((experts * groups, n), element.midpoint, dtype=torch.uint8, device=words.device)
+        zeros = pack_columns(middle, element.bits)
     tensors = {
         "qweight": words.reshape(-1, columns).contiguous(),
         "scales": scales.reshape(-1, n).contiguous(),
@@ -322,8 +334,9 @@ def _stored(loaded: _Loaded, k: int, n: int, group_size: int, dtype: torch.dtype
     operand = stored_operand(stored, dtype, words.device)
     if groups == 1:
         # A single group over all of K has a layout of its own, whatever its group size is called.
+        factor = operand.format.scale_factor(dtype)
         own = [
-            stored.grid.scales.to(dtype),
+            (factor * stored.grid.scales.to(torch.float32)).to(dtype),
             stored.grid.zeros.to(dtype) if stored.scheme.stores_zeros else None,
         ]
         kept = [None if each is None else permute_single(each.view(experts, 1, n)) for each in own]
@@ -333,8 +346,8 @@ def _stored(loaded: _Loaded, k: int, n: int, group_size: int, dtype: torch.dtype
             for each in (operand.scales, operand.zeros)
         ]
     granularity = Granularity.from_group_size(group_size)
-    words = operand.words.view(experts, k // 16, 2 * n)
-    return StoredExperts(KERNEL_FORMAT, granularity, words, kept[0], kept[1])  # type: ignore[arg-type]
+    words = operand.words.view(experts, k // operand.format.row_channels, n * operand.format.row_words)
+    return StoredExperts(operand.format, granularity, words, kept[0], kept[1])  # type: ignore[arg-type]
 
 
 def prepare(weights: ExpertWeights, activation: str, top: int) -> None:

@@ -47,11 +47,12 @@ _prepared: set[tuple[object, ...]] = set()
 
 def _element(config: MPLinearLayerConfig) -> Element | None:
     """Type of the layer's codes; None if the plugin does not support it."""
-    if config.zero_points:
-        return INT4 if config.weight_type == scalar_types.uint4 else None
-    if config.weight_type == scalar_types.uint4b8:
-        return INT4
-    return INT8 if config.weight_type == scalar_types.uint8b128 else None
+    elements = (
+        ((scalar_types.uint4, INT4), (scalar_types.uint8, INT8))
+        if config.zero_points
+        else ((scalar_types.uint4b8, INT4), (scalar_types.uint8b128, INT8))
+    )
+    return next((element for kind, element in elements if kind == config.weight_type), None)
 
 
 def refusal(config: MPLinearLayerConfig) -> str | None:
@@ -61,10 +62,10 @@ def refusal(config: MPLinearLayerConfig) -> str | None:
     if config.act_type not in (torch.float16, torch.bfloat16):
         return f"activations in {config.act_type}; the kernels take float16 and bfloat16"
     if _element(config) is None:
-        kind = "with zero points" if config.zero_points else "without zero points"
-        return (
-            f"weights of type {config.weight_type} {kind}; expected uint4 with, uint4b8 or uint8b128 without"
+        kind, expected = (
+            ("with", "uint4 or uint8") if config.zero_points else ("without", "uint4b8 or uint8b128")
         )
+        return f"weights of type {config.weight_type} {kind} zero points; expected {expected}"
     if group != _ONE_SCALE_PER_CHANNEL and (group <= 0 or group % _GROUP_STEP):
         return f"group size {group} is neither one group nor a multiple of {_GROUP_STEP}"
     if group != _ONE_SCALE_PER_CHANNEL and channels % min(group, total):

@@ -221,6 +221,6 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.Modu
     modules["vllm.model_executor.parameter"].permute_param_layout_ = permute_param_layout_
     modules["vllm.platforms"].current_platform = types.SimpleNamespace(is_cuda=lambda: cuda)
     modules["vllm.scalar_type"].scalar_types = types.SimpleNamespace(
-        uint4="uint4", uint4b8="uint4b8", uint8b128="uint8b128"
+        uint4="uint4", uint8="uint8", uint4b8="uint4b8", uint8b128="uint8b128"
     )
     return kernels

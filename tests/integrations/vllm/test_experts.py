@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from marlinq.core.scheme import INT4, INT8, Element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import LAYOUTS
 from marlinq.formats.packing import pack_columns, pack_rows
@@ -50,20 +51,28 @@ def config_class(monkeypatch: pytest.MonkeyPatch) -> Any:
             None,
             True,
         ),
-        ({"quant_method": "gptq", "bits": 8}, {"num_experts": 8}, None, False),
+        ({"quant_method": "gptq", "bits": 8}, {"num_experts": 8}, None, True),
+        ({"quant_method": "gptq", "bits": 3}, {"num_experts": 8}, None, False),
         ({"quant_method": "gptq", "bits": 4}, {"num_experts": 8}, "gptq_marlin", False),
         ({"quant_method": "gptq", "bits": 4}, {"num_experts": 1}, None, False),
         ({"quant_method": "gptq", "bits": 4}, {}, None, False),
         ({"quant_method": "fp8", "bits": 4}, {"num_experts": 8}, None, False),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": None}}},
-            {"num_experts": 8},
-            None,
-            False,
+        *(
+            (
+                {"quant_method": "compressed-tensors", "config_groups": {"g": group}},
+                {"num_experts": 8},
+                None,
+                False,
+            )
+            for group in (
+                {"weights": None},
+                {"weights": {"num_bits": 8, "type": "float"}},
+                {"weights": {"num_bits": 8, "type": "int"}, "input_activations": {"num_bits": 8}},
+            )
         ),
     ],
 )
-def test_only_4_bit_mixtures_are_taken(
+def test_only_mixtures_of_integers_are_taken(
     config_class: Any, quantization: dict[str, Any], model: dict[str, Any], user: str | None, taken: bool
 ) -> None:
     found = config_class.override_quantization_method(quantization, user, hf_config=SimpleNamespace(**model))
@@ -119,7 +128,7 @@ def layer_and_method(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"bits": 8}, "not 4-bit"),
+        ({"bits": 3}, "weights of 3 bits"),
         ({"desc_act": True}, "activation order"),
         ({"moe": {"in_dtype": torch.float32}}, "float32"),
         ({"layer": {"activation": "relu2"}}, "relu2"),
@@ -145,16 +154,20 @@ def test_refused_experts_run_vllms_own_method(
     assert layer.layer_name in record.getMessage()
 
 
-def weight(k: int, n: int, group_size: int, *, zeros: bool, seed: int) -> QuantizedWeight:
+def weight(
+    k: int, n: int, group_size: int, *, zeros: bool, seed: int, element: Element = INT4
+) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(seed)
     size = k if group_size == -1 else group_size
-    points = torch.randint(0, 16, (k // size, n), generator=generator, dtype=torch.uint8)
+    points = torch.randint(0, element.codes, (k // size, n), generator=generator, dtype=torch.uint8)
+    step = 0.32 / element.codes
     return quantized(
-        codes=torch.randint(0, 16, (k, n), generator=generator, dtype=torch.uint8),
-        scales=0.02 * (0.5 + torch.rand(k // size, n, generator=generator)).to(torch.float16),
-        zeros=points if zeros else torch.full_like(points, 8),
+        codes=torch.randint(0, element.codes, (k, n), generator=generator, dtype=torch.uint8),
+        scales=step * (0.5 + torch.rand(k // size, n, generator=generator)).to(torch.float16),
+        zeros=points if zeros else torch.full_like(points, element.midpoint),
         g_idx=trivial_g_idx(k, size),
         size=size,
+        element=element,
     )
 
 
@@ -162,19 +175,23 @@ def load(layer: nn.Module, form: str, product: str, experts: list[QuantizedWeigh
     """Parameters as vLLM's method for ``form`` has made and filled them."""
     put: dict[str, Tensor] = {}
     scales = torch.stack([q.scales for q in experts])
+    bits = experts[0].element.bits
     if form == "awq":
         packed = [LAYOUTS["awq"].pack(q) for q in experts]
         put = {
             key: torch.stack([tensors[key] for tensors in packed]) for key in ("qweight", "qzeros", "scales")
         }
     elif form == "gptq":
-        put = {"qweight": torch.stack([pack_rows(q.codes, 4) for q in experts]), "scales": scales}
+        put = {"qweight": torch.stack([pack_rows(q.codes, bits) for q in experts]), "scales": scales}
         # What vLLM leaves there is never read.
         put["qzeros"] = torch.zeros_like(scales)[..., ::8]
     else:
-        put = {"weight_packed": torch.stack([pack_rows(q.codes, 4) for q in experts]), "weight_scale": scales}
+        put = {
+            "weight_packed": torch.stack([pack_rows(q.codes, bits) for q in experts]),
+            "weight_scale": scales,
+        }
         if zeros:
-            put["weight_zero_point"] = torch.stack([pack_columns(q.zeros, 4) for q in experts])
+            put["weight_zero_point"] = torch.stack([pack_columns(q.zeros, bits) for q in experts])
         if "as stored" in form:
             put = {key: value.mT.contiguous() for key, value in put.items()}
         put["weight_shape"] = torch.zeros(len(experts), 2)
@@ -190,16 +207,21 @@ def merged(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight:
     sides = {
         key: torch.cat((getattr(gate, key), getattr(up, key)), 1) for key in ("codes", "scales", "zeros")
     }
-    return quantized(**sides, g_idx=gate.g_idx, size=gate.scheme.channels_per_group(gate.in_features))
+    return quantized(
+        **sides,
+        g_idx=gate.g_idx,
+        size=gate.scheme.channels_per_group(gate.in_features),
+        element=gate.element,
+    )
 
 
 def filled(
-    config_class: Any, form: str, group_size: int, *, zeros: bool, dtype: torch.dtype = torch.float16
+    config_class: Any, form: str, group_size: int, *, zeros: bool, element: Element = INT4
 ) -> tuple[stub.RoutedExperts, Any, list[tuple[QuantizedWeight, ...]]]:
-    layer, method = layer_and_method(config_class, form, {"in_dtype": dtype}, group_size=group_size)
+    layer, method = layer_and_method(config_class, form, group_size=group_size, bits=element.bits)
     experts = [
         tuple(
-            weight(k, n, group_size, zeros=zeros, seed=10 * e + i)
+            weight(k, n, group_size, zeros=zeros, seed=10 * e + i, element=element)
             for i, (k, n) in enumerate([(HIDDEN, INNER), (HIDDEN, INNER), (INNER, HIDDEN)])
         )
         for e in range(EXPERTS)
@@ -210,21 +232,26 @@ def filled(
 
 
 @pytest.mark.parametrize(
-    ("form", "group_size", "zeros"),
+    ("form", "group_size", "zeros", "element"),
     [
-        ("gptq", 32, False),
-        ("gptq", -1, False),
-        ("awq", 32, True),
-        ("awq", 64, False),
-        ("compressed-tensors", 64, False),
-        ("compressed-tensors", 32, True),
-        ("compressed-tensors", -1, False),
-        ("compressed-tensors, as stored", 32, True),
-        ("compressed-tensors, as stored", -1, False),
+        ("gptq", 32, False, INT4),
+        ("gptq", -1, False, INT4),
+        ("awq", 32, True, INT4),
+        ("awq", 64, False, INT4),
+        ("compressed-tensors", 64, False, INT4),
+        ("compressed-tensors", 32, True, INT4),
+        ("compressed-tensors", -1, False, INT4),
+        ("compressed-tensors, as stored", 32, True, INT4),
+        ("compressed-tensors, as stored", -1, False, INT4),
+        ("gptq", 32, False, INT8),
+        ("compressed-tensors", -1, False, INT8),
+        ("compressed-tensors, as stored", 64, True, INT8),
     ],
 )
-def test_the_layer_is_that_of_the_weights(config_class: Any, form: str, group_size: int, zeros: bool) -> None:
-    layer, method, experts = filled(config_class, form, group_size, zeros=zeros)
+def test_the_layer_is_that_of_the_weights(
+    config_class: Any, form: str, group_size: int, zeros: bool, element: Element
+) -> None:
+    layer, method, experts = filled(config_class, form, group_size, zeros=zeros, element=element)
     method.process_weights_after_loading(layer)
     assert not method.ran
     assert method.get_fused_moe_quant_config(layer) is None

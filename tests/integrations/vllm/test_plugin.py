@@ -164,6 +164,8 @@ def test_a_missing_name_is_one_warning(
         ({"group_size": 96, "full_weight_shape": (192, 64), "partition_weight_shape": (192, 64)}, None),
         ({"act_type": torch.float32}, "float32"),
         ({"weight_type": "uint8b128"}, None),
+        ({"weight_type": "uint8", "zero_points": True}, None),
+        ({"weight_type": "uint8"}, "uint8 without zero points"),
         ({"weight_type": "uint8b128", "zero_points": True}, "uint8b128 with zero points"),
         ({"weight_type": "uint2b2"}, "uint2b2"),
         ({"weight_type": "uint4"}, "without zero points"),
@@ -200,7 +202,7 @@ def weight(
     g_idx = trivial_g_idx(k, size)
     if act_order:
         g_idx = g_idx[torch.randperm(k, generator=generator)]
-    points = torch.randint(0, 16, (groups, n), generator=generator, dtype=torch.uint8)
+    points = torch.randint(0, element.codes, (groups, n), generator=generator, dtype=torch.uint8)
     return quantized(
         codes=torch.randint(0, element.codes, (k, n), generator=generator, dtype=torch.uint8),
         # Powers of two: every product and every sum of so few is exact in float16's range of exponents.
@@ -220,7 +222,7 @@ def as_compressed_tensors(q: QuantizedWeight, *, zeros: bool) -> nn.Module:
     layer.weight_packed = stub.Parameter(words, input_dim=1, output_dim=0, packed_dim=1)
     layer.weight_scale = stub.Parameter(q.scales.t().contiguous(), input_dim=1, output_dim=0)
     if zeros:
-        points = pack_rows(q.zeros.t().contiguous(), 4)
+        points = pack_rows(q.zeros.t().contiguous(), q.element.bits)
         layer.weight_zero_point = stub.Parameter(points, input_dim=1, output_dim=0, packed_dim=0)
     layer.weight_g_idx = stub.Parameter(q.g_idx, input_dim=0)
     return layer
@@ -234,7 +236,7 @@ def as_gptq(q: QuantizedWeight, *, zeros: bool) -> nn.Module:
     )
     layer.weight_scale = stub.Parameter(q.scales, input_dim=0, output_dim=1)
     if zeros:
-        points = pack_rows(q.zeros.t().contiguous(), 4).t().contiguous()
+        points = pack_rows(q.zeros.t().contiguous(), q.element.bits).t().contiguous()
         layer.weight_zero_point = stub.Parameter(points, input_dim=0, output_dim=1, packed_dim=1)
     layer.weight_g_idx = stub.Parameter(q.g_idx, input_dim=0)
     return layer
@@ -279,14 +281,16 @@ def test_products_are_those_of_the_weight(
 
 
 @pytest.mark.parametrize("order", [as_compressed_tensors, as_gptq])
-@pytest.mark.parametrize(("k", "n", "group_size"), [(128, 64, 32), (160, 72, -1)])
+@pytest.mark.parametrize(
+    ("k", "n", "group_size", "zeros"), [(128, 64, 32, False), (160, 72, -1, False), (160, 72, 32, True)]
+)
 def test_products_of_8_bits(
-    kernel: Any, order: Callable[..., nn.Module], k: int, n: int, group_size: int
+    kernel: Any, order: Callable[..., nn.Module], k: int, n: int, group_size: int, zeros: bool
 ) -> None:
-    q = weight(k, n, group_size, zeros=False, element=INT8)
-    layer = order(q, zeros=False)
+    q = weight(k, n, group_size, zeros=zeros, element=INT8)
+    layer = order(q, zeros=zeros)
     made = kernel(
-        config(k, n, group_size=group_size, weight_type="uint8b128"),
+        config(k, n, group_size=group_size, weight_type="uint8" if zeros else "uint8b128", zero_points=zeros),
         *("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
     )
     made.process_weights_after_loading(layer)
