@@ -22,6 +22,7 @@ __all__ = [
     "Attention",
     "DeltaNet",
     "Groups",
+    "LatentAttention",
     "Layer",
     "Mamba",
     "Mixture",
@@ -88,6 +89,55 @@ class Attention:
     rotary: Rotary | None = None
     gated: bool = False
     sinks: str | None = None
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Causal self-attention whose keys and values are made from one latent vector of each token.
+
+    With x the layer's input, c the normed latent, r a rotated key that all heads share, and head h's rows
+    K_h [N, L] and V_h [V, L] of the expansion::
+
+        a, (b, r) = inputs(x);  c = latent_norm(b);  q = query(query_norm(a)), or q = a
+        q_h = (plain, rotated);  key_h = (K_h c, r);  value_h = V_h c
+
+    Since ``plain . K_h c = (K_h^T plain) . c``, a cache of c and r is enough: queries absorb K, and V
+    multiplies attention's result, a sum of latents. (DeepSeek-AI, "DeepSeek-V2", 2024.)
+
+    Attributes:
+        inputs: projections of x: queries or what their norm reads, then the latent and behind it the key r.
+        query_norm: norm of ``a``; None without one.
+        query: full name of the linear behind that norm; None if ``inputs`` give the queries.
+        latent_norm: norm of the latent.
+        expansion: full name of the linear without bias whose rows are K_0, V_0, K_1, V_1 and so on.
+        output: full name of the output projection.
+        heads: H.
+        plain_dim: N, channels of a head's query that are not rotated; they come first.
+        rotated_dim: channels of r.
+        value_dim: V.
+        latent_dim: L.
+        scale: factor on the dot products.
+        rotary: rotary embedding of queries' rotated channels and of r.
+    """
+
+    inputs: Slices
+    query_norm: Norm | None
+    query: str | None
+    latent_norm: Norm
+    expansion: str
+    output: str
+    heads: int
+    plain_dim: int
+    rotated_dim: int
+    value_dim: int
+    latent_dim: int
+    scale: float
+    rotary: Rotary
+
+    @property
+    def cached(self) -> int:
+        """Channels of a token in the cache: c and r."""
+        return self.latent_dim + self.rotated_dim
 
 
 @dataclass(frozen=True)
@@ -203,7 +253,8 @@ class Layer:
 
     Attributes:
         name: full module name of the block.
-        attention: attention, or a delta net or Mamba-2 mixer in its place; None without one.
+        attention: attention, or latent attention, a delta net or a Mamba-2 mixer in its place; None without
+            one.
         mlp: MLP, or routed experts; None without one.
         attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: norms of the formulas above.
         parallel: whether attention and MLP read the same x.
@@ -211,7 +262,7 @@ class Layer:
     """
 
     name: str
-    attention: Attention | DeltaNet | Mamba | None
+    attention: Attention | LatentAttention | DeltaNet | Mamba | None
     mlp: MLP | Mixture | None
     attention_norm: Norm | None
     mlp_norm: Norm | None

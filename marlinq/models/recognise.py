@@ -26,6 +26,7 @@ from marlinq.models.anatomy import (
     Anatomy,
     Attention,
     Groups,
+    LatentAttention,
     Layer,
     Mixture,
     Norm,
@@ -49,6 +50,7 @@ from marlinq.models.formulas import (
 from marlinq.models.linears import is_linear
 from marlinq.models.recognise_attention import RotaryModules, attention_part
 from marlinq.models.recognise_groups import chosen_by, find_groups
+from marlinq.models.recognise_latent import find_expansion, latent_part
 from marlinq.models.recognise_mixers import Mixer, find_mixers
 from marlinq.models.recording import TOKENS, AttentionCall, Call, ExpertsCall, Recording, Refusal, record
 
@@ -332,6 +334,11 @@ def _anatomy(
                 *(entered, recording.outputs[index]),
             ).layer(recording.positions)
         )
+    for layer in layers:
+        if isinstance(layer.attention, LatentAttention):
+            expansion = layer.attention.expansion
+            if getattr(model.get_submodule(expansion), "bias", None) is not None:
+                raise Refusal(expansion, "has a bias, which the queries of latent attention can't absorb")
     final_norm, head, scale, softcap = _exit(model, after, recording, norms)
     return Anatomy(
         embedding=entry.embedding,
@@ -410,13 +417,18 @@ def _exit(
         if not torch.equal(call.input, hidden):
             raise Refusal(call.name, "does not normalise what the last block returns")
         norm, hidden = norms[call.name], call.output
-    if len(calls) != 1 or calls[0].kind != "linear" or not torch.equal(calls[0].input, hidden):
+    entered = factor(calls[0].input, hidden) if len(calls) == 1 and calls[0].kind == "linear" else None
+    if entered is None:
         part = calls[1].name if len(calls) > 1 else "model"
         raise Refusal(part, "behind the last block there is more than a norm and a head")
     head = calls[0]
+    if entered != 1 and getattr(model.get_submodule(head.name), "bias", None) is not None:
+        raise Refusal(head.name, f"its input is scaled by {entered:g}, and it has a bias")
     scale = factor(recording.logits, head.output)
     if scale is not None:
-        return norm, head.name, scale, None
+        return norm, head.name, tidy(entered * scale), None
+    if entered != 1:
+        raise Refusal(head.name, f"its input is scaled by {entered:g} and its logits are capped")
     numbers = {value for value in vars(model.config.get_text_config()).values() if isinstance(value, float)}
     for cap in sorted(value for value in numbers if value > 0):
         for logit_scale in sorted({1.0, *numbers} - {0.0}):
@@ -515,7 +527,7 @@ class _Block:
             residual_scale=scale,
         )
 
-    def _attended(self, positions: Tensor) -> _Part[Attention | Mixer] | None:
+    def _attended(self, positions: Tensor) -> _Part[Attention | LatentAttention | Mixer] | None:
         """Attention or a mixer in its place; None in a block of a single MLP."""
         mixed = [call for call in self.calls if isinstance(call, AttentionCall) or call.kind == "mixer"]
         if len(mixed) > 1:
@@ -527,12 +539,17 @@ class _Block:
                 raise Refusal(self.name, reason)
             return None
         (call,) = mixed
-        attention: Attention | Mixer
+        attention: Attention | LatentAttention | Mixer
         if isinstance(call, AttentionCall):
             place = self.calls.index(call)
-            attention, used, given, output = attention_part(
-                call, self.calls[:place], self.calls[place + 1 :], self.norms, self.rotary.at(positions)
-            )
+            before, after, rotary = self.calls[:place], self.calls[place + 1 :], self.rotary.at(positions)
+            expansion = find_expansion(call, before)
+            if expansion is None:
+                attention, used, given, output = attention_part(call, before, after, self.norms, rotary)
+            else:
+                attention, used, given, output = latent_part(
+                    call, expansion, before, after, self.norms, rotary
+                )
             reader, result = used[0].name, output.output
         else:
             attention, used, given, reader, result = (
@@ -550,7 +567,7 @@ class _Block:
             raise Refusal(reader, "attention does not read what enters the block, nor a norm of it")
         return _Part("attention", attention, reader, attention.output, norm, post, reads, result)
 
-    def _mlp_part(self, attended: _Part[Attention | Mixer] | None) -> _Part[MLP | Mixture]:
+    def _mlp_part(self, attended: _Part[Attention | LatentAttention | Mixer] | None) -> _Part[MLP | Mixture]:
         routed = [call for call in self.unexplained if isinstance(call, ExpertsCall)]
         mlp: MLP | Mixture
         mlp, given, result = self._mixture(routed) if routed else self._mlp()

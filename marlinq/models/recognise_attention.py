@@ -66,9 +66,15 @@ class RotaryModules:
         moved._positions = positions
         return moved
 
-    def explain(self, found: Tensor, base: Tensor) -> tuple[Rotary | None, float] | None:
+    def explain(
+        self, found: Tensor, base: Tensor, *, reordered: bool = False
+    ) -> tuple[Rotary | None, float] | None:
         """(rotation or None, factor) that turn ``base`` into ``found`` [1, heads, T, D]; None if no
-        combination does."""
+        combination does.
+
+        With ``reordered`` pairs of neighbours may also lie in halves behind the rotation, which changes no
+        product of a query and a key.
+        """
         plain = factor(found, base)
         if plain is not None:
             return None, plain
@@ -85,6 +91,8 @@ class RotaryModules:
                     scaling=candidate.scaling,
                 )
                 scale = factor(found, turned)
+                if scale is None and interleaved and reordered and channels == base.shape[-1]:
+                    scale = factor(found, torch.cat((turned[..., 0::2], turned[..., 1::2]), -1))
                 if scale is not None:
                     rotary = Rotary(
                         candidate.module,
@@ -161,6 +169,8 @@ def attention_part(
         Refusal: a part of it is not understood.
     """
     heads, kv_heads, head_dim = call.input.shape[1], call.keys.shape[1], call.input.shape[3]
+    if call.values.shape[-1] != head_dim:
+        raise Refusal(call.name, f"keys of {head_dim} channels and values of {call.values.shape[-1]}")
     if heads % kv_heads or call.values.shape[1] != kv_heads:
         raise Refusal(call.name, f"{heads} heads of queries over {kv_heads} of keys")
     projections = [each for each in before if each.kind == "linear"]
@@ -187,7 +197,7 @@ def attention_part(
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=call.scale * query.scale * key.scale,
-        window=_window(call.name, call.mask),
+        window=window_of(call.name, call.mask),
         softcap=call.softcap,
         query_norm=query.norm,
         key_norm=key.norm,
@@ -272,7 +282,7 @@ def _head_norm(
     return None, by_head, None
 
 
-def _window(name: str, mask: MaskFunction) -> int | None:
+def window_of(name: str, mask: MaskFunction) -> int | None:
     """Number of positions that a query sees, from the model's mask function; None for all.
 
     Raises:

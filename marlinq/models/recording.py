@@ -413,10 +413,10 @@ class _Recorder:
             raise Refusal(name, "its attention has sinks that are no parameter of one number a head")
         if mask is None or int(mask.flatten()[0]) >= len(self._masks):
             raise Refusal(name, "its mask does not come from transformers' mask functions")
-        if v.shape[-1] != q.shape[-1] or k.shape[-1] != q.shape[-1]:
-            raise Refusal(name, f"keys of {k.shape[-1]} channels and values of {v.shape[-1]}")
+        if k.shape[-1] != q.shape[-1]:
+            raise Refusal(name, f"queries of {q.shape[-1]} channels and keys of {k.shape[-1]}")
         scale = told.get("scaling")
-        output = self.random((1, q.shape[2], q.shape[1], q.shape[3]))
+        output = self.random((1, q.shape[2], q.shape[1], v.shape[3]))
         call = AttentionCall(
             "attention",
             name,

@@ -20,6 +20,7 @@ from marlinq.models.anatomy import (
     Attention,
     DeltaNet,
     Groups,
+    LatentAttention,
     Layer,
     Mamba,
     Mixture,
@@ -35,8 +36,8 @@ from marlinq.models.recognise import recognise
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Anatomy, Attention, DeltaNet, Groups, Layer, Mamba, Mixture, MLP, Norm, Rotary, Router),
-        *(Scales, Slices),
+        *(Anatomy, Attention, DeltaNet, Groups, LatentAttention, Layer, Mamba, Mixture, MLP),
+        *(Norm, Rotary, Router, Scales, Slices),
     )
 }
 # Key of the class's name in JSON; no field has this name.

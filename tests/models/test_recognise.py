@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from functools import cache, partial
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.models import build_blueprint
-from marlinq.models.anatomy import Anatomy, DeltaNet, Mamba, Unrecognised
+from marlinq.models.anatomy import Anatomy, DeltaNet, LatentAttention, Mamba, Unrecognised
 from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.formulas import norm_formula
 from marlinq.models.recognise import anatomy_of, recognise
@@ -36,16 +37,18 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
     # Every projection has a place, and no other module is named.
     for layer, block in zip(found.layers, blueprint.blocks, strict=True):
         mixer, mlp = layer.attention, layer.mlp
-        named: set[str] = set()
+        named: set[str | None] = set()
         if isinstance(mixer, DeltaNet):
             named = {*mixer.inputs.modules, *mixer.rates.modules, mixer.output}
         elif isinstance(mixer, Mamba):
             named = {*mixer.inputs.modules, mixer.output}
+        elif isinstance(mixer, LatentAttention):
+            named = {*mixer.inputs.modules, mixer.query, mixer.expansion, mixer.output}
         elif mixer is not None:
             named = {*mixer.qkv.modules, mixer.output}
         if mlp is not None:
             named |= {*mlp.inputs.modules, mlp.down}
-        assert named == {projection.name for projection in block.projections}
+        assert named - {None} == {projection.name for projection in block.projections}
     # The model is as it was.
     assert all("forward" not in vars(module) for module in model.modules())
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
@@ -113,6 +116,27 @@ def test_scales_and_softcaps_are_recognised() -> None:
     assert tiny("cohere").logit_scale == 0.0625
     # OPT scales its queries before attention, not in it.
     assert tiny("opt").layers[0].attention.scale == pytest.approx(16**-0.5)
+
+
+def test_latents_are_expanded_by_head_and_rotated_in_pairs() -> None:
+    scaled = tiny("deepseek-v3").layers[0].attention
+    assert isinstance(scaled, LatentAttention)
+    sizes = scaled.heads, scaled.plain_dim, scaled.rotated_dim, scaled.value_dim, scaled.latent_dim
+    assert sizes == (4, 12, 8, 16, 16)
+    assert scaled.inputs.widths == (20, 24)
+    assert scaled.query_norm is not None
+    assert scaled.query_norm.width == 20
+    # YaRN's mscale_all_dim multiplies queries and keys.
+    assert scaled.scale == pytest.approx(20**-0.5 * (0.1 * math.log(4.0) + 1) ** 2)
+    assert (scaled.rotary.channels, scaled.rotary.interleaved) == (8, True)
+    plain = tiny("deepseek-v2").layers[0].attention
+    assert isinstance(plain, LatentAttention)
+    assert (plain.query, plain.query_norm, plain.inputs.widths) == (None, None, (80, 24))
+    halves = tiny("minicpm-3")
+    assert isinstance(halves.layers[0].attention, LatentAttention)
+    assert not halves.layers[0].attention.rotary.interleaved
+    # MiniCPM divides what its head reads.
+    assert halves.logit_scale == 0.25
 
 
 def test_norms_of_queries_are_over_a_head_or_over_all() -> None:

@@ -49,12 +49,11 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "first_k_dense_replace": 3,
     "kv_lora_rank": 16,
-    "q_lora_rank": 16,
+    "q_lora_rank": 20,
     "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
 }
-
 
 _DELTA: dict[str, Any] = {
     **_HEADS,
@@ -206,6 +205,15 @@ KNOWN: dict[str, Decoder] = {
 
 KNOWN |= {
     "qwen3.5": Decoder("qwen3_5_text", _DELTA),
+    "deepseek-v2": Decoder("deepseek_v2", {**_LATENT, "q_lora_rank": None}),
+    "deepseek-v3": Decoder(
+        "deepseek_v3",
+        {
+            **_LATENT,
+            **_rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=1.0, original_max_position_embeddings=32),
+        },
+    ),
+    "minicpm-3": Decoder("minicpm3", {**_LATENT, "dim_model_base": 16}),
     "qwen3-next": Decoder("qwen3_next", {**_DELTA, "num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]}),
 }
 
@@ -247,12 +255,7 @@ UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
         "no linear and no known norm",
     ),
     "recurrent-gemma": (Decoder("recurrent_gemma", _BASE), r"temporal_block\.rg_lru", "no linear"),
-    "deepseek-v2": (Decoder("deepseek_v2", _LATENT), r"0\.self_attn", "keys of 16 channels and values of 8"),
-    "deepseek-v3": (
-        Decoder("deepseek_v3", {**_LATENT, "v_head_dim": 16}),
-        r"0\.self_attn",
-        "one to three linears before attention, found 4",
-    ),
+    "deepseek-v3.2": (Decoder("deepseek_v32", _LATENT), r"0\.self_attn", "an argument 'indices'"),
     "bloom": (
         Decoder("bloom", {"vocab_size": 96, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
         r"transformer\.h\.0",

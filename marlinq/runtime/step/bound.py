@@ -17,6 +17,7 @@ from marlinq.models.anatomy import (
     Anatomy,
     Attention,
     DeltaNet,
+    LatentAttention,
     Layer,
     Mamba,
     Mixture,
@@ -58,6 +59,8 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
         return Unrecognised(attention.convolution, "a Mamba-2 mixer, for which there is no kernel")
     if attention is None or mlp is None:
         return Unrecognised(layer.name, "attention alone or an MLP alone")
+    if isinstance(attention, LatentAttention):
+        return Unrecognised(layer.name, "latent attention, for which there are no kernels")
     if isinstance(attention, DeltaNet):
         reason = delta_refusal(attention.taps, attention.key_dim, attention.value_dim)
         if reason is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from marlinq.models.anatomy import Anatomy, Attention, DeltaNet, Mixture, Unrecognised
+from marlinq.models.anatomy import Anatomy, Attention, DeltaNet, LatentAttention, Mixture, Unrecognised
 from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.operators.int4pack import Int4PackLinear
 from marlinq.runtime.step.forward import Forward
@@ -139,8 +139,11 @@ def _kinds_of_modules(model: nn.Module) -> tuple[str, ...]:
 
 def capacity_limit(model: nn.Module, anatomy: Anatomy) -> int | None:
     """Tokens of a sequence that the anatomy is right for; None for any number."""
-    attention = [layer.attention for layer in anatomy.layers if isinstance(layer.attention, Attention)]
-    limits = [each.rotary.limit for each in attention if each.rotary is not None]
+    limits = [
+        layer.attention.rotary.limit
+        for layer in anatomy.layers
+        if isinstance(layer.attention, Attention | LatentAttention) and layer.attention.rotary is not None
+    ]
     if anatomy.positions is not None:
         table = model.get_submodule(anatomy.positions).get_parameter("weight")
         limits.append(table.shape[0] - anatomy.positions_offset)

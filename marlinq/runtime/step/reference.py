@@ -15,6 +15,7 @@ from marlinq.models.anatomy import (
     Anatomy,
     Attention,
     DeltaNet,
+    LatentAttention,
     Layer,
     Mamba,
     Mixture,
@@ -26,11 +27,14 @@ from marlinq.models.anatomy import (
 from marlinq.models.formulas import ACTIVATIONS
 from marlinq.runtime.step.delta import DeltaLayer
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.latent import LatentLayer
 from marlinq.runtime.step.mamba import MambaLayer
 from marlinq.runtime.threads import threads_at_most
 
 Function = Callable[[Tensor], Tensor]
 Chosen = Callable[[Tensor, Tensor], None]
+Mixing = Attention | LatentAttention | DeltaNet | Mamba | None
+"""What stands in a layer's place of attention."""
 
 _ROW_BLOCK = 512
 """Queries processed at a time where torch's fused attention can't be used, so that scores take bounded
@@ -75,6 +79,9 @@ class ReferenceForward(Forward):
         self._rotations = _Rotations(model, anatomy)
         self._layers = [_LayerParts.of(model, layer, self._dtype, self._chosen) for layer in anatomy.layers]
         self._mixers = [_mixer(model, layer.attention, batch, self._dtype) for layer in anatomy.layers]
+        self._latents = [
+            _latent(model, layer.attention, batch, capacity, self._embedding) for layer in anatomy.layers
+        ]
         self._keys = [self._cache(layer.attention, device) for layer in anatomy.layers]
         self._values = [torch.zeros_like(keys) for keys in self._keys]
         self._rows = torch.arange(batch, device=device)
@@ -91,7 +98,7 @@ class ReferenceForward(Forward):
         if self.observe_routing is not None:
             self.observe_routing(self._routing, index, weights)
 
-    def _cache(self, attention: Attention | DeltaNet | Mamba | None, device: torch.device) -> Tensor:
+    def _cache(self, attention: Mixing, device: torch.device) -> Tensor:
         if not isinstance(attention, Attention):
             return torch.empty(0, device=device)
         shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
@@ -154,7 +161,7 @@ class ReferenceForward(Forward):
             elif parts.layer.attention is None:
                 x = parts.forward(x, None)
             else:
-                window = parts.attention.window
+                window = parts.window
                 if window not in masks:
                     masks[window] = self._visible(positions, window)
                 x = parts.forward(x, self._step_attention(index, parts, turns, positions, *masks[window]))
@@ -201,6 +208,9 @@ class ReferenceForward(Forward):
         mixer = self._mixers[index]
         if mixer is not None:
             return lambda x: mixer.prompts(x, self.lengths)
+        latent = self._latents[index]
+        if latent is not None:
+            return lambda x: latent.prompts(x, turns[latent.attention.rotary])
         if parts.layer.attention is None:
             return None
 
@@ -224,6 +234,13 @@ class ReferenceForward(Forward):
         mask: Tensor | None,
     ) -> Function:
         end = self._longest + 1
+        latent = self._latents[index]
+
+        def attend_latents(x: Tensor) -> Tensor:
+            assert latent is not None
+            alone = x.is_cpu and latent.cache[:, :end].numel() <= _ALONE
+            with threads_at_most(1 if alone else None):
+                return latent.step(x, turns[latent.attention.rotary], positions, end, mask)
 
         def attend(x: Tensor) -> Tensor:
             q, k, v, gate = parts.heads(x, turns)
@@ -239,14 +256,21 @@ class ReferenceForward(Forward):
                 mixed = _one_query(q, seen, values[:, :, first:end], mask, parts)
             return _gated(mixed, gate)
 
-        return attend
+        return attend if latent is None else attend_latents
 
     def _run_attention(self, index: int, parts: _LayerParts, turns: _Turns, start: int) -> Function | None:
         """Attention of neighbouring tokens of one row, the first of them at position ``start``; None in a
         layer without attention."""
         if parts.layer.attention is None:
             return None
-        keys, values, window = self._keys[index], self._values[index], parts.attention.window
+        keys, values, window = self._keys[index], self._values[index], parts.window
+        latent = self._latents[index]
+
+        def attend_latents(x: Tensor) -> Tensor:
+            assert latent is not None
+            end = start + x.shape[1]
+            mask = self._places[:end] <= self._places[start:end, None]
+            return latent.run(x, turns[latent.attention.rotary], start, mask)
 
         def attend(x: Tensor) -> Tensor:
             *heads, gate = parts.heads(x, turns)
@@ -263,7 +287,7 @@ class ReferenceForward(Forward):
             mixed = _masked(q, *seen, mask=mask, attention=parts.attention, sinks=parts.sinks)
             return _gated(mixed.transpose(1, 2), gate)
 
-        return attend
+        return attend if latent is None else attend_latents
 
     def _visible(self, positions: Tensor, window: int | None) -> tuple[int, Tensor | None]:
         """The first position of the cache that any row sees, and a mask of the positions from there on.
@@ -294,10 +318,11 @@ class _Rotations:
         self._channels: dict[Rotary, _Channels] = {}
         for layer in anatomy.layers:
             attention = layer.attention
-            if not isinstance(attention, Attention) or attention.rotary is None:
+            if not isinstance(attention, Attention | LatentAttention) or attention.rotary is None:
                 continue
             if attention.rotary not in self._channels:
-                held = _Channels.of(model, attention.rotary, attention.head_dim)
+                size = attention.head_dim if isinstance(attention, Attention) else attention.rotated_dim
+                held = _Channels.of(model, attention.rotary, size)
                 self._channels[attention.rotary] = held
 
     def at(self, positions: Tensor) -> _Turns:
@@ -387,6 +412,11 @@ class _LayerParts:
         assert isinstance(self.layer.attention, Attention)
         return self.layer.attention
 
+    @property
+    def window(self) -> int | None:
+        """Positions that a query sees at most; None for all."""
+        return self.layer.attention.window if isinstance(self.layer.attention, Attention) else None
+
     def forward(self, x: Tensor, attend: Function | None) -> Tensor:
         """x [B, T, hidden] through the block; ``attend`` makes [B, T, H, D] of normalised hidden states, None
         in a layer without attention."""
@@ -434,9 +464,7 @@ def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
     return x if gate is None else x * torch.sigmoid(gate)
 
 
-def _mixer(
-    model: nn.Module, mixer: Attention | DeltaNet | Mamba | None, batch: int, dtype: torch.dtype
-) -> DeltaLayer | MambaLayer | None:
+def _mixer(model: nn.Module, mixer: Mixing, batch: int, dtype: torch.dtype) -> DeltaLayer | MambaLayer | None:
     """The recurrent mixer in the place of attention, or None."""
     if isinstance(mixer, Mamba):
         return MambaLayer(model, mixer, _parts(model, mixer.inputs), batch, dtype)
@@ -446,6 +474,34 @@ def _mixer(
     assert norm is not None
     return DeltaLayer(
         model, mixer, _parts(model, mixer.inputs), _parts(model, mixer.rates), norm, batch, dtype
+    )
+
+
+def _latent(
+    model: nn.Module,
+    attention: Mixing,
+    batch: int,
+    capacity: int,
+    like: Tensor,
+) -> LatentLayer | None:
+    """The layer's latent attention for activations of the dtype and on the device of ``like``."""
+    if not isinstance(attention, LatentAttention):
+        return None
+    norm = _norm(model, attention.latent_norm, like.dtype)
+    assert norm is not None
+    query = () if attention.query is None else (_linear(model, attention.query),)
+    query_norm = _norm(model, attention.query_norm, like.dtype)
+    return LatentLayer(
+        model,
+        attention,
+        inputs=_parts(model, attention.inputs),
+        query=query if query_norm is None else (query_norm, *query),
+        latent_norm=norm,
+        expansion=_linear(model, attention.expansion),
+        batch=batch,
+        capacity=capacity,
+        dtype=like.dtype,
+        device=like.device,
     )
 
 

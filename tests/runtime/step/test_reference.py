@@ -63,7 +63,11 @@ def test_quantised_models_run_with_their_operators(name: str, operator: str, tmp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma-2", "cohere", "gpt-neox", "opt", "granite", "qwen3.5", "nemotron-h"]
+    "name",
+    [
+        *("llama", "qwen3", "gemma-2", "cohere", "gpt-neox", "opt", "granite"),
+        *("qwen3.5", "nemotron-h", "deepseek-v3"),
+    ],
 )
 def test_narrow_dtypes_differ_by_rounding(name: str, dtype: torch.dtype) -> None:
     model, anatomy = recognised(name, dtype)
@@ -115,6 +119,12 @@ FAULTS: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
     "shared norm": ("gpt-neox", lambda layer: replace(layer, mlp_norm=layer.attention_norm)),
     "activation": ("gemma", lambda layer: replace(layer, mlp=replace(layer.mlp, activation="gelu"))),
     "turns": ("gpt-neox", in_attention(lambda a: replace(a, qkv=replace(a.qkv, turns=1)))),
+    "scale of latent attention": ("deepseek-v2", in_attention(lambda a: replace(a, scale=a.scale * 1.001))),
+    "pairs of latent attention": ("deepseek-v3", in_rotary(interleaved=False)),
+    "norm of a latent": (
+        "minicpm-3",
+        in_attention(lambda a: replace(a, latent_norm=replace(a.latent_norm, eps=1e-3))),
+    ),
     "heads of a delta net": ("qwen3-next", in_attention(lambda a: replace(a, key_heads=1, key_dim=16))),
     "decay and bias": (
         "qwen3-next",
@@ -242,6 +252,17 @@ def test_wrong_sizes_are_errors() -> None:
     forward.prefill(torch.ones(2, 8, dtype=torch.int64), torch.tensor([3, 8], dtype=torch.int32))
     with pytest.raises(ValueError, match="the cache is full: 8 tokens"):
         forward.step(torch.tensor([1, 1]))
+
+
+def test_a_verification_of_latent_attention_equals_steps() -> None:
+    model, anatomy = recognised("deepseek-v3")
+    ids = torch.arange(3, 15)
+    forward = ReferenceForward(model, anatomy, batch=1, capacity=16)
+    forward.prefill(ids[None, :7], torch.tensor([7], dtype=torch.int32))
+    found = forward.verify(ids[7:])
+    expected = torch.cat([forward.step(ids[index : index + 1]) for index in range(7, 12)])
+    # float32, three layers of some 20 roundings of 2^-24 each.
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
 
 
 def test_limits_of_positions() -> None:
