@@ -110,6 +110,9 @@ _TABLE = {
     rf"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k16\.f32\.{_ELEMENT}\.(?P=element)": (
         "multiply_warpgroup<{columns}, emulation::Element::{element}>"
     ),
+    rf"wgmma\.mma_async\.sp\.sync\.aligned\.m64n(?P<columns>\d+)k32\.f32\.{_ELEMENT}\.(?P=element)": (
+        "multiply_warpgroup_sparse<{columns}, emulation::Element::{element}>"
+    ),
 }
 
 # Names in a block of PTX, and operands of an asm statement by their constraints.

@@ -118,15 +118,24 @@ void multiply_byte_fragments(const Outputs4& d, const Inputs4& a, const Array<In
 void matrix_fence();
 void matrix_commit();
 void matrix_wait(u32 pending);
-void multiply_warpgroup(const Output<float>* d, u32 columns, const Inputs4& a, u64 descriptor, Element element,
-                        bool accumulate);
+// `places`: of a sparse operand A, else null.
+void multiply_warpgroup(const Output<float>* d, u32 columns, const Inputs4& a, const Input<u32>* places,
+                        u32 selector, u64 descriptor, Element element, bool accumulate);
 
 template <int COLUMNS, Element ELEMENT>
 void multiply_warpgroup(const Array<Output<float>, COLUMNS / 2>& d, const Inputs4& a, u64 descriptor,
                         int accumulate, int sign_a, int sign_b, int transpose_b) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS >= 8 && COLUMNS <= 256, "no such shape");
     if (sign_a != 1 || sign_b != 1 || transpose_b != 0) __builtin_trap();
-    multiply_warpgroup(d.data(), COLUMNS, a, descriptor, ELEMENT, accumulate != 0);
+    multiply_warpgroup(d.data(), COLUMNS, a, nullptr, 0, descriptor, ELEMENT, accumulate != 0);
+}
+template <int COLUMNS, Element ELEMENT>
+void multiply_warpgroup_sparse(const Array<Output<float>, COLUMNS / 2>& d, const Inputs4& a, u64 descriptor,
+                               const Input<u32>& places, u32 selector, int accumulate, int sign_a, int sign_b,
+                               int transpose_b) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS >= 8 && COLUMNS <= 256, "no such shape");
+    if (sign_a != 1 || sign_b != 1 || transpose_b != 0) __builtin_trap();
+    multiply_warpgroup(d.data(), COLUMNS, a, &places, selector, descriptor, ELEMENT, accumulate != 0);
 }
 
 // Arithmetic: lop3, prmt, mov, cvt, dp4a, mul, and add, sub, mul, fma on pairs of 16-bit floats (arithmetic.cpp).

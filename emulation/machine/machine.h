@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,8 @@ struct Random {
 struct Product {
     std::vector<float*> d;
     Inputs4 a;
+    std::optional<Input<u32>> places;  // of a sparse operand A's columns, in the lanes that the selector names
+    u32 selector;
     uint64_t descriptor;
     Element element;
     uint32_t fence;  // the thread's last one

@@ -1,9 +1,11 @@
 // Warp-level matrix instructions (PTX ISA, "Warp-Level Matrix Instructions": ldmatrix, stmatrix, mma).
+#include <cmath>
 #include <cstring>
 
 #include "floats.h"
 #include "machine.h"
 #include "memory.h"
+#include "sparse_places.h"
 
 namespace emulation {
 
@@ -99,18 +101,9 @@ struct SparseOperands {
 };
 
 void multiply_sparse(Warp&, void* const* operands) {
-    double a[16][32] = {}, b[32][8], sums[16][8] = {};
+    double a[16][16], b[32][8], sums[16][8] = {};
     const u32 selector = static_cast<const SparseOperands*>(operands[0])->selector;
     if (selector > 1) fail("mma.sp with the sparsity selector %u, expected 0 or 1", selector);
-    // Whoever an element is from, lanes 2 S and 2 S + 1 of a row's four say where two columns of every four stand.
-    const auto place = [&](unsigned row, unsigned kept) {
-        const unsigned four = kept / 2, lane = 4 * (row % 8) + 2 * selector + four / 4;
-        const u32 word = static_cast<const SparseOperands*>(operands[lane])->places >> 16 * (row / 8);
-        const u32 both = word >> 4 * (four % 4) & 15, first = both & 3, second = both >> 2;
-        if (first >= second)
-            fail("mma.sp with places %u and %u of row %u, columns %u.., which do not ascend", first, second, row, 4 * four);
-        return 4 * four + (kept % 2 == 0 ? first : second);
-    };
     for (unsigned lane = 0; lane < LANES; ++lane) {
         const auto& mine = *static_cast<const SparseOperands*>(operands[lane]);
         if (mine.selector != selector) fail("mma.sp with different sparsity selectors in a warp");
@@ -118,15 +111,18 @@ void multiply_sparse(Warp&, void* const* operands) {
         for (unsigned half = 0; half < 2; ++half)
             for (unsigned i = 0; i < 4; ++i) {
                 const unsigned my_row = row + i % 2 * 8, kept = column + half + i / 2 * 8;
-                a[my_row][place(my_row, kept)] = mine.widen(static_cast<u16>(mine.a[i] >> 16 * half));
+                a[my_row][kept] = mine.widen(static_cast<u16>(mine.a[i] >> 16 * half));
                 b[column + half + i * 8][row] = mine.widen(static_cast<u16>(mine.b[i] >> 16 * half));
             }
     }
     // Columns that operand A lacks are not multiplied, whatever operand B holds there.
     for (unsigned row = 0; row < 16; ++row)
         for (unsigned kept = 0; kept < 16; ++kept) {
-            const unsigned k = place(row, kept);
-            for (unsigned column = 0; column < 8; ++column) sums[row][column] += a[row][k] * b[k][column];
+            const int k = sparse_column(row, kept, selector, [&](unsigned lane) {
+                return static_cast<const SparseOperands*>(operands[lane])->places;
+            });
+            for (unsigned column = 0; column < 8; ++column)
+                sums[row][column] += k < 0 ? NAN : a[row][kept] * b[k][column];
         }
     for (unsigned lane = 0; lane < LANES; ++lane) {
         const auto& mine = *static_cast<const SparseOperands*>(operands[lane]);

@@ -1,12 +1,15 @@
-// Asynchronous warpgroup-level matrix instructions (PTX ISA, chapter of that name): wgmma with operand A in registers.
+// Asynchronous warpgroup-level matrix instructions (PTX ISA, chapter of that name): wgmma with operand A, dense or sparse, in
+// registers.
 //
 // A product runs as late as the rules allow: when its thread waits for it. Its operands are read then, so whatever was
 // overwritten too early is found. Until then its accumulators hold NaN; their values are kept aside.
+#include <cmath>
 #include <cstring>
 
 #include "floats.h"
 #include "machine.h"
 #include "memory.h"
+#include "sparse_places.h"
 
 namespace emulation {
 
@@ -25,9 +28,9 @@ struct OperandB {
                                         static_cast<unsigned>(descriptor >> 62));
         if (descriptor >> 49 & 7) fail("wgmma with a descriptor whose base offset is not 0");
     }
-    // Channels 8 * half .. 8 * half + 7 of a column: 16 contiguous bytes.
-    u32 piece(u32 column, u32 half) const {
-        const u32 address = start + column / 8 * atom_stride + column % 8 * 128 + half * 16;
+    // Channels 8 * eight .. 8 * eight + 7 of a column: 16 contiguous bytes.
+    u32 piece(u32 column, u32 eight) const {
+        const u32 address = start + column / 8 * atom_stride + column % 8 * 128 + eight * 16;
         return address ^ (address >> 7 & 7) << 4;
     }
 };
@@ -53,6 +56,9 @@ Accumulators& accumulators_of(Fiber& fiber, const std::vector<float*>& d) {
     return all.back();
 }
 
+// Eights of channels of a product.
+u32 eights(const Product& product) { return product.places ? 4 : 2; }
+
 // One product of one warp, whose lanes hold 16 of the 64 rows.
 void execute(Warp& warp, size_t group, size_t index) {
     const auto lanes = warp.block->fibers.begin() + warp.index * LANES;
@@ -62,8 +68,10 @@ void execute(Warp& warp, size_t group, size_t index) {
     double a[16][16];
     for (unsigned lane = 0; lane < LANES; ++lane) {
         const Product& mine = lanes[lane]->products.groups[group][index];
-        if (mine.descriptor != first.descriptor || mine.d.size() != first.d.size())
-            fail("the lanes of a warp give a wgmma different descriptors");
+        if (mine.descriptor != first.descriptor || mine.selector != first.selector || mine.d.size() != first.d.size())
+            fail("the lanes of a warp give a wgmma different descriptors or selectors");
+        if (mine.places && written_since(*lanes[lane], mine.places->home, mine.fence))
+            fail("the places of a sparse wgmma were overwritten before the product was waited for");
         for (unsigned i = 0; i < 4; ++i) {
             const Input<u32>& pair = mine.a[i];
             if (written_since(*lanes[lane], pair.home, mine.fence))
@@ -74,17 +82,22 @@ void execute(Warp& warp, size_t group, size_t index) {
     }
     const OperandB operand(first.descriptor);
     const Moment moment = {Agents::products_of(warp), lanes[0]->products.completed + 1};
-    static double b[16][256], sums[16][256];
+    static double b[32][256], sums[16][256];
     for (u32 column = 0; column < columns; ++column)
-        for (u32 half = 0; half < 2; ++half) {
+        for (u32 eight = 0; eight < eights(first); ++eight) {
             u16 piece[8];
-            memcpy(piece, read_shared(operand.piece(column, half), 16, "wgmma", moment), 16);
-            for (u32 i = 0; i < 8; ++i) b[8 * half + i][column] = widen(piece[i]);
+            memcpy(piece, read_shared(operand.piece(column, eight), 16, "wgmma", moment), 16);
+            for (u32 i = 0; i < 8; ++i) b[8 * eight + i][column] = widen(piece[i]);
         }
     for (unsigned row = 0; row < 16; ++row) {
         std::fill(sums[row], sums[row] + columns, 0.0);
-        for (unsigned k = 0; k < 16; ++k)
-            for (size_t column = 0; column < columns; ++column) sums[row][column] += a[row][k] * b[k][column];
+        for (unsigned kept = 0; kept < 16; ++kept) {
+            const int k = !first.places ? static_cast<int>(kept) : sparse_column(row, kept, first.selector, [&](unsigned lane) {
+                return static_cast<u32>(*lanes[lane]->products.groups[group][index].places);
+            });
+            for (size_t column = 0; column < columns; ++column)
+                sums[row][column] += k < 0 ? NAN : a[row][kept] * b[k][column];
+        }
     }
     for (unsigned lane = 0; lane < LANES; ++lane) {
         ProductQueue& queue = lanes[lane]->products;
@@ -147,29 +160,32 @@ void matrix_wait(u32 pending) {
     maybe_yield(8);
 }
 
-void multiply_warpgroup(const Output<float>* d, u32 columns, const Inputs4& a, u64 descriptor, Element element,
-                        bool accumulate) {
+void multiply_warpgroup(const Output<float>* d, u32 columns, const Inputs4& a, const Input<u32>* places,
+                        u32 selector, u64 descriptor, Element element, bool accumulate) {
     ProductQueue& queue = self->products;
     if (!self->last_fence) fail("wgmma without a wgmma.fence before it");
+    if (selector > 1) fail("wgmma.sp with the sparsity selector %u, expected 0 or 1", selector);
     const OperandB operand(descriptor);
+    Product product = {{}, a, {}, selector, descriptor, element, self->last_fence};
+    if (places) product.places = *places;
     // The whole operand must be there; one lane's look suffices.
     if (self->lane == 0)
         for (u32 column = 0; column < columns; ++column)
-            for (u32 half = 0; half < 2; ++half) {
-                check_readable(operand.piece(column, half), 16, "wgmma");
-                check_async_proxy(operand.piece(column, half), 16, "wgmma");
+            for (u32 eight = 0; eight < eights(product); ++eight) {
+                check_readable(operand.piece(column, eight), 16, "wgmma");
+                check_async_proxy(operand.piece(column, eight), 16, "wgmma");
             }
-    Product product = {{}, a, descriptor, element, self->last_fence};
     product.d.reserve(columns / 2);
     for (u32 i = 0; i < columns / 2; ++i) product.d.push_back(d[i].home);
     bool fenced = true;
+    if (places) fenced &= !written_since(*self, places->home, self->last_fence);
     for (const Input<u32>& pair : a.items) fenced &= !written_since(*self, pair.home, self->last_fence);
     for (const float* home : product.d) fenced &= !written_since(*self, home, self->last_fence);
     if (!fenced) fail("wgmma with registers that were written after wgmma.fence");
     Accumulators& accumulators = accumulators_of(*self, product.d);
     if (!accumulate) std::fill(accumulators.value.begin(), accumulators.value.end(), 0.f);
     ++accumulators.in_flight;
-    queue.history = (queue.history ^ descriptor ^ columns) * 0x100000001b3ull;
+    queue.history = (queue.history ^ descriptor ^ columns ^ selector << 16) * 0x100000001b3ull;
     ++queue.issued;
     queue.open.push_back(std::move(product));
 }

@@ -1,6 +1,7 @@
 """Time the candidates of the kernels against each other, and the cost model against them.
 
     python lab/kernels/kernel_sweep.py --kernel stream --kernel warpgroup --model llama-3-8b --batch 1,16,64
+    python lab/kernels/kernel_sweep.py --kernel bulk --model llama-3-8b --batch 1,16 --sparse
 
 For every layer and batch the model's best candidates are compiled, checked against the first one's output
 and timed: captured launches over rotating copies of the weight, so that it comes from device memory, the
@@ -27,14 +28,15 @@ from marlinq.kernels import KERNELS, Problem
 from marlinq.kernels.choose.decision import estimates
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.product_tensors import ProductTensors
-from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.contract.weight_formats import INT4, INT4_SPARSE
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
 from marlinq.operations.bench.hardware import hardware_line
+from marlinq.operations.bench.peers.sparse import sparse_weight
 from marlinq.operations.bench.shapes import MODELS, layers_of
 from marlinq.operations.bench.timing import capture, copies_for, launches_for, time_in_turn
-from marlinq.operations.bench.weights import Weight, random_weight
+from marlinq.operations.bench.weights import Weight, pruned, random_weight
 
 Candidate = tuple[float, str, str, Configuration]
 # Two variants differ by rounding alone: each is within 1e-3 of the exact product.
@@ -129,11 +131,10 @@ def main() -> int:
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
     group, asymmetric = arguments.group_size, arguments.asymmetric
+    granularity = Granularity.from_group_size(group)
+    weight_format = INT4_SPARSE if arguments.sparse else INT4
     cells = [
-        (
-            layer,
-            Problem(int(m), layer.n, layer.k, Granularity.from_group_size(group), asymmetric, False, INT4),
-        )
+        (layer, Problem(int(m), layer.n, layer.k, granularity, asymmetric, False, weight_format))
         for layer in layers_of(arguments.model, arguments.shape, group)
         for m in arguments.batch.split(",")
     ]
@@ -150,14 +151,16 @@ def main() -> int:
     print(f"{precompile_variants(variants, device.index)} variants compiled", flush=True)
     rows = []
     for (layer, problem), found in zip(cells, listed, strict=True):
-        granularity = Granularity.from_group_size(group)
         weight = random_weight(
             layer, granularity, asymmetric=asymmetric, dtype=torch.float16, device=device, weight_format=INT4
         )
+        if arguments.sparse:
+            weight = sparse_weight(pruned(weight))
         timed = measure(weight, problem.m, found, device)
         show(layer.name, problem.m, timed, arguments.show)
         row = {"layer": layer.name, "n": layer.n, "k": layer.k, "m": problem.m}
-        rows.append({**row, "group_size": group, "asymmetric": asymmetric, "candidates": timed})
+        row |= {"format": weight_format.name, "group_size": group, "asymmetric": asymmetric}
+        rows.append({**row, "candidates": timed})
         # A sweep that is cut off keeps what it has.
         if arguments.json:
             arguments.json.write_text(json.dumps({"hardware": hardware_line(device), "rows": rows}))
@@ -174,6 +177,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", default="1,8,16,32,64,128,256", help="rows of activations, M,M,...")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--asymmetric", action="store_true")
+    parser.add_argument("--sparse", action="store_true", help="2:4 sparse weights, without zero points")
     parser.add_argument("--most", type=int, default=24, help="candidates of every kernel to time")
     parser.add_argument("--sample", type=int, default=0, help="further candidates, chosen at random")
     parser.add_argument("--show", type=int, default=3, help="fastest candidates to print")

@@ -46,12 +46,22 @@ PAD_MULTIPLE = 64
 _REFINED = sorted((each for each in GRANULARITIES if each.kind == "group"), reverse=True)
 
 
-def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None:
-    """Why no operand can hold ``weight``, or None."""
+def operand_refusal(
+    weight: StoredWeight | QuantizedWeight | Grid, weight_format: WeightFormat | None = None
+) -> str | None:
+    """Why no operand can hold ``weight``, or None.
+
+    ``weight_format``: a format of sparse weights; None is that of the element. Codes are not checked.
+    """
     scheme = weight.scheme
     reason = scheme_refusal(scheme)
     if reason is not None:
         return reason
+    if weight_format is not None and weight_format.sparsity is not None:
+        if scheme.stores_zeros:
+            return "zero points; sparse weights have none in kernels"
+        if scheme.act_order:
+            return "activation order; it would move channels between spans of sparse weights"
     if scheme.act_order:
         size = scheme.channels_per_group(weight.in_features)
         groups = weight.g_idx.sort().values
@@ -77,8 +87,8 @@ def scheme_refusal(scheme: Scheme) -> str | None:
 
 
 def _multiplied() -> list[str]:
-    """Names of the weight formats that have kernels."""
-    return [name for name, each in WEIGHT_FORMATS.items() if each.codec is not None]
+    """Names of the elements that have kernels."""
+    return [name for name, each in WEIGHT_FORMATS.items() if each.codec is not None and not each.sparsity]
 
 
 def format_of(scheme: Scheme) -> WeightFormat:
@@ -86,14 +96,21 @@ def format_of(scheme: Scheme) -> WeightFormat:
     return WEIGHT_FORMATS[scheme.element.name]
 
 
-def operand_shape(weight: StoredWeight | QuantizedWeight) -> tuple[int, int, Granularity]:
+def operand_shape(
+    weight: StoredWeight | QuantizedWeight, weight_format: WeightFormat
+) -> tuple[int, int, Granularity]:
     """K and N after padding and the kernel's granularity, for a weight that is not refused."""
     granularity = kernel_granularity(weight.scheme) or Granularity.channel()
-    step = max(PAD_MULTIPLE, granularity.channels)
+    step = max(weight_format.channel_multiple, granularity.channels)
     return _round_up(weight.in_features, step), _round_up(weight.out_features, PAD_MULTIPLE), granularity
 
 
-def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> Operand:
+def stored_operand(
+    stored: StoredWeight,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_format: WeightFormat | None = None,
+) -> Operand:
     """The operand that holds exactly the weights of ``stored``; scales are rounded to ``dtype``.
 
     Words and scales in the kernels' layout and group size are used as stored. Other words are transcoded on
@@ -104,19 +121,22 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
         stored: the weight, of any K, N and layout.
         dtype: dtype of the activations, and so of scales and zeros.
         device: device of the operand.
+        weight_format: a format of sparse weights; None is that of the element.
 
     Raises:
         UnsupportedError: :func:`operand_refusal` has a reason, or a scale overflows ``dtype``.
     """
-    reason = operand_refusal(stored)
+    weight_format = weight_format or format_of(stored.scheme)
+    reason = operand_refusal(stored, weight_format)
     if reason is not None:
         raise UnsupportedError(f"{stored.name}: {reason}")
     scheme = stored.scheme
     k, n = stored.in_features, stored.out_features
-    rows, columns, granularity = operand_shape(stored)
+    rows, columns, granularity = operand_shape(stored, weight_format)
     whole = stored.layout.mask_key is None and (rows, columns) == (k, n)
-    if format_of(scheme) != KERNEL_FORMAT or scheme.act_order or not whole:
-        return marlin_operand(stored.weight(device), dtype, name=stored.name)
+    if weight_format != KERNEL_FORMAT or scheme.act_order or not whole:
+        weight = stored.weight(device)
+        return marlin_operand(weight, dtype, name=stored.name, weight_format=weight_format)
     zeros = None
     if stored.layout.family == KERNEL_LAYOUT.family and granularity == scheme.granularity:
         scales = stored.scales
@@ -137,26 +157,36 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
     )
 
 
-def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weight") -> Operand:
+def marlin_operand(
+    q: QuantizedWeight,
+    dtype: torch.dtype,
+    *,
+    name: str = "weight",
+    weight_format: WeightFormat | None = None,
+) -> Operand:
     """The operand that holds exactly the weights of ``q``, on its device; scales are rounded to ``dtype``.
 
     Args:
         q: the weight, of any K and N.
         dtype: dtype of the activations, and so of scales and zeros.
         name: name of the module in error messages.
+        weight_format: a format of sparse weights; None is that of the element.
 
     Raises:
-        UnsupportedError: :func:`operand_refusal` has a reason, or a scale overflows ``dtype``.
+        UnsupportedError: :func:`operand_refusal` has a reason, a scale overflows ``dtype``, or the codes
+            break the format's sparsity.
     """
-    reason = operand_refusal(q)
+    weight_format = weight_format or format_of(q.scheme)
+    reason = operand_refusal(q, weight_format)
+    if reason is None and weight_format.sparsity is not None:
+        reason = weight_format.sparsity.refusal(q.used())
     if reason is not None:
         raise UnsupportedError(f"{name}: {reason}")
     codes, order = q.codes, None
     if not q.has_trivial_g_idx:
         order = torch.argsort(q.g_idx, stable=True)
         codes = codes[order]
-    rows, columns, granularity = operand_shape(q)
-    weight_format = format_of(q.scheme)
+    rows, columns, granularity = operand_shape(q, weight_format)
     _check_codes(q, name)
     # Widened, since few torch operations take 8-bit floats.
     wide = q.scales if q.scales.itemsize > 1 else q.scales.to(torch.float32)

@@ -21,7 +21,6 @@ from tests.emulation import (
     test_router_inputs,
     test_rows,
     test_sample,
-    test_sparse,
     test_tuned,
 )
 from tests.emulation.gemm import SOURCES
@@ -42,7 +41,7 @@ PLANTED: list[Planted] = [
     *test_router_inputs.GATE_FAULTS.values(),
     *(planted for _, _, planted, _ in test_rows.FAULTS.values()),
     *test_sample.FAULTS.values(),
-    *(planted for planted, _ in test_sparse.FAULTS.values()),
+    *(planted for planted, _ in test_other_elements.SPARSE_FAULTS.values()),
     *test_delta.FAULTS,
     *test_tuned.FAULTS.values(),
 ]

@@ -8,10 +8,11 @@ import pytest
 
 from emulation.build import Builder
 from emulation.faults import Planted
+from emulation.launching import KernelFault
 from marlinq.core.granularity import Granularity
 from marlinq.kernels import Problem
 from marlinq.kernels.contract.configuration import Configuration
-from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
+from marlinq.kernels.contract.weight_formats import INT4_SPARSE, WEIGHT_FORMATS
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
@@ -31,6 +32,7 @@ ROWS = {"stream, a row": 3, "stream, short chunks": 5, "stream, scaled weights":
 FEATURES = {
     "int8": ((128, False, False), (64, True, True), (-1, True, False), (32, False, True)),
     "fp8_e4m3": ((128, False, False), (64, False, True), (-1, False, True)),
+    "int4-2:4": ((128, False, False), (64, False, True), (-1, False, True), (32, False, False)),
     "fp4_e2m1": ((32, False, False), (16, False, True), (16, False, False), (-1, False, True)),
 }
 
@@ -94,3 +96,24 @@ def test_a_wrong_decoder_is_noticed(builder: Builder, fault: str) -> None:
     problem = Problem(3, 128, 256, Granularity.group(group), zeros, bfloat16, WEIGHT_FORMATS[element])
     case = Case(problem, StreamConfig(2, 2, 1, 8, group > 16, 1, 3, 1))
     assert not run(builder, case, planted) < bound(problem)
+
+
+SPARSE_FAULTS = {
+    "one word of places for all blocks": (Planted("places_of_block", "words.places.of[0]"), "stream, a row"),
+    "half of the places not copied": (Planted("stream_place_lanes", "8"), "stream, a row"),
+    "places of even blocks for odd ones": (Planted("sparse_selector", "0"), "bulk"),
+    "places of a neighbour for a lone block": (Planted("places_of_lone_block", "0"), "warpgroup, a word"),
+    "places of even products for odd ones": (Planted("warpgroup_selector", "0"), "warpgroup, two words"),
+}
+"""The fault, and the configuration that shows it."""
+
+
+@pytest.mark.parametrize("fault", SPARSE_FAULTS)
+def test_wrong_places_are_noticed(builder: Builder, fault: str) -> None:
+    planted, config = SPARSE_FAULTS[fault]
+    problem = Problem(3, 128, 256, Granularity.group(128), False, False, INT4_SPARSE)
+    try:
+        error = run(builder, Case(problem, CONFIGS[config]), planted)
+    except KernelFault:
+        return
+    assert not error < bound(problem)

@@ -15,7 +15,7 @@ from marlinq.core.scheme import INT4 as INT4_ELEMENT
 from marlinq.core.scheme import INT8 as INT8_ELEMENT
 from marlinq.formats.layouts.marlin import permute_scales
 from marlinq.kernels import Device, Operand, Problem
-from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
+from marlinq.kernels.contract.weight_formats import INT4, INT4_SPARSE, WeightFormat
 from marlinq.kernels.variants import warpgroup, warpgroup_costs
 from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 
@@ -26,6 +26,7 @@ BOUND = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
 _ELEMENTS = {each.name: each for each in (INT4_ELEMENT, INT8_ELEMENT, E4M3, E2M1)}
+_ELEMENTS[INT4_SPARSE.name] = INT4_ELEMENT
 
 
 @dataclass
@@ -97,11 +98,14 @@ def random_operands(
     codes = torch.randint(0, element.codes, (k, n), dtype=torch.uint8, device=device)
     if element.table is not None:
         codes[element.decode(codes).isnan()] = 0
+    if weight_format.sparsity is not None:
+        kept = weight_format.sparsity.largest(torch.rand(k, n, device=device))
+        codes = torch.where(kept, codes, int(element.midpoint))
     signs = torch.randint(0, 2, (groups, n), device=device) * 2 - 1
     scales = (torch.rand(groups, n, device=device) + 0.5) * 0.02 * signs
     scales = (scales * _factors(spread, groups, n, device)).to(dtype)
     # Values of eight bits are sixteen times as large.
-    scales /= 2 ** (weight_format.bits - 4)
+    scales /= element.codes / 16
     points = torch.randint(0, element.codes, (groups, n), device=device).to(dtype) if zeros else None
     for channel in silent:
         codes[channel] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def test_every_batch(weight_format: WeightFormat, kernel: str, group: int, dtype
         pytest.skip(f"the {kernel} kernel needs another GPU than {device_numbers(0).architecture}")
     if 0 < group < weight_format.smallest_group:
         pytest.skip(f"{weight_format.name} has groups of {weight_format.smallest_group} at least")
-    shapes = [shape for shape in SHAPES if group == -1 or shape[0] % group == 0]
+    multiple = math.lcm(weight_format.channel_multiple, max(group, 1))
+    shapes = [shape for shape in SHAPES if shape[0] % multiple == 0]
     granularity = Granularity.from_group_size(group)
     kinds = (False, True) if weight_format.stores_zeros else (False,)
     with forced_kernel(kernel):

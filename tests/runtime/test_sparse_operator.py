@@ -9,8 +9,8 @@ import torch
 
 from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.formats import LAYOUTS, StoredWeight, spec_of
-from marlinq.runtime import OPERATORS, Setting, decide
-from marlinq.runtime.operators.sparse import SparseLinear
+from marlinq.kernels.contract.weight_formats import INT4_SPARSE
+from marlinq.runtime import OPERATORS, QuantLinear, Setting, decide
 from tests.kernels.sparse_problems import random_sparse
 
 CPU = Setting(torch.device("cpu"), torch.float32)
@@ -31,7 +31,8 @@ def test_it_multiplies_when_asked_for(layout: str) -> None:
     assert decision.operator == "sparse-w4a16"
     bias = torch.randn(64)
     module = OPERATORS[decision.operator].build(weight, bias, CPU)
-    assert isinstance(module, SparseLinear)
+    assert isinstance(module, QuantLinear)
+    assert module.format is INT4_SPARSE
     x = torch.randn(2, 3, 128)
     expected = x.double() @ weight.weight().dequantize(torch.float64).t() + bias.double()
     # Sums of 128 products in float32.

@@ -71,10 +71,11 @@ def _decide(
     problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
 ) -> KernelDecision:
     # ``variants`` are arguments so that the cache notices a newly registered kernel.
-    if problem.k % 64 or problem.n % 64:
+    multiple = problem.format.channel_multiple
+    if problem.k % multiple or problem.n % 64:
         raise UnsupportedError(
-            f"{problem.format.operator}: K={problem.k} and N={problem.n} must be multiples of 64; "
-            "pad the weight at load"
+            f"{problem.format.operator}: K={problem.k} must be a multiple of {multiple} and N={problem.n} of "
+            "64; pad the weight at load"
         )
     too_small = 0 < problem.quant_group < problem.format.smallest_group
     if too_small or problem.granularity not in GRANULARITIES or not problem.granularity.divides(problem.k):

@@ -51,15 +51,27 @@ def sorted_rows_map(
 
 @lru_cache(maxsize=16384)
 def weight_maps(
-    words: int, scales: int, zeros: int, n: int, k: int, groups: int, tiles: int, rows: int, tile_words: int
+    words: int,
+    scales: int,
+    zeros: int,
+    n: int,
+    k: int,
+    groups: int,
+    tiles: int,
+    rows: int,
+    tile_words: int,
+    row_channels: int,
 ) -> ctypes.Array[ctypes.c_ubyte]:
-    """Words [K/16, N/64, words of a tile], then scales and zero points [G, N/64, 64] of groups."""
+    """Words [K / row_channels, N/64, words of a tile], then scales and zero points [G, N/64, 64] of groups.
+
+    Boxes have ``tiles`` tiles of 64 columns and ``rows`` times 16 channels.
+    """
     maps = encode_tensor_map(
         words,
         4,
-        (tile_words, n // 64, k // 16),
+        (tile_words, n // 64, k // row_channels),
         (4 * tile_words, tile_words * n // 16),
-        (tile_words, tiles, rows),
+        (tile_words, tiles, 16 * rows // row_channels),
         swizzled=False,
     )
     in_box = max(1, 16 * rows * groups // k)

@@ -261,6 +261,7 @@ def grouped_step(
             tile.tile_n // 64,
             tile.rows,
             problem.format.tile_words,
+            problem.format.row_channels,
         ),
         stored.scales.data_ptr(),
         address(stored.zeros),

@@ -161,10 +161,9 @@ def _given(
     down_bias: Tensor | None = None,
 ) -> tuple[ExpertWeights, str, Tensor | None]:
     """Weights, activation and expert map, from the torch operator's arguments behind x, ids and weights."""
-    if weight_format not in WEIGHT_FORMATS:
-        raise ValueError(
-            f"weight_format: expected one of {', '.join(WEIGHT_FORMATS)}, found {weight_format!r}"
-        )
+    dense = [name for name, each in WEIGHT_FORMATS.items() if each.sparsity is None]
+    if weight_format not in dense:
+        raise ValueError(f"weight_format: expected one of {', '.join(dense)}, found {weight_format!r}")
     kind = WEIGHT_FORMATS[weight_format], Granularity.from_group_size(group_size)
     gate_up = StoredExperts(*kind, gate_up_words, gate_up_scales, gate_up_zeros, gate_up_bias)
     down = StoredExperts(*kind, down_words, down_scales, down_zeros, down_bias)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT4_SPARSE, INT8
 from marlinq.kernels.ops.direct import nobody_watches
 from marlinq.kernels.ops.gemm import GemmOperator
 
@@ -63,7 +63,9 @@ def _gemm(operator: GemmOperator) -> Callable[..., Tensor]:
     return gemm
 
 
-OPERATORS: dict[str, GemmOperator] = {each.name: GemmOperator(each) for each in (INT4, INT8, E4M3, E2M1)}
+OPERATORS: dict[str, GemmOperator] = {
+    each.name: GemmOperator(each) for each in (INT4, INT4_SPARSE, INT8, E4M3, E2M1)
+}
 """``torch.ops.marlinq.<operator>`` of every format."""
 
 GEMMS: dict[str, Callable[..., Tensor]] = {name: _gemm(operator) for name, operator in OPERATORS.items()}

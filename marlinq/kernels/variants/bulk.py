@@ -234,7 +234,7 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
         chunk = config.rows * row + closings * costs.closing * CODE_CLOSING
     else:
         row = costs.row + unpacking(problem) + costs.product * 4 * config.blocks_m
-        chunk = config.rows * row
+        chunk = config.rows * row * problem.format.density
         chunk += closings * costs.closing * config.blocks_m
     handed = costs.chunk + costs.sharing * (config.warps_n - 1)
     sums = config.tile_m * config.tile_n * 4 * config.warps_k

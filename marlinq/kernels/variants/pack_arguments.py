@@ -61,6 +61,7 @@ def _mapped(
         tiles,
         rows,
         operands.weight.format.tile_words,
+        operands.weight.format.row_channels,
     )
     return (
         activation_maps(x.data_ptr(), m, k, x.stride(0), tile_m),

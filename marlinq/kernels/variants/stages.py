@@ -9,8 +9,9 @@ _ALL_AT_ONCE = 104 * 1024
 
 
 def weight_bytes(problem: Problem, tile_n: int, rows: int) -> int:
-    """Bytes of weights, scales and zero points of a chunk of ``rows`` stored rows."""
-    weights = rows * tile_n * problem.format.row_bytes
+    """Bytes of weights, scales and zero points of a chunk of ``rows`` times 16
+    channels."""
+    weights = tile_n * problem.format.chunk_bytes(rows)
     if problem.quant_group:
         kinds = 2 if problem.zeros else 1
         weights += max(1, 16 * rows // problem.quant_group) * kinds * tile_n * 2

@@ -172,7 +172,7 @@ class StreamConfig(WarpTiles):
         end if they need more."""
         warps = self.warps_n * self.warps_k
         groups = 1 if problem.quant_group == 0 else max(1, self.chunk // problem.quant_group)
-        stage = warps * self.rows * 64 * problem.format.row_bytes
+        stage = warps * 64 * problem.format.chunk_bytes(self.rows)
         stage += self.warps_k * self.tile_m * self.chunk * 2
         stage += warps * groups * (2 if problem.zeros else 1) * 128
         reduction = self.warps_k * self.tile_m * (self.tile_n + 4) * 4
@@ -353,6 +353,7 @@ def estimate(
         row += CODE_SHIFTS_BFLOAT16 * problem.bfloat16
     else:
         row = costs.row + unpacking(problem) + costs.product * 4 * config.blocks_m
+        row *= problem.format.density
         row += costs.closing * closings * config.blocks_m if config.scale_sums else costs.scaling
     warps = config.warps_n * config.warps_k
     sums = batch * config.tile_n * 4 * config.warps_k

@@ -25,11 +25,12 @@ from marlinq.kernels.variants.tiles import holds_pairs
 # Rows of the largest tile with an RMS norm or a residual stream; larger ones were not measured.
 _WHOLE_ROWS_MOST = 64
 # Registers of a consumer thread besides accumulators and operand fragments. The keys are words per lane and
-# row (:attr:`WarpgroupConfig.words`). Zero points, the instruction that subtracts and scales at once,
-# stream-K (with zero points: per word) and sums sent to other blocks each add some.
+# row (:attr:`WarpgroupConfig.words`). Zero points, places of sparse weights, the instruction that subtracts
+# and scales at once, stream-K (with zero points: per word) and sums sent to other blocks each add some.
 _OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
 _ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
 _FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
+_SPARSE_REGISTERS = {1: 6, 2: 6, 4: 10}
 _STREAM_K_REGISTERS, _STREAM_K_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # Rows of the largest tile whose sums are scaled instead of its weights; in larger tiles scaling sums costs
@@ -157,6 +158,8 @@ class WarpgroupConfig:
         needed = self.words * (sets * self.tile_m // 2 + 8) + _OTHER_REGISTERS[self.words]
         # A thread holds the words of two rows at a time.
         needed += 2 * self.words * (problem.format.block_words - 1)
+        if problem.format.sparsity is not None:
+            needed += _SPARSE_REGISTERS[self.words]
         if scaling == "FUSED":
             needed += _FUSED_REGISTERS[self.words]
         if self.stream_k:

@@ -127,7 +127,8 @@ def estimate(
     own = weights / min(-(-problem.m // config.tile_m), max(1, 1024 // config.tile_m))
     batch = min(config.tile_m, problem.m)
     products = config.words
-    # Each product is 64 columns x 16 channels x TILE_M rows, also where the batch has fewer rows.
+    rows = config.rows * problem.format.density  # stored rows of a chunk
+    # Each product is 64 columns x 16 kept channels x TILE_M rows, also where the batch has fewer rows.
     columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
     shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
     multiplied, _ = overlapped(shares, costs.sharpness)
@@ -135,7 +136,7 @@ def estimate(
     scaled_quant_groups = problem.quant_group != 0 and scaling == "SUMS"
     instructions: float = problem.format.unpack[problem.bfloat16]
     if scaled_quant_groups:
-        instructions += config.tile_m / 2 / config.rows
+        instructions += config.tile_m / 2 / rows
     elif scaling == "WEIGHTS":
         instructions += _SCALE
     elif scaling == "FUSED":
@@ -156,16 +157,16 @@ def estimate(
     for load in loads:
         count = load.blocks * config.warpgroups_n * min(config.parts_k, fed)
         row = round_trip(count, waited, (dequantised, multiplied), costs.collision)
-        work = config.rows * row + handed
+        work = rows * row + handed
         times = streaming_seconds(device, load, own, read)
         times["requests"] = (
             turns * config.parts_k / config.stages * (costs.latency + work + read / fed / PHYSICS.port)
         )
         times["products"] = turns * work
-        times["tensor cores"] = load.blocks * fed * config.warpgroups_n * config.rows * columns
+        times["tensor cores"] = load.blocks * fed * config.warpgroups_n * rows * columns
         times["the TMA producer"] = fed * (costs.producer + costs.order * problem.zeros) / device.clock
         streamed, busiest = overlapped(times, costs.sharpness)
-        begun = config.rows * (waited + dequantised + multiplied)
+        begun = rows * (waited + dequantised + multiplied)
         last = begun + load.blocks * ends / rate
         last += costs.wave + meeting if split else costs.tile
         earlier = begun + costs.staged if config.has_store_warps(problem) else last

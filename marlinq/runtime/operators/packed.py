@@ -45,11 +45,15 @@ class Packed(Operator):
     def knows(self, stored: StoredWeight) -> bool:
         return stored.scheme.element.name in [each.name for each in self.formats]
 
+    def format_of(self, stored: StoredWeight) -> WeightFormat:
+        """The weight format that holds a weight it knows."""
+        return format_of(stored.scheme)
+
     def refusal(self, stored: StoredWeight, setting: Setting) -> str | None:
         if not self.knows(stored):
             names = " and ".join(each.name for each in self.formats)
             return f"{stored.scheme.element.name} weights; the kernel multiplies {names}"
-        reason = operand_refusal(stored)
+        reason = operand_refusal(stored, self.format_of(stored))
         if reason is not None or setting.device.type == "cpu":
             return reason
         reason = kernel_refusal(setting)
@@ -65,10 +69,11 @@ class Packed(Operator):
     def estimate(self, stored: StoredWeight, setting: Setting, rows: int) -> Estimate:
         if setting.device.type == "cpu":
             return Estimate(None, "a CPU runs its reference, which unpacks the weight for every product")
-        k, n, granularity = operand_shape(stored)
+        weight_format = self.format_of(stored)
+        k, n, granularity = operand_shape(stored, weight_format)
         bfloat16 = setting.dtype == torch.bfloat16
         zeros = stored.scheme.stores_zeros
-        problem = Problem(rows, n, k, granularity, zeros, bfloat16, format_of(stored.scheme))
+        problem = Problem(rows, n, k, granularity, zeros, bfloat16, weight_format)
         found = explain(setting.device, problem)
         reason = f"{found.kernel} kernel: {found.reason}"
         if stored.scheme.activations is not None:
@@ -76,7 +81,7 @@ class Packed(Operator):
         return Estimate(found.seconds, reason)
 
     def build(self, stored: StoredWeight, bias: Tensor | None, setting: Setting) -> nn.Module:
-        operand = stored_operand(stored, setting.dtype, setting.device)
+        operand = stored_operand(stored, setting.dtype, setting.device, self.format_of(stored))
         activations = stored.scheme.activations
         if activations is not None and not setting.exact:
             scale = stored.grid.input_scale

@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from marlinq.core.sparsity import Sparsity
+
 TILE_COLUMNS = 64
 """Columns of a tile, the smallest piece of words that kernels load."""
 
@@ -24,7 +26,7 @@ class WeightFormat:
     Attributes:
         name: name in decisions and messages, such as ``int4``.
         operator: name in ``torch.ops.marlinq`` of the product with it.
-        bits: bits of a code.
+        bits: stored bits of a weight: of dense ones those of a code.
         row_channels: channels that a stored row holds: words are int32 [K / row_channels, ...].
         scale: kind of scales: which weights share one.
         midpoint: the zero point of weights that store none, in units of a code.
@@ -40,6 +42,8 @@ class WeightFormat:
         sums_codes: whether kernels may multiply raw codes and apply zero points to sums, also in integer
             digits (``cuda/mma/integer_digits.cuh``).
         fuses: whether one instruction subtracts the midpoint and multiplies by the scale.
+        sparsity: rule by which weights are zero; None for dense weights.
+        channel_multiple: K of a stored weight is a multiple of this.
         smallest_group: channels of the smallest group that kernels take, 16 or 32.
         largest_bfloat16_scale: exclusive upper bound of bfloat16 scales.
     """
@@ -60,6 +64,8 @@ class WeightFormat:
     dequantizing_bytes: float
     sums_codes: bool = False
     fuses: bool = False
+    sparsity: Sparsity | None = None
+    channel_multiple: int = 64
     smallest_group: int = 32
     largest_bfloat16_scale: float = math.inf
 
@@ -70,8 +76,13 @@ class WeightFormat:
 
     @property
     def block_words(self) -> int:
-        """32-bit words a lane holds of 16 channels x 16 columns."""
-        return self.bits // 4
+        """32-bit words of codes that a lane holds of a stored row's 16 columns."""
+        return self.bits * self.row_channels // 64
+
+    @property
+    def density(self) -> float:
+        """Share of the channels that are stored and multiplied."""
+        return 1.0 if self.sparsity is None else self.sparsity.kept / self.sparsity.span
 
     def scale_factor(self, dtype: torch.dtype) -> float:
         """Power of two by which stored scales of ``dtype`` are larger than true ones."""
@@ -91,6 +102,10 @@ class WeightFormat:
     def row_words(self) -> int:
         """32-bit words per stored row and column."""
         return self.row_bytes // 4
+
+    def chunk_bytes(self, rows: int) -> int:
+        """Bytes of words per column in a chunk of ``rows`` times 16 channels."""
+        return 16 * rows // self.row_channels * self.row_bytes
 
     @property
     def tile_words(self) -> int:

@@ -11,6 +11,6 @@
 #include "codec/lane_words.cuh"
 
 struct ByteOrder {
-    static constexpr int BITS = 8, PLANES = 2, BLOCK_WORDS = 2, TILE_BYTES = PLANES * PLANE_BYTES;
-    static constexpr bool SUMS_CODES = false, FUSES = false, NORMALIZES = false;
+    static constexpr int BITS = 8, ROW_CHANNELS = 16, PLANES = 2, BLOCK_WORDS = 2, TILE_BYTES = PLANES * PLANE_BYTES;
+    static constexpr bool SPARSE = false, SUMS_CODES = false, FUSES = false, NORMALIZES = false;
 };

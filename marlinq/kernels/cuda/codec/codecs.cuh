@@ -1,8 +1,10 @@
 // Every codec. A codec has these members:
 //
 //   BITS           bits of a code
-//   PLANES         512-byte planes of a 16 x 64 tile (codec/lane_words.cuh), TILE_BYTES in all
-//   BLOCK_WORDS    words of a lane in a 16 x 16 block
+//   ROW_CHANNELS   channels of a stored row, and of a tile: 16, or 32 of which 16 are kept
+//   SPARSE         whether two of every four channels are kept, whose places follow the codes
+//   PLANES         512-byte planes of a tile (codec/lane_words.cuh), whose codes and places are TILE_BYTES in all
+//   BLOCK_WORDS    words of a lane in a block of 16 columns
 //   SUMS_CODES     whether it has codes(): codes that are multiplied without a subtraction
 //   FUSES          whether it has factors() and scaled(): zero points and scales in one instruction
 //   NORMALIZES     whether scales of FUSES need normalizers
@@ -13,4 +15,5 @@
 #include "codec/e2m1.cuh"
 #include "codec/e4m3.cuh"
 #include "codec/int4.cuh"
+#include "codec/int4_sparse.cuh"
 #include "codec/int8.cuh"

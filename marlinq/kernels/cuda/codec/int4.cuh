@@ -27,8 +27,8 @@
 template <typename E>
 struct Int4 : Int4Differences<E>, Int4Codes<E>, Int4Scaled<E>, Int4Bytes {
     typedef E Element;
-    static constexpr int BITS = 4, PLANES = 1, BLOCK_WORDS = 1, TILE_BYTES = PLANES * PLANE_BYTES, STORED_POWER = 0;
-    static constexpr bool SUMS_CODES = true, FUSES = true;
+    static constexpr int BITS = 4, ROW_CHANNELS = 16, PLANES = 1, BLOCK_WORDS = 1, TILE_BYTES = PLANES * PLANE_BYTES, STORED_POWER = 0;
+    static constexpr bool SPARSE = false, SUMS_CODES = true, FUSES = true;
 
     // A block has a single word.
     static __device__ __forceinline__ void dequantize(const u32* words, u32 (&a)[4], const Offsets& offsets) {

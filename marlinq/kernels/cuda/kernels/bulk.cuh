@@ -15,7 +15,7 @@
 // a quantisation group or of a chunk. Parts of K are added by a pushed DSMEM reduction (reduce/dsmem_push.cuh), in memory beside
 // the ring, so that no warp waits for the ring to drain.
 //
-// Configuration: Codec, WARPS_N, WARPS_K, BLOCKS_M, ROWS, QUANT_GROUP (channels; 0: all of K), ZEROS (stored zero points),
+// Configuration: Codec, WARPS_N, WARPS_K, BLOCKS_M, ROWS (of 16 channels, a chunk), QUANT_GROUP (channels; 0: all of K), ZEROS (stored zero points),
 // CLUSTER, STAGES, WINDOW, MIN_BLOCKS, and SHARED_BYTES, the host's count of dynamic shared memory.
 #pragma once
 #include "fault_site.cuh"
@@ -48,16 +48,17 @@ struct BulkGemm {
     static_assert(C::SHARED_BYTES == SHARED_BYTES, "host and kernel count different bytes of shared memory");
 
     typedef Accumulators<BLOCKS_M> Sums;
-    // Two rows are summed before they are scaled; so where each row is a quantisation group, weights are scaled instead.
-    static constexpr bool SCALE_SUMS = QUANT_GROUP_ROWS > 1;
+    static constexpr int STEP = 32 / Codec::ROW_CHANNELS;  // rows at a time: 32 channels
+    // They are summed before they are scaled; so where each of several is a quantisation group, weights are scaled instead.
+    static constexpr bool SCALE_SUMS = QUANT_GROUP_ROWS >= STEP;
     typedef QuantGroupSums<Codec, BLOCKS_M, ZEROS, SCALE_SUMS> GroupSums;
 
-    // B fragments of the k16 rows `row` and `row + 1`, by column block; `slabs` is the chunk's activations.
-    static __device__ __forceinline__ void load_activations(u32 (&x)[BLOCKS_M][2][2], u32 slabs, int row, int lane) {
-        const u32 slab = slabs + row / 4 * Layout::SLAB_BYTES;
+    // B fragments of channels 32 `part` .. + 31, by column block; `slabs` is the chunk's activations.
+    static __device__ __forceinline__ void load_activations(u32 (&x)[BLOCKS_M][2][2], u32 slabs, int part, int lane) {
+        const u32 slab = slabs + part / 2 * Layout::SLAB_BYTES;
 #pragma unroll
         for (int b = 0; b < BLOCKS_M; ++b) {
-            const int m = 8 * b + lane % 8, piece = 2 * (row % 4) + GroupSums::piece(lane);
+            const int m = 8 * b + lane % 8, piece = 4 * (part % 2) + GroupSums::piece(lane);
             u32 r[4];
             load_matrix_x4(r, slab + m * 128 + ((piece ^ (m % 8)) * 16));
             x[b][0][0] = r[0], x[b][0][1] = r[1], x[b][1][0] = r[2], x[b][1][1] = r[3];
@@ -128,9 +129,10 @@ struct BulkGemm {
             FAULT_SITE(bulk_waits_for_stage, ring.wait_full();)
             const u32 activations = ring.address();
             const unsigned char* stage = shared + (activations - shared_address(shared));
-            const uint4* my_words = reinterpret_cast<const uint4*>(stage + Layout::WEIGHTS_AT + wn * Codec::TILE_BYTES) + lane;
+            const unsigned char* my_tile = stage + Layout::WEIGHTS_AT + wn * Codec::TILE_BYTES;
+            const unsigned char *my_words = my_tile + lane * 16, *my_places = my_tile + LaneWords<Codec, 4>::places_offset(0, lane);
 #pragma unroll
-            for (int i = 0; i < ROWS; i += 2) {
+            for (int i = 0; i < ROWS; i += STEP) {
                 const u16* group_scales = reinterpret_cast<const u16*>(
                     stage + Layout::SCALES_AT + i / QUANT_GROUP_ROWS * Layout::SCALE_BYTES + wn * 128);
                 const u16* group_zeros = group_scales + (Layout::ZEROS_AT - Layout::SCALES_AT) / 2;
@@ -141,8 +143,8 @@ struct BulkGemm {
                     group_sums.begin(scale(), zero());
                 }
                 u32 fragments[BLOCKS_M][2][2];
-                load_activations(fragments, activations, i, lane);
-                LaneWords<Codec, 4> two[2];
+                load_activations(fragments, activations, i / STEP, lane);
+                LaneWords<Codec, 4> words[STEP];
                 if constexpr (!SCALE_SUMS) {
 #pragma unroll
                     for (int row = 0; row < 2; ++row) {
@@ -150,15 +152,16 @@ struct BulkGemm {
                         const u16* row_zeros = group_zeros + row * (Layout::SCALE_BYTES / 2);
                         group_sums.begin(load_group_scales(row_scales, lane),
                                          ZEROS ? load_group_scales(row_zeros, lane) : Scales<4>());
-                        two[row].load(my_words + (i + row) * (Layout::ROW_BYTES / 16));
-                        group_sums.add_row(total, two[row], row, fragments);
+                        words[row].load(my_words + (i + row) * Layout::ROW_BYTES);
+                        group_sums.add_row(total, words[row], row, fragments);
                     }
                     continue;
                 }
-                two[0].load(my_words + i * (Layout::ROW_BYTES / 16));
-                two[1].load(my_words + (i + 1) * (Layout::ROW_BYTES / 16));
-                group_sums.add(total, two, fragments);
-                if (QUANT_GROUP != 0 && i % QUANT_GROUP_ROWS == QUANT_GROUP_ROWS - 2) group_sums.close(total, scale(), zero());
+#pragma unroll
+                for (int row = 0; row < STEP; ++row)
+                    words[row].load(my_words + (i + row) * Layout::ROW_BYTES, my_places + (i + row) * Layout::ROW_BYTES);
+                group_sums.add(total, words, fragments);
+                if (QUANT_GROUP != 0 && i % QUANT_GROUP_ROWS == QUANT_GROUP_ROWS - STEP) group_sums.close(total, scale(), zero());
             }
             FAULT_SITE(bulk_stage_read, __syncwarp();)
             if (lane == 0) ring.release();

@@ -70,10 +70,12 @@ struct StreamGemm {
     typedef typename Codec::Element E;
 
     static constexpr int WARPS_N = C::WARPS_N, WARPS_K = C::WARPS_K, CLUSTER = C::CLUSTER;
-    static constexpr int BLOCKS_M = C::BLOCKS_M, ROWS = C::ROWS, STAGES = C::STAGES, QUANT_GROUP = C::QUANT_GROUP;
+    static constexpr int BLOCKS_M = C::BLOCKS_M, STAGES = C::STAGES, QUANT_GROUP = C::QUANT_GROUP;
     static constexpr bool ZEROS = C::ZEROS, DIGITS = C::DIGITS, SCALE_SUMS = C::SCALE_SUMS;
 
-    static constexpr int CHUNK = 16 * ROWS;   // channels
+    static constexpr int CHUNK = 16 * C::ROWS;                   // channels
+    static constexpr int ROWS = CHUNK / Codec::ROW_CHANNELS;     // stored rows of a chunk
+    static constexpr int STEP = 32 / Codec::ROW_CHANNELS;        // rows at a time: 32 channels
     static constexpr int PIECES = CHUNK / 8;  // 16-byte pieces of a chunk of activations
     static constexpr int TILE_M = DIGITS ? 1 : 8 * BLOCKS_M;
     static constexpr int TILE_N = 64 * WARPS_N;
@@ -82,7 +84,7 @@ struct StreamGemm {
     static constexpr int QUANT_GROUPS = QUANT_GROUP == 0 || QUANT_GROUP > CHUNK ? 1 : CHUNK / QUANT_GROUP;  // of a chunk
     static constexpr int QUANT_GROUP_ROWS = ROWS / QUANT_GROUPS;
     static_assert(!SCALE_SUMS || QUANT_GROUP <= CHUNK, "sums are scaled at ends of quantisation groups, which end chunks");
-    static_assert(!SCALE_SUMS || QUANT_GROUP_ROWS > 1, "sums are those of two rows");
+    static_assert(!SCALE_SUMS || QUANT_GROUP_ROWS >= STEP, "sums are those of 32 channels");
     static_assert(PIECES >= 8, "the swizzle permutes eight pieces");
     static_assert(!DIGITS || Codec::PLANES == 1, "digits are multiplied with 4-bit codes");
     static_assert(!DIGITS || (BLOCKS_M == 1 && ROWS == 8 && SCALE_SUMS), "digits are made of eight rows");
@@ -123,11 +125,11 @@ struct StreamGemm {
         return {{pair, pair, pair, pair}};
     }
 
-    // B fragments of the k16 rows `row` and `row + 1`, by column block; `tile` is the chunk's activations.
-    static __device__ __forceinline__ void load_activations(u32 (&x)[BLOCKS_M][2][2], u32 tile, int row, int lane) {
+    // B fragments of channels 32 `part` .. + 31, by column block; `tile` is the chunk's activations.
+    static __device__ __forceinline__ void load_activations(u32 (&x)[BLOCKS_M][2][2], u32 tile, int part, int lane) {
 #pragma unroll
         for (int b = 0; b < BLOCKS_M; ++b) {
-            const int m = 8 * b + lane % 8, piece = 2 * row + GroupSums::piece(lane);
+            const int m = 8 * b + lane % 8, piece = 4 * part + GroupSums::piece(lane);
             u32 r[4];
             load_matrix_x4(r, tile + m * (CHUNK * 2) + ((piece ^ (m % 8)) * 16));
             x[b][0][0] = r[0], x[b][0][1] = r[1], x[b][1][0] = r[2], x[b][1][1] = r[3];
@@ -178,9 +180,10 @@ struct StreamGemm {
         const int last_group = QUANT_GROUP == 0 ? 0 : K / QUANT_GROUP - 1;
 
         const u32 ring = shared_address(shared);
-        const int row_vectors = N / 2 * Codec::PLANES;
-        const uint4* next_row = words + (i64)(first * ROWS) * row_vectors + n_tile * (32 * Codec::PLANES) + lane;
-        int rows_left = K / 16 - first * ROWS;
+        constexpr int TILE_VECTORS = Codec::TILE_BYTES / 16;
+        const int row_vectors = N / 64 * TILE_VECTORS;
+        const uint4* next_row = words + (i64)(first * ROWS) * row_vectors + n_tile * TILE_VECTORS + lane;
+        int rows_left = K / Codec::ROW_CHANNELS - first * ROWS;
         const auto fetch_weights = [&](int step) {
             if (step >= my_steps) return;
             const u32 stage = ring + step % STAGES * STAGE_BYTES;
@@ -188,9 +191,10 @@ struct StreamGemm {
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
-                for (int plane = 0; plane < Codec::PLANES; ++plane)
-                    copy_async_16(mine + i * Codec::TILE_BYTES + plane * PLANE_BYTES, next_row + plane * 32,
-                                  rows_left > i ? 16u : 0u);
+                for (int vector = 0; vector < TILE_VECTORS; vector += 32)
+                    // Places, behind the planes, are a vector for every second lane.
+                    if (vector + 32 <= TILE_VECTORS || lane < FAULT_SITE(stream_place_lanes, TILE_VECTORS % 32))
+                        copy_async_16(mine + i * Codec::TILE_BYTES + vector * 16, next_row + vector, rows_left > i ? 16u : 0u);
                 if (rows_left > i + 1) next_row += row_vectors;
             }
             rows_left -= ROWS;
@@ -257,7 +261,9 @@ struct StreamGemm {
             if (step >= my_steps) continue;
 
             const u32 stage = step % STAGES * STAGE_BYTES;
-            const uint4* my_weights = reinterpret_cast<const uint4*>(shared + stage + warp * WEIGHT_BYTES) + lane;
+            const unsigned char* my_tile = shared + stage + warp * WEIGHT_BYTES;
+            const uint4* my_weights = reinterpret_cast<const uint4*>(my_tile) + lane;
+            const unsigned char* my_places = my_tile + LaneWords<Codec, 4>::places_offset(0, lane);
             const u32 activations = stage + ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
             const u16* my_scales = channel_scales + (QUANT_GROUP == 0 ? 0 : stage / 2);
             if constexpr (DIGITS) {
@@ -268,11 +274,11 @@ struct StreamGemm {
                 continue;
             }
 #pragma unroll
-            for (int i = 0; i < ROWS; i += 2) {
+            for (int i = 0; i < ROWS; i += STEP) {
                 u32 fragments[BLOCKS_M][2][2];
-                FAULT_SITE(stream_activations, load_activations(fragments, ring + activations, i, lane);)
+                FAULT_SITE(stream_activations, load_activations(fragments, ring + activations, i / STEP, lane);)
                 const u16* group_scales = my_scales + i / QUANT_GROUP_ROWS * KINDS * 64;
-                if constexpr (QUANT_GROUP_ROWS == 1) {
+                if constexpr (QUANT_GROUP_ROWS < STEP) {
                     add_groups_of_a_row(total, group_sums, my_weights + i * (Codec::TILE_BYTES / 16), group_scales, fragments, lane);
                     continue;
                 }
@@ -280,11 +286,12 @@ struct StreamGemm {
                     if (QUANT_GROUP != 0) group_sums.clear();
                     group_sums.begin(load_scales(group_scales, lane), load_zeros(group_scales, lane));
                 }
-                LaneWords<Codec, 4> two[2];
-                two[0].load(my_weights + i * (Codec::TILE_BYTES / 16));
-                two[1].load(my_weights + (i + 1) * (Codec::TILE_BYTES / 16));
-                group_sums.add(total, two, fragments);
-                if (QUANT_GROUP != 0 && i % QUANT_GROUP_ROWS == QUANT_GROUP_ROWS - 2)
+                LaneWords<Codec, 4> some[STEP];
+#pragma unroll
+                for (int row = 0; row < STEP; ++row)
+                    some[row].load(my_weights + (i + row) * TILE_VECTORS, my_places + (i + row) * Codec::TILE_BYTES);
+                group_sums.add(total, some, fragments);
+                if (QUANT_GROUP != 0 && i % QUANT_GROUP_ROWS == QUANT_GROUP_ROWS - STEP)
                     group_sums.close(total, load_scales(group_scales, lane), load_zeros(group_scales, lane));
             }
         }

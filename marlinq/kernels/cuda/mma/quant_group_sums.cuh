@@ -2,6 +2,7 @@
 #pragma once
 #include "fault_site.cuh"
 #include "codec/lane_words.cuh"
+#include "mma/multiply_sparse.cuh"
 #include "scale/stored_order.cuh"
 
 template <int BlocksM>
@@ -40,6 +41,7 @@ struct QuantGroupSums {
             return 1;
     }
     static constexpr int KINDS = kinds();
+    static constexpr int ROWS = 32 / Codec::ROW_CHANNELS;  // that are added at a time
     // Factor of the sums of codes.
     static __device__ constexpr float unit() {
         if constexpr (CODES)
@@ -68,8 +70,8 @@ struct QuantGroupSums {
             for (int i = 0; i < 4; ++i) plain[b][i] = 0.f;
     }
 
-    // Words of two rows, and two B fragments of each block of eight batch rows.
-    __device__ __forceinline__ void add(Accumulators<BlocksM>& total, const LaneWords<Codec, 4> (&words)[2],
+    // Words of 32 channels, and their B fragments of each block of eight batch rows, [block][half][register].
+    __device__ __forceinline__ void add(Accumulators<BlocksM>& total, const LaneWords<Codec, 4> (&words)[ROWS],
                                         const u32 (&x)[BlocksM][2][2]) {
         if constexpr (CODES) {
             constexpr u32 ALONE = Zeros ? Codec::ONES_AS_CODES : Codec::EIGHTS_AS_CODES;
@@ -89,10 +91,10 @@ struct QuantGroupSums {
             }
         } else {
 #pragma unroll
-            for (int row = 0; row < 2; ++row) add_row(total, words[row], row, x);
+            for (int row = 0; row < ROWS; ++row) add_row(total, words[row], row, x);
         }
     }
-    // Words of the first or second row alone, which multiply without codes.
+    // Words of one row alone, the first or the second of the 32 channels, which multiply without codes.
     __device__ __forceinline__ void add_row(Accumulators<BlocksM>& total, const LaneWords<Codec, 4>& words, int row,
                                             const u32 (&x)[BlocksM][2][2]) {
         Accumulators<BlocksM>& target = ScaleSums ? sums[0] : total;
@@ -105,7 +107,19 @@ struct QuantGroupSums {
             else
                 Codec::weights(words.block(q), a, offsets, scale.pair[q]);
 #pragma unroll
-            for (int b = 0; b < BlocksM; ++b) E::multiply_accumulate(target.value[q][b], a, x[b][row][0], x[b][row][1]);
+            for (int b = 0; b < BlocksM; ++b) {
+                float (&d)[4] = target.value[q][b];
+                if constexpr (Codec::SPARSE) {
+                    const u32 all[4] = {x[b][0][0], x[b][0][1], x[b][1][0], x[b][1][1]};
+                    const u32 places = FAULT_SITE(places_of_block, words.places.of[q / 2]);
+                    if (q % 2 == 0)
+                        multiply_sparse<E, 0>(d, a, all, places);
+                    else
+                        multiply_sparse<E, FAULT_SITE(sparse_selector, 1)>(d, a, all, places);
+                } else {
+                    E::multiply_accumulate(d, a, x[b][row][0], x[b][row][1]);
+                }
+            }
         }
     }
 

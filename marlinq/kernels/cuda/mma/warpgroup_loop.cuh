@@ -24,6 +24,15 @@ template <int COLUMNS, bool ADD>
 __device__ __forceinline__ void multiply_warpgroup(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b, Bfloat16) {
     matrix_multiply_bfloat16<COLUMNS, ADD>(d, a, b);
 }
+// The same with a sparse A, whose places lanes 2 SELECTOR and 2 SELECTOR + 1 of every four hold.
+template <int COLUMNS, bool ADD, int SELECTOR>
+__device__ __forceinline__ void multiply_warpgroup_sparse(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b, const u32& places, Half) {
+    matrix_multiply_sparse_half<COLUMNS, ADD, SELECTOR>(d, a, b, places);
+}
+template <int COLUMNS, bool ADD, int SELECTOR>
+__device__ __forceinline__ void multiply_warpgroup_sparse(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b, const u32& places, Bfloat16) {
+    matrix_multiply_sparse_bfloat16<COLUMNS, ADD, SELECTOR>(d, a, b, places);
+}
 
 // N scales or zero points of a lane, a pair each, side by side in shared memory.
 template <int N>
@@ -49,15 +58,16 @@ struct WarpgroupLoop {
     static constexpr bool ZEROS = Shape::ZEROS, SCALED_GROUPS = Shape::SCALED_GROUPS, NORMALIZED = Shape::NORMALIZED;
     static constexpr Scaling SCALING = Shape::SCALING;
     // Rows between the loads of a quantisation group's scales and their first use. FUSED computes factors at once, so that the
-    // registers are free; otherwise they are read until the previous group has ended.
-    static constexpr int SCALES_AHEAD = FAULT_SITE(scales_ahead, SCALING == Scaling::FUSED ? 2 : 1);
+    // registers are free unless the next row begins another group; otherwise they are read until the previous group has ended.
+    static constexpr int SCALES_AHEAD = FAULT_SITE(scales_ahead, SCALING == Scaling::FUSED && QUANT_GROUP_ROWS > 1 ? 2 : 1);
 
     typedef float Sums[PRODUCTS][TILE_M / 2];
     typedef LaneWords<Codec, PRODUCTS> Words;
 
     Ring<Layout> ring;
     const unsigned char* shared;
-    int words_at, scales_at;  // offsets from `shared` of this lane's words and scales in the first stage
+    // Offsets from `shared` of this lane's words, places and scales in the first stage.
+    int words_at, places_at, scales_at;
     int part, word, lane;
 
     // `tile` is the 64-column tile of the block that this warp's columns are in, `first_word` the first of its words there.
@@ -66,9 +76,28 @@ struct WarpgroupLoop {
         : ring(block_ring), shared(memory), part(block_part), word(first_word), lane(warp_lane) {
         const int ring_at = ring.stages - shared_address(memory);
         // Opaque: otherwise the compiler computes the addresses anew for every chunk.
-        words_at = opaque(ring_at + Layout::WEIGHTS_AT + tile * Codec::TILE_BYTES + lane * 16 + Words::offset(word));
+        const int tile_at = ring_at + Layout::WEIGHTS_AT + tile * Codec::TILE_BYTES;
+        words_at = opaque(tile_at + lane * 16 + Words::offset(word));
+        places_at = Codec::SPARSE ? opaque(tile_at + Words::places_offset(word, lane)) : 0;
         scales_at = opaque(ring_at + Layout::SCALES_AT + tile * 128 + lane / 4 * 16 + word * 4);
         ring.advance(part);
+    }
+
+    // Row i's product q: of a lone block with its places in lanes 0 and 1 of every four (codec/lane_words.cuh).
+    template <bool BEGINS_GROUPS>
+    static __device__ __forceinline__ void multiply_sparse_block(float (&sums)[TILE_M / 2], const u32 (&a)[4], u64 b,
+                                                                 const u32& places, int q, int i) {
+        if (BEGINS_GROUPS && i == 0) {
+            if (q % 2 == 0)
+                multiply_warpgroup_sparse<TILE_M, false, 0>(sums, a, b, places, E());
+            else
+                multiply_warpgroup_sparse<TILE_M, false, 1>(sums, a, b, places, E());
+        } else {
+            if (q % 2 == 0)
+                multiply_warpgroup_sparse<TILE_M, true, 0>(sums, a, b, places, E());
+            else
+                multiply_warpgroup_sparse<TILE_M, true, FAULT_SITE(warpgroup_selector, 1)>(sums, a, b, places, E());
+        }
     }
 
     // Gives a stage back to the producer. One lane arrives for its warp, so the warp's other lanes must have read theirs.
@@ -84,9 +113,11 @@ struct WarpgroupLoop {
         Factors factors[PRODUCTS];
         Words w[2];  // of even and of odd rows, as are the fragments
         u32 a[2][PRODUCTS][4];
+        LanePlaces<Codec::SPARSE, PRODUCTS> places[2];
         // Row i of a stage.
         const auto load_row = [&](int stage, int i) {
-            w[i % 2].load(shared + (words_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
+            w[i % 2].load(shared + (words_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES,
+                          shared + (places_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
         };
         // Loads scales and zero points of the quantisation group that begins with row i, if one does.
         const auto load_quant_group = [&](int stage, int i) {
@@ -97,6 +128,7 @@ struct WarpgroupLoop {
             if (ZEROS) load_pairs(zero.pair, at + (Layout::ZEROS_AT - Layout::SCALES_AT));
         };
         const auto dequantize_row = [&](int i) {
+            places[i % 2] = w[i % 2].places;
 #pragma unroll
             for (int q = 0; q < PRODUCTS; ++q) {
                 u32 (&fragment)[4] = FAULT_SITE(operand_registers, a[i % 2][q]);
@@ -185,15 +217,19 @@ struct WarpgroupLoop {
                         load_quant_group(now.stage, i + SCALES_AHEAD);
                     else if (more)
                         load_quant_group(ring.stage, i + SCALES_AHEAD - ROWS);
-                    const u64 b = activations + (i / 4 * Layout::SLAB_BYTES + i % 4 * 32) / 16;
+                    constexpr int SLAB_ROWS = 64 / Codec::ROW_CHANNELS;
+                    const u64 b = activations + (i / SLAB_ROWS * Layout::SLAB_BYTES + i % SLAB_ROWS * (128 / SLAB_ROWS)) / 16;
                     FAULT_SITE(product_fence, matrix_fence();)
 #pragma unroll
                     for (int q = 0; q < PRODUCTS; ++q) {
                         // A quantisation group's first products don't add to what the registers hold.
-                        if (SCALED_GROUPS && i == 0)
+                        if constexpr (Codec::SPARSE) {
+                            multiply_sparse_block<SCALED_GROUPS>(target[q], a[i % 2][q], b, places[i % 2].of[q / 2], q, i);
+                        } else if (SCALED_GROUPS && i == 0) {
                             FAULT_SITE(group_begins, multiply_warpgroup<TILE_M, false>)(target[q], a[i % 2][q], b, E());
-                        else
+                        } else {
                             multiply_warpgroup<TILE_M, true>(target[q], a[i % 2][q], b, E());
+                        }
                     }
                     matrix_commit();
                     // The products of the row before are done, so its registers may be written again.

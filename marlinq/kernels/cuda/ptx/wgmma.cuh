@@ -28,7 +28,9 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
     return (u64)HIGH << 32 | (address >> 4 | 1u << 16);
 }
 
-// d (64 x COLUMNS, this lane's share) = A (64 x 16, registers) * B (16 x COLUMNS, shared memory), added to d with ADD.
+// d (64 x COLUMNS, this lane's share) = A (64 x 16, registers) * B (16 x COLUMNS, shared memory), added to d with ADD. A sparse A is
+// 64 x 32, of which the registers hold two of every four columns; lanes 2 SELECTOR and 2 SELECTOR + 1 of every four hold their
+// places, as for mma.sp (mma/multiply_sparse.cuh).
 // The accumulators are passed eight at a time: R<i> names their registers, D8 lists them as operands.
 #define R0 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define R1 ",%8,%9,%10,%11,%12,%13,%14,%15"
@@ -44,29 +46,44 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
 #define D8(i)                                                                                                    \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
-#define MATRIX(COLUMNS, TYPE, REGISTERS, OPERANDS, ...)                                                    \
+// ADDS and PLACES name the operands behind A and B: whether to add, and the places with their selector.
+#define DENSE(COLUMNS, TYPE, REGISTERS, OPERANDS, ADDS, PLACES, ...)                                        \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " \
-                 OPERANDS ", 1, 1, 0;"                                                                      \
+                 OPERANDS ", " ADDS ", 1, 1, 0;"                                                            \
                  : __VA_ARGS__                                                                              \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD))
-#define MATRIX_FUNCTION(NAME, TYPE)                                                                         \
-    template <int COLUMNS, bool ADD>                                                                        \
-    __device__ __forceinline__ void NAME(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {               \
-        if constexpr (COLUMNS == 8) MATRIX(8, TYPE, "%0,%1,%2,%3", "{%4,%5,%6,%7}, %8, %9", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])); \
-        if constexpr (COLUMNS == 16) MATRIX(16, TYPE, R0, "{%8,%9,%10,%11}, %12, %13", D8(0)); \
-        if constexpr (COLUMNS == 32) MATRIX(32, TYPE, R0 R1, "{%16,%17,%18,%19}, %20, %21", D8(0), D8(8)); \
-        if constexpr (COLUMNS == 48) MATRIX(48, TYPE, R0 R1 R2, "{%24,%25,%26,%27}, %28, %29", D8(0), D8(8), D8(16)); \
-        if constexpr (COLUMNS == 64) MATRIX(64, TYPE, R0 R1 R2 R3, "{%32,%33,%34,%35}, %36, %37", D8(0), D8(8), D8(16), D8(24)); \
-        if constexpr (COLUMNS == 80) MATRIX(80, TYPE, R0 R1 R2 R3 R4, "{%40,%41,%42,%43}, %44, %45", D8(0), D8(8), D8(16), D8(24), D8(32)); \
-        if constexpr (COLUMNS == 96) MATRIX(96, TYPE, R0 R1 R2 R3 R4 R5, "{%48,%49,%50,%51}, %52, %53", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40)); \
-        if constexpr (COLUMNS == 112) MATRIX(112, TYPE, R0 R1 R2 R3 R4 R5 R6, "{%56,%57,%58,%59}, %60, %61", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48)); \
-        if constexpr (COLUMNS == 128) MATRIX(128, TYPE, R0 R1 R2 R3 R4 R5 R6 R7, "{%64,%65,%66,%67}, %68, %69", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56)); \
-        if constexpr (COLUMNS == 144) MATRIX(144, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8, "{%72,%73,%74,%75}, %76, %77", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64)); \
-        if constexpr (COLUMNS == 160) MATRIX(160, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8 R9, "{%80,%81,%82,%83}, %84, %85", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72)); \
-        if constexpr (COLUMNS == 176) MATRIX(176, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8 R9 R10, "{%88,%89,%90,%91}, %92, %93", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72), D8(80)); \
+#define SPARSE(COLUMNS, TYPE, REGISTERS, OPERANDS, ADDS, PLACES, ...)                                          \
+    asm volatile("wgmma.mma_async.sp.sync.aligned.m64n" #COLUMNS "k32.f32." TYPE "." TYPE " {" REGISTERS "}, " \
+                 OPERANDS ", " PLACES ", " ADDS ", 1, 1, 0;"                                                   \
+                 : __VA_ARGS__                                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "r"(places), "n"(SELECTOR))
+#define MATRIX_BODY(MATRIX, TYPE) \
+    if constexpr (COLUMNS == 8) MATRIX(8, TYPE, "%0,%1,%2,%3", "{%4,%5,%6,%7}, %8", "%9", "%10, %11", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])); \
+    if constexpr (COLUMNS == 16) MATRIX(16, TYPE, R0, "{%8,%9,%10,%11}, %12", "%13", "%14, %15", D8(0)); \
+    if constexpr (COLUMNS == 32) MATRIX(32, TYPE, R0 R1, "{%16,%17,%18,%19}, %20", "%21", "%22, %23", D8(0), D8(8)); \
+    if constexpr (COLUMNS == 48) MATRIX(48, TYPE, R0 R1 R2, "{%24,%25,%26,%27}, %28", "%29", "%30, %31", D8(0), D8(8), D8(16)); \
+    if constexpr (COLUMNS == 64) MATRIX(64, TYPE, R0 R1 R2 R3, "{%32,%33,%34,%35}, %36", "%37", "%38, %39", D8(0), D8(8), D8(16), D8(24)); \
+    if constexpr (COLUMNS == 80) MATRIX(80, TYPE, R0 R1 R2 R3 R4, "{%40,%41,%42,%43}, %44", "%45", "%46, %47", D8(0), D8(8), D8(16), D8(24), D8(32)); \
+    if constexpr (COLUMNS == 96) MATRIX(96, TYPE, R0 R1 R2 R3 R4 R5, "{%48,%49,%50,%51}, %52", "%53", "%54, %55", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40)); \
+    if constexpr (COLUMNS == 112) MATRIX(112, TYPE, R0 R1 R2 R3 R4 R5 R6, "{%56,%57,%58,%59}, %60", "%61", "%62, %63", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48)); \
+    if constexpr (COLUMNS == 128) MATRIX(128, TYPE, R0 R1 R2 R3 R4 R5 R6 R7, "{%64,%65,%66,%67}, %68", "%69", "%70, %71", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56)); \
+    if constexpr (COLUMNS == 144) MATRIX(144, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8, "{%72,%73,%74,%75}, %76", "%77", "%78, %79", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64)); \
+    if constexpr (COLUMNS == 160) MATRIX(160, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8 R9, "{%80,%81,%82,%83}, %84", "%85", "%86, %87", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72)); \
+    if constexpr (COLUMNS == 176) MATRIX(176, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8 R9 R10, "{%88,%89,%90,%91}, %92", "%93", "%94, %95", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72), D8(80));
+#define MATRIX_FUNCTIONS(NAME, TYPE)                                                                                  \
+    template <int COLUMNS, bool ADD>                                                                                 \
+    __device__ __forceinline__ void matrix_multiply_##NAME(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {      \
+        MATRIX_BODY(DENSE, TYPE)                                                                                     \
+    }                                                                                                                \
+    template <int COLUMNS, bool ADD, int SELECTOR>                                                                   \
+    __device__ __forceinline__ void matrix_multiply_sparse_##NAME(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b, \
+                                                                  const u32& places) {                               \
+        MATRIX_BODY(SPARSE, TYPE)                                                                                    \
     }
-MATRIX_FUNCTION(matrix_multiply_half, "f16")
-MATRIX_FUNCTION(matrix_multiply_bfloat16, "bf16")
-#undef MATRIX_FUNCTION
-#undef MATRIX
+MATRIX_FUNCTIONS(half, "f16")
+MATRIX_FUNCTIONS(bfloat16, "bf16")
+#undef MATRIX_FUNCTIONS
+#undef MATRIX_BODY
+#undef SPARSE
+#undef DENSE
 #undef D8

@@ -16,7 +16,7 @@ struct ActivationMaps {
     TensorMap tile, rest;
 };
 
-// Maps of words [K/16, N/64, words of a tile] and of scales and zeros [G, N/64, 64].
+// Maps of words [stored rows, N/64, words of a tile] and of scales and zeros [G, N/64, 64].
 struct WeightMaps {
     TensorMap words, scales, zeros;
 };

@@ -1,7 +1,8 @@
 // Layout of a stage of the ring in shared memory, for the kernels whose operands arrive by TMA.
 //
-// A stage is one chunk of CHUNK channels: TILE_M rows of activations, ROWS rows of weights (a row is the TILES * 64 columns of
-// 16 channels), and the chunk's quantisation groups of scales and zero points.
+// A stage is one chunk of CHUNK channels, 16 for each of the configuration's ROWS: TILE_M rows of activations, ROWS stored rows of
+// weights (a row is the TILES * 64 columns of the codec's ROW_CHANNELS), and the chunk's quantisation groups of scales and zero
+// points.
 //
 //   | activations: [slab of 64 channels][row] 128 bytes | weights: [row] TILES tiles of the codec | scales | zero points |
 //
@@ -10,11 +11,11 @@
 
 template <typename C, int TileM, int Tiles>
 struct StageLayout {
-    static constexpr int TILE_M = TileM, TILES = Tiles, ROWS = C::ROWS, STAGES = C::STAGES, WINDOW = C::WINDOW;
+    static constexpr int TILE_M = TileM, TILES = Tiles, STAGES = C::STAGES, WINDOW = C::WINDOW;
     static constexpr int QUANT_GROUP = C::QUANT_GROUP;
     static constexpr bool ZEROS = C::ZEROS;
 
-    static constexpr int CHUNK = 16 * ROWS;
+    static constexpr int CHUNK = 16 * C::ROWS, ROWS = CHUNK / C::Codec::ROW_CHANNELS;
     static constexpr int SLABS = CHUNK / 64;  // 128-byte rows of activations
     static constexpr int QUANT_GROUPS = QUANT_GROUP == 0 || QUANT_GROUP > CHUNK ? 1 : CHUNK / QUANT_GROUP;  // of a chunk
     static constexpr int QUANT_GROUP_ROWS = ROWS / QUANT_GROUPS;

@@ -1,4 +1,4 @@
-"""This package's sparse kernel beside the dense one, on weights that both can multiply with."""
+"""This package's kernels with 2:4 sparse weights, on sparse tensor cores, beside the dense ones."""
 
 from __future__ import annotations
 
@@ -6,48 +6,34 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from marlinq.core.scheme import INT4, Scheme
-from marlinq.core.sparsity import TWO_OF_FOUR
-from marlinq.core.weight import QuantizedWeight
-from marlinq.kernels.sparse import GROUPS, SparseOperand, sparse_gemm, sparse_operand
+from marlinq.kernels import Operand, precompile
+from marlinq.kernels.contract.weight_formats import INT4_SPARSE
 from marlinq.operations.bench.peers.base import Run
+from marlinq.operations.bench.peers.own import Marlinq
 from marlinq.operations.bench.weights import Weight
 
 
-class SparseContender:
+class SparseContender(Marlinq):
     """Products on sparse tensor cores; the weight has to be a pruned one."""
 
     name = "sparse"
     any_format = False
 
     def unavailable(self, dtype: torch.dtype, group_size: int, asymmetric: bool) -> str | None:
-        if asymmetric:
-            return "it has no zero points"
-        sizes = [each.group_size for each in GROUPS]
-        return None if group_size in sizes else f"it takes group sizes {', '.join(map(str, sizes))}"
+        return "it has no zero points" if asymmetric else None
 
     def nbytes(self, weight: Weight) -> int:
-        return operand_of(weight).nbytes
+        return sparse_weight(weight).nbytes
 
     def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
-        operand = operand_of(weight)
-        operands = [
-            replace(operand, words=operand.words.clone(), masks=operand.masks.clone()) for _ in range(copies)
-        ]
-        for m in batches:
-            # Compiled and loaded before anything is captured.
-            sparse_gemm(operand.scales.new_zeros(m, weight.layer.k), operand)
-
-        def run(copy: int, x: Tensor) -> Tensor:
-            return sparse_gemm(x, operands[copy])
-
-        return run
+        sparse = sparse_weight(weight)
+        precompile(map(sparse.operand.problem, batches), weight.words.device.index)
+        return super().prepare(sparse, copies, batches)
 
 
-def operand_of(weight: Weight) -> SparseOperand:
-    """A 2:4 pruned weight in the layout of the sparse kernel."""
-    scheme = Scheme(INT4, weight.operand.granularity, "midpoint", sparsity=TWO_OF_FOUR)
-    q = QuantizedWeight.from_codes(scheme, weight.codes(), scales=weight.natural_scales())
-    return sparse_operand(q, weight.scales.dtype)
+def sparse_weight(weight: Weight) -> Weight:
+    """A 2:4 pruned weight without its zeros."""
+    words = INT4_SPARSE.pack(weight.codes())
+    operand = Operand.whole(INT4_SPARSE, weight.operand.granularity, words, weight.scales, None)
+    return replace(weight, operand=operand)
