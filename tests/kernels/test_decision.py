@@ -421,7 +421,7 @@ def test_the_blocks_of_a_dependent_decode_step_run_all_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("n", "k", "group", "message"),
-    [(100, 128, 128, "multiples of 64"), (128, 96, 32, "multiples of 64"), (128, 128, 48, "groups of 48"),
+    [(100, 128, 128, "N=100 of 64"), (128, 96, 32, "K=96 must be"), (128, 128, 48, "groups of 48"),
      (128, 192, 128, "groups of 128 with K=192")],
 )  # fmt: skip
 def test_what_no_kernel_takes_is_named(n: int, k: int, group: int, message: str) -> None:
