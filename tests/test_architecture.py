@@ -28,7 +28,7 @@ KERNEL_FLOORS = (
     ("variants",),
     ("choose",),
     ("launch",),
-    ("ops", "experts", "solve", "sparse", "step"),
+    ("ops", "experts", "solve", "step"),
 )
 """Rooms of ``marlinq.kernels`` from the ground up."""
 KERNEL_HEIGHT = {room: height for height, rooms in enumerate(KERNEL_FLOORS) for room in rooms}

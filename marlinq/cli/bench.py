@@ -218,9 +218,9 @@ def experts(
 )
 @click.option(
     "--scheme",
-    type=click.Choice(("16", "int4", "int8", "fp8", "mxfp4", "nvfp4")),
+    type=click.Choice(("16", "int4", "int4-2:4", "int8", "fp8", "mxfp4", "nvfp4")),
     default="int4",
-    help="Type of the synthetic model's weights; 16 is unquantised.",
+    help="Type of the synthetic model's weights; 16 is unquantised, int4-2:4 is 2:4 sparse.",
 )
 @click.option(
     "--head",

@@ -22,7 +22,8 @@ from marlinq.formats import StoredWeight
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin
 from marlinq.kernels import explain
-from marlinq.kernels.contract import weight_formats
+from marlinq.kernels.contract.weight_formats import INT4 as PACKED_INT4
+from marlinq.kernels.contract.weight_formats import INT4_SPARSE
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
 from marlinq.models import Blueprint, Experts, Projection, build_blueprint
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
@@ -125,6 +126,9 @@ SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """Name -> config, with the dimensions from the models' publishers."""
 
+_LINEAR_SCHEMES = {**SCHEMES, INT4_SPARSE.name: (INT4_SPARSE, None)}
+"""Schemes of linears that are made in the kernels' layout."""
+
 
 @dataclass(frozen=True)
 class Synthetic:
@@ -135,8 +139,9 @@ class Synthetic:
         layers: number of decoder blocks; None for the config's.
         group_size: input channels per scale; where it does not divide K, the largest smaller size that does.
         head: type of the output head.
-        scheme: type of the weights: a key of :data:`marlinq.operations.bench.kernels.SCHEMES`, or ``16`` for
-            the activations' dtype. Schemes with a group size of their own ignore ``group_size``.
+        scheme: type of the weights: a key of :data:`marlinq.operations.bench.kernels.SCHEMES`, ``int4-2:4``
+            for 2:4 sparse ones, or ``16`` for the activations' dtype. Schemes with a group size of their own
+            ignore ``group_size``.
     """
 
     name: str
@@ -273,6 +278,10 @@ def _random_grouped(
     if activation is None or not experts.gated or not experts.routed:
         raise UsageError(f"{experts.name}: no synthetic experts of this kind; choose another --synthetic")
     layer = ExpertsLayer(experts.name, experts.count, 1, experts.hidden, experts.intermediate)
+    if wanted.scheme not in SCHEMES:
+        raise UsageError(
+            f"{experts.name}: no kernel multiplies {wanted.scheme} experts; choose another model"
+        )
     weight_format, usual = SCHEMES[wanted.scheme]
     inputs = math.gcd(experts.hidden, experts.intermediate)
     size = _group_size(experts.name, inputs, wanted.group_size) if usual is None else usual
@@ -299,15 +308,16 @@ def _random_packed(
 ) -> tuple[Decision, QuantLinear]:
     """A random linear of another element than 4-bit integers, made directly in the kernels' layout."""
     k, n = projection.in_features, projection.out_features
-    weight_format, usual = SCHEMES[wanted.scheme]
+    weight_format, usual = _LINEAR_SCHEMES[wanted.scheme]
     granularity = Granularity.from_group_size(wanted.group_size if usual is None else usual)
     if k % 64 or n % 64 or not granularity.divides(k):
         raise UsageError(
             f"{projection.name}: K={k} and N={n} must be multiples of 64, and K of {granularity.describe()}; "
             "choose another --group-size"
         )
+    multiple = weight_format.channel_multiple
     weight = random_weight(
-        Layer(projection.name, n, k),
+        Layer(projection.name, n, -(-k // multiple) * multiple),
         granularity,
         asymmetric=False,
         dtype=setting.dtype,
@@ -320,7 +330,7 @@ def _random_packed(
     )
     reason = f"{kernel.kernel} kernel: {kernel.reason}"
     chosen = Candidate(operator, True, kernel.seconds or None, reason)
-    return Decision(chosen, ()), QuantLinear(weight, bias)
+    return Decision(chosen, ()), QuantLinear(replace(weight, in_features=k), bias)
 
 
 def _group_size(name: str, channels: int, most: int) -> int:
@@ -349,7 +359,7 @@ def _random_stored(projection: Projection, group_size: int, setting: Setting) ->
         asymmetric=False,
         dtype=dtype,
         device=setting.device,
-        weight_format=weight_formats.INT4,
+        weight_format=PACKED_INT4,
     )
     tensors: dict[str, Tensor] = {"B": weight.words, "s": weight.scales}
     scheme = Scheme(INT4, granularity, "midpoint", dtype_name(dtype))

@@ -98,6 +98,8 @@ def random_weight(
     groups = granularity.groups(layer.k)
     rows, columns = layer.k // weight_format.row_channels, layer.n * weight_format.row_words
     words = torch.randint(-(2**31), 2**31, (rows, columns), dtype=torch.int32, device=device)
+    if weight_format.sparsity is not None:
+        words = weight_format.pack(_pruned_codes(torch.randint(1, 16, (layer.k, layer.n), device=device)))
     if weight_format == INT4:
         words |= (~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111) << 3
     elif weight_format == E4M3:
@@ -116,7 +118,11 @@ def random_weight(
 
 def pruned(weight: Weight) -> Weight:
     """A random weight with two of every four channels kept, at random places."""
-    codes = weight.codes()
-    kept = TWO_OF_FOUR.largest(torch.rand(codes.shape, device=codes.device))
-    words = pack_tiles(torch.where(kept, codes, INT4_ELEMENT.midpoint))
+    words = pack_tiles(_pruned_codes(weight.codes()))
     return replace(weight, operand=replace(weight.operand, words=words))
+
+
+def _pruned_codes(codes: Tensor) -> Tensor:
+    """Codes uint8 [K, N] with the code of zero in two of every four channels, at random places."""
+    kept = TWO_OF_FOUR.largest(torch.rand(codes.shape, device=codes.device))
+    return torch.where(kept, codes, INT4_ELEMENT.midpoint).to(torch.uint8)

@@ -82,11 +82,12 @@ def test_a_synthetic_model_is_exact_where_its_dtype_was_asked_for(dtype: str | N
     assert ("exact float32 products were asked for" in said) == (dtype is not None)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp4", "nvfp4", "int4-2:4"])
 def test_synthetic_models_of_other_schemes(scheme: str) -> None:
     wanted = Synthetic("smollm2-135m", layers=1, group_size=64, scheme=scheme)
     made = synthetic_model(wanted, device="cpu", dtype="float32")
-    operator = "w8a16" if scheme in ("int8", "fp8") else "fp4a16"
+    operators = {"int8": "w8a16", "fp8": "w8a16", "int4-2:4": "sparse-w4a16"}
+    operator = operators.get(scheme, "fp4a16")
     assert {decision.operator for decision in made.decisions.values()} == {operator}
     with torch.no_grad():
         logits = made.model(input_ids=torch.arange(5)[None]).logits
