@@ -139,7 +139,7 @@ def read_documents(
         if len(documents) == samples or room < shortest:
             break
     if unusable:
-        listed = "; ".join(f"row {number}: {_why(found)}" for number, found in unusable[:_NAMED])
+        listed = "; ".join(f"row {number}: {_why(reason)}" for number, reason in unusable[:_NAMED])
         more = f"; and {len(unusable) - _NAMED} more" if len(unusable) > _NAMED else ""
         warnings.warn(
             f"text {source}: {len(unusable)} of {usable + len(unusable)} rows were skipped: {listed}{more}",
@@ -164,10 +164,12 @@ def read_documents(
 
 def _refuse_all(source: str, unusable: Sequence[tuple[int, Unusable | MarlinqError]]) -> NoReturn:
     """Raises the error for a source without usable rows, with the first row's reason."""
-    number, found = min(unusable, key=lambda each: each[0])
-    if isinstance(found, MarlinqError):
-        raise found
-    raise UsageError(f"text {source}: none of {len(unusable)} rows can be used; row {number}: {found.reason}")
+    number, problem = min(unusable, key=lambda each: each[0])
+    if isinstance(problem, MarlinqError):
+        raise problem
+    raise UsageError(
+        f"text {source}: none of {len(unusable)} rows can be used; row {number}: {problem.reason}"
+    )
 
 
 def _known(ids: list[int], vocabulary: int, source: str) -> list[int] | CheckpointError:
@@ -179,8 +181,8 @@ def _known(ids: list[int], vocabulary: int, source: str) -> list[int] | Checkpoi
     return ids
 
 
-def _why(found: Unusable | MarlinqError) -> str:
-    return found.reason if isinstance(found, Unusable) else str(found).partition(": ")[2]
+def _why(problem: Unusable | MarlinqError) -> str:
+    return problem.reason if isinstance(problem, Unusable) else str(problem).partition(": ")[2]
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, source: str) -> None:

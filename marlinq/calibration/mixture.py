@@ -37,8 +37,8 @@ def read_part(spelling: str) -> Part:
 def shares(total: int, weights: Sequence[float]) -> list[int]:
     """Integers in proportion to ``weights`` with the sum ``total`` (largest remainder method)."""
     exact = [total * weight / sum(weights) for weight in weights]
-    found = [int(share) for share in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda place: found[place] - exact[place])
-    for place in by_remainder[: total - sum(found)]:
-        found[place] += 1
-    return found
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
+    for place in by_remainder[: total - sum(counts)]:
+        counts[place] += 1
+    return counts

@@ -70,11 +70,11 @@ def _is_of_bitmasks(config: Mapping[str, Any]) -> bool:
 def _checked_shape(checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
     """(N, K) of a linear whose three tensors fit together."""
     where = f"{checkpoint.path}: {stem}"
-    found = {suffix: checkpoint.tensors.get(f"{stem}.{suffix}") for suffix in (_KEPT, _MASK, _SHAPE)}
-    for suffix, info in found.items():
+    parts = {suffix: checkpoint.tensors.get(f"{stem}.{suffix}") for suffix in (_KEPT, _MASK, _SHAPE)}
+    for suffix, info in parts.items():
         if info is None:
             raise CheckpointError(f"{where}.{suffix}: missing, which a {BITMASK_FORMAT} linear needs")
-    kept, mask = found[_KEPT], found[_MASK]
+    kept, mask = parts[_KEPT], parts[_MASK]
     assert kept is not None
     assert mask is not None
     if kept.dtype not in FLOATS or len(kept.shape) != 2 or kept.shape[1] % 2:

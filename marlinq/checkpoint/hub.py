@@ -69,7 +69,7 @@ def download(
     shown = name if revision is None else f"{name} at {revision}"
     try:
         with checked_answers():
-            found = Path(
+            snapshot = Path(
                 snapshot_download(
                     name,
                     revision=revision,
@@ -79,7 +79,7 @@ def download(
                     tqdm_class=None if progress is None else cast(Any, _bars(name, progress)),
                 )
             )
-        _check_hashes(found, since=begun)
+        _check_hashes(snapshot, since=begun)
     except EnvironmentProblem as problem:
         raise EnvironmentProblem(f"{shown}: {problem}") from None
     except GatedRepoError:
@@ -113,7 +113,7 @@ def download(
         ) from None
     if unreachable:
         warnings.warn(f"{shown}: read from the Hub's cache, for {unreachable}", stacklevel=4)
-    return found
+    return snapshot
 
 
 def _check_hashes(folder: Path, *, since: float) -> None:

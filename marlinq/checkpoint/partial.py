@@ -78,12 +78,12 @@ class PartialFolder:
 
     def names(self, folder: str = "") -> list[str]:
         """Relative paths of all files, also in subfolders."""
-        found = []
+        listed = []
         with self._inner(folder) as inner, os.scandir(inner) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 name = f"{folder}/{entry.name}" if folder else entry.name
-                found += self.names(name) if entry.is_dir(follow_symlinks=False) else [name]
-        return found
+                listed += self.names(name) if entry.is_dir(follow_symlinks=False) else [name]
+        return listed
 
     def create(self, name: str) -> int:
         """A descriptor of a new file, which replaces any of that name."""

@@ -105,8 +105,8 @@ class QuantizedCheckpoint:
     def mismatch(self, module: str) -> str | None:
         """How the stored names, shapes and dtypes of ``module`` differ from the layout's, or None."""
         infos = {suffix: self.checkpoint.tensors[name] for suffix, name in self.tensor_names(module).items()}
-        found = {suffix: TensorSpec(info.dtype, info.shape) for suffix, info in infos.items()}
-        return self.layouts[module].mismatch(found, self.modules[module])
+        specs = {suffix: TensorSpec(info.dtype, info.shape) for suffix, info in infos.items()}
+        return self.layouts[module].mismatch(specs, self.modules[module])
 
     def load_grid(self, module: str) -> Grid:
         """The weight of ``module`` without its codes: scales, zeros and g_idx, which are small.
@@ -194,18 +194,18 @@ class QuantizedCheckpoint:
         prediction) lies behind the last."""
         inner = self.checkpoint.config.get("text_config")
         levels = (self.checkpoint.config, inner if isinstance(inner, dict) else {})
-        found = (level.get(key) for level in levels for key in _BLOCK_COUNTS)
-        counts = [count for count in found if isinstance(count, int)]
+        block_counts = (level.get(key) for level in levels for key in _BLOCK_COUNTS)
+        counts = [count for count in block_counts if isinstance(count, int)]
         block = _BLOCK.search(name)
         return bool(counts) and block is not None and int(block[1]) >= max(counts)
 
     def unquantized_linears(self) -> list[str]:
         """Linears that are not quantised (:func:`floating_linears`), with lm_head, which has no tensor if it
         is tied."""
-        found = floating_linears(self.checkpoint, self.passthrough)
-        if not any(is_head(name) for name in (*found, *self.modules)):
-            found.append("lm_head")
-        return found
+        floating = floating_linears(self.checkpoint, self.passthrough)
+        if not any(is_head(name) for name in (*floating, *self.modules)):
+            floating.append("lm_head")
+        return floating
 
 
 def misplaced(name: str, form: Format, layouts: Mapping[str, Layout]) -> str | None:
@@ -243,17 +243,17 @@ def misplaced(name: str, form: Format, layouts: Mapping[str, Layout]) -> str | N
 def floating_linears(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
     """Modules with a two-dimensional weight among ``names``, without embeddings and norms; and modules with
     one such weight for each of several experts."""
-    found = []
+    linears = []
     for name in names:
         module, _, suffix = name.rpartition(".")
         last = module.rpartition(".")[2]
         axes = len(checkpoint.tensors[name].shape)
-        if axes == 3 and last == _EXPERTS and not suffix.endswith("_bias") and module not in found:
-            found.append(module)
+        if axes == 3 and last == _EXPERTS and not suffix.endswith("_bias") and module not in linears:
+            linears.append(module)
         matrix = suffix == "weight" and axes == 2
         if matrix and not any(mark in last for mark in _EMBEDDING_MARKS):
-            found.append(module)
-    return found
+            linears.append(module)
+    return linears
 
 
 def _module(

@@ -299,12 +299,12 @@ def _read_index(folder: Path, files: dict[str, SourceFile]) -> dict[str, str] | 
 def _unindexed_shards(folder: Path) -> list[str]:
     if (folder / SINGLE).exists():
         return [SINGLE]
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return found
-    if found:
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(shards) == 1:
+        return shards
+    if shards:
         raise CheckpointError(
-            f"{folder}: {len(found)} safetensors files but no {INDEX}; download the index too"
+            f"{folder}: {len(shards)} safetensors files but no {INDEX}; download the index too"
         )
     pickles = sorted(path.name for path in folder.glob("*.bin"))
     if pickles:

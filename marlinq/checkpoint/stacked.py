@@ -80,8 +80,8 @@ class StackingWriter(CheckpointWriter):
 
     @property
     def written(self) -> set[str]:
-        found = super().written
-        return found | {name for stack in found for name in self._members.get(stack, ())}
+        names = super().written
+        return names | {name for stack in names for name in self._members.get(stack, ())}
 
     def write(self, name: str, tensor: Tensor) -> None:
         part = self._parts.get(name)
@@ -132,12 +132,12 @@ def check_stacks(plan: Sequence[TensorPlan]) -> None:
 
 def _experts(plan: Sequence[TensorPlan]) -> dict[str, int]:
     """Number of experts of every stack."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for tensor in plan:
         part = part_named(tensor.name)
         if part is not None:
-            found[part.stack] = max(found.get(part.stack, 0), part.expert + 1)
-    return found
+            counts[part.stack] = max(counts.get(part.stack, 0), part.expert + 1)
+    return counts
 
 
 def _stacked(plan: Sequence[TensorPlan]) -> tuple[list[TensorPlan], dict[str, Part]]:

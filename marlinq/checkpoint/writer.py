@@ -499,10 +499,10 @@ def kept_json(out: Path, name: str) -> Any:
 
 def _kept_bytes(folder: PartialFolder, name: str) -> bytes | None:
     with writing(folder.path):
-        found = folder.read(name)
-    if found is None:
+        content = folder.read(name)
+    if content is None:
         return None
-    digest, _, data = found.partition(b"\n")
+    digest, _, data = content.partition(b"\n")
     if digest != hashlib.sha256(data).hexdigest().encode():
         raise damaged(folder.path / name)
     return data

@@ -46,7 +46,7 @@ def command(
     from marlinq.operations.inspect import inspect
 
     with showing_progress() as progress:
-        found = inspect(
+        report = inspect(
             checkpoint,
             modules=modules,
             tensor_parallel=tensor_parallel,
@@ -54,8 +54,10 @@ def command(
             progress=progress,
         )
     if server is not None:
-        found = replace(found, servers=tuple(each for each in found.servers if each.server.lower() == server))
-    print_report(found, as_json=as_json)
+        report = replace(
+            report, servers=tuple(each for each in report.servers if each.server.lower() == server)
+        )
+    print_report(report, as_json=as_json)
     # An unquantised model has no verdicts and counts as loaded.
-    loads = server is None or found.format is None or any(each.loads for each in found.servers)
+    loads = server is None or report.format is None or any(each.loads for each in report.servers)
     return 0 if loads else VerificationFailed.exit_code

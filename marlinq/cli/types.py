@@ -71,11 +71,11 @@ class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
         return word if word in self.choices else None
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        found = self.find(str(value))
-        if found is None:
+        choice = self.find(str(value))
+        if choice is None:
             near = suggestion(str(value).lower(), (*self.choices, *self.spellings))
             self.fail(f"expected one of {', '.join(self.choices)}, found {value!r}{near}", param, ctx)
-        return found
+        return choice
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         return f"[{'|'.join(self.choices)}]"

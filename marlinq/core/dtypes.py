@@ -41,8 +41,8 @@ SCALES = (*FLOATS, "float8_e4m3fn", "float8_e8m0fnu")
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype called ``name``."""
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -110,10 +110,12 @@ def writable_by_others(status: os.stat_result) -> bool:
 def _is_private(group: int, user: int) -> bool:
     """Whether ``group`` is that of one user: many systems give each a group of the same name."""
     try:
-        owner, found = pwd.getpwuid(user), grp.getgrgid(group)
+        owner, private = pwd.getpwuid(user), grp.getgrgid(group)
     except KeyError:
         return False
-    return owner.pw_gid == group and found.gr_name == owner.pw_name and set(found.gr_mem) <= {owner.pw_name}
+    return (
+        owner.pw_gid == group and private.gr_name == owner.pw_name and set(private.gr_mem) <= {owner.pw_name}
+    )
 
 
 def read_kept(name: str, limit: int) -> bytes | None:

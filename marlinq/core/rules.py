@@ -67,5 +67,5 @@ class Rules(ModuleRules[Scheme]):
 
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of ``module``, or None when it is kept."""
-        found = self.outcome(module)
-        return found if isinstance(found, Scheme) else None
+        outcome = self.outcome(module)
+        return outcome if isinstance(outcome, Scheme) else None

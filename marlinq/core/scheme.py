@@ -135,13 +135,13 @@ def integer_element(bits: int) -> Element:
     Raises:
         UnsupportedError: there is none; the message lists the widths that exist.
     """
-    found = ELEMENTS.get(f"int{bits}")
-    if found is None:
+    known = ELEMENTS.get(f"int{bits}")
+    if known is None:
         widths = sorted(element.bits for element in ELEMENTS.values() if element.table is None)
         raise UnsupportedError(
             f"{bits} bits are not supported; marlinq handles {' and '.join(map(str, widths))}"
         )
-    return found
+    return known
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,8 @@ class Grid:
         regular = trivial_g_idx(self.in_features, self.channels_per_group, self.g_idx.device)
         trivial = (self.g_idx == regular).all()
         midpoint = (self.zeros == self.element.midpoint).all()
-        found = torch.stack((lowest, highest, trivial.to(torch.int32), midpoint.to(torch.int32))).tolist()
-        return _Facts(found[0], found[1], bool(found[2]), bool(found[3]))
+        numbers = torch.stack((lowest, highest, trivial.to(torch.int32), midpoint.to(torch.int32))).tolist()
+        return _Facts(numbers[0], numbers[1], bool(numbers[2]), bool(numbers[3]))
 
     @property
     def in_features(self) -> int:

@@ -73,10 +73,10 @@ class Part:
 
 def part_named(name: str) -> Part | None:
     """The part with the tensor name ``name``; None if it is no part's name."""
-    found = _PART.fullmatch(name)
-    if found is None:
+    match = _PART.fullmatch(name)
+    if match is None:
         return None
-    experts, number, linear, suffix = found.groups()
+    experts, number, linear, suffix = match.groups()
     fused, members = next((fused, members) for fused, members in _LINEARS.items() if linear in members)
     kind = next(kind for kind, own in _SUFFIXES.items() if own == suffix)
     return Part(
@@ -96,9 +96,9 @@ def is_stack(name: str) -> bool:
 
 def stack_refusal(name: str, dtype: str, shape: Sequence[int]) -> str | None:
     """How dtype or shape differ from those of a stack called ``name``, or None."""
-    found = STACKS.fullmatch(name)
-    assert found is not None, "not a stack"
-    blocks, parts = found[3] == "blocks", len(_LINEARS[found[2]])
+    match = STACKS.fullmatch(name)
+    assert match is not None, "not a stack"
+    blocks, parts = match[3] == "blocks", len(_LINEARS[match[2]])
     axes = 4 if blocks else 3
     whole = len(shape) == axes and all(shape) and (not blocks or shape[3] == _BLOCK_BYTES)
     if whole and dtype == "uint8" and shape[1] % parts == 0:
@@ -110,10 +110,10 @@ def stack_refusal(name: str, dtype: str, shape: Sequence[int]) -> str | None:
 
 def parts_of(name: str, experts: int) -> Iterator[Part]:
     """All parts of the stack ``name``, expert by expert."""
-    found = STACKS.fullmatch(name)
-    assert found is not None, "not a stack"
+    match = STACKS.fullmatch(name)
+    assert match is not None, "not a stack"
     for expert in range(experts):
-        for linear in _LINEARS[found[2]]:
-            part = part_named(f"{found[1]}.{expert}.{linear}.{_SUFFIXES[found[3]]}")
+        for linear in _LINEARS[match[2]]:
+            part = part_named(f"{match[1]}.{expert}.{linear}.{_SUFFIXES[match[3]]}")
             assert part is not None, "the names above"
             yield part

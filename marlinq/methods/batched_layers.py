@@ -114,12 +114,12 @@ def solve_many(
             told = {"damp": damp, "dead_channels": int(row[-1])}
             results[number] = [
                 (
-                    found,
+                    solved,
                     SolveReport(
                         loss / power if power > 0 else 0.0, ErrorQuantity.OUTPUTS, figures=told, norm=power
                     ),
                 )
-                for found, loss, power in zip(quantized, losses, powers, strict=True)
+                for solved, loss, power in zip(quantized, losses, powers, strict=True)
             ]
     return results
 
@@ -159,8 +159,8 @@ def _soundness(
             for layer in layers
         ]
     )
-    found = torch.stack((good & alive.any(dim=1), mean)).tolist()
-    return [bool(each) for each in found[0]], [damp * each for each in found[1]]
+    facts = torch.stack((good & alive.any(dim=1), mean)).tolist()
+    return [bool(each) for each in facts[0]], [damp * each for each in facts[1]]
 
 
 def _orders(diagonal: Tensor, g: int, act_order: bool) -> Tensor:

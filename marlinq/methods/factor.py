@@ -148,7 +148,7 @@ def inverse_triangles(upper: Tensor) -> Tensor:
     size = 1 << (n - 1).bit_length()
     whole = torch.eye(size, device=upper.device).repeat(*upper.shape[:-2], 1, 1)
     whole[..., :n, :n] = upper
-    found = torch.diag_embed(whole.diagonal(dim1=-2, dim2=-1).reciprocal())
+    triangles = torch.diag_embed(whole.diagonal(dim1=-2, dim2=-1).reciprocal())
     half = 1
     while half < size:
         first, second = slice(0, half), slice(half, 2 * half)
@@ -158,9 +158,9 @@ def inverse_triangles(upper: Tensor) -> Tensor:
             .unfold(-2, 2 * half, 2 * half)
             .diagonal(dim1=-4, dim2=-3)
             .movedim(-1, -3)
-            for each in (whole, found)
+            for each in (whole, triangles)
         )
         products = inverse[..., first, first] @ between[..., first, second] @ inverse[..., second, second]
         inverse[..., first, second] = products.neg_()
         half *= 2
-    return found[..., :n, :n]
+    return triangles[..., :n, :n]

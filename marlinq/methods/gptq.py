@@ -157,7 +157,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         results: list[list[tuple[QuantizedWeight, SolveReport]]] = []
         for start in range(0, len(inputs), together):
             part = inputs[start : start + together]
-            found = solve_many(
+            solutions = solve_many(
                 [Layer(each.weights, _known(each.statistics).hessian(options.shrinkage)) for each in part],
                 together,
                 g,
@@ -166,7 +166,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
                 act_order=options.act_order == "static",
                 clip_search=options.clip_search,
             )
-            for each, mine in zip(part, found, strict=True):
+            for each, mine in zip(part, solutions, strict=True):
                 results += [mine] if mine else super().solve_many([each], scheme, options)
         return results
 
@@ -264,7 +264,7 @@ def solve_gptq_shared(
 
     quantized = solution.weights(order, widths, g, scheme, seconds)
     results = []
-    for found, loss, norm, reason, second in zip(
+    for solved, loss, norm, reason, second in zip(
         quantized, torch.split(losses, widths), torch.split(norms, widths), reasons, seconds, strict=True
     ):
         # Both are in units of the first level.
@@ -277,7 +277,7 @@ def solve_gptq_shared(
             figures={"damp": factor.damp, "dead_channels": factor.dead_channels},
             norm=whole,
         )
-        results.append((found, report))
+        results.append((solved, report))
     return results
 
 

@@ -147,8 +147,8 @@ def _solve(
     floor = importance.mean() * 1e-6
     power = importance.clamp(min=float(floor) or 1.0).reshape(groups, g)
     w = weight.t().to(torch.float32).contiguous().reshape(groups, g, n)
-    found = round_groups_on_gpu if _takes_the_kernel(weight.device, g, scheme) else round_groups
-    codes, scales, zeros, loss = found(w, power, scheme)
+    solver = round_groups_on_gpu if _takes_the_kernel(weight.device, g, scheme) else round_groups
+    codes, scales, zeros, loss = solver(w, power, scheme)
     size = float(torch.einsum("gkn,gkn,gk->g", w, w, power).sum(dtype=torch.float64))
     quantized = QuantizedWeight.from_codes(
         scheme, codes.reshape(k, n), scales=scales.to(_dtype(scheme)), zeros=zeros.to(torch.uint8)
@@ -182,8 +182,8 @@ def round_groups(w: Tensor, power: Tensor, scheme: Scheme) -> tuple[Tensor, Tens
     fits = overlap != 0 if _dtype(scheme).itemsize > 1 else overlap > 0
     scales = torch.where((norm > 0) & fits, fitted, scales)
     loss = float((costs * (beside - levels * scales).square()).sum(dtype=torch.float64))
-    found = codes.reshape(g, groups, n).transpose(0, 1).contiguous()
-    return found, scales.reshape(groups, n), zeros.reshape(groups, n), loss
+    in_order = codes.reshape(g, groups, n).transpose(0, 1).contiguous()
+    return in_order, scales.reshape(groups, n), zeros.reshape(groups, n), loss
 
 
 def round_groups_on_gpu(

@@ -91,10 +91,10 @@ def solve_in_parts(
             _aim(w, error, places_of[:part], places_of[part], root)
             for places_of, root in zip(places, roots, strict=True)
         ]
-        found = solve(torch.cat(aimed, dim=1).contiguous())
+        solved = solve(torch.cat(aimed, dim=1).contiguous())
         for name in ("codes", "scales", "zeros"):
-            getattr(solution, name)[:, columns] = getattr(found, name)
-        error[:, columns] = found.dense(g) - w[:, columns]
+            getattr(solution, name)[:, columns] = getattr(solved, name)
+        error[:, columns] = solved.dense(g) - w[:, columns]
     return solution, error, reasons
 
 

@@ -216,13 +216,13 @@ def _panels(root: Tensor, parts: Sequence[slice]) -> list[_Panel]:
     inverses = inverse_triangles(own)
     diagonals = own.diagonal(dim1=1, dim2=2).contiguous()
     feedback = (inverses * diagonals.unsqueeze(2)).transpose(1, 2).contiguous()
-    found = []
+    panels = []
     for place, part in enumerate(parts):
         height = slice(0, part.stop - part.start)
         square = (place, height, height)
-        found.append(
+        panels.append(
             _Panel(
                 part, own[square], inverses[square], feedback[square].contiguous(), diagonals[place, height]
             )
         )
-    return found
+    return panels

@@ -115,16 +115,18 @@ class Blueprint:
     @cached_property
     def fused(self) -> Mapping[str, tuple[Projection, ...]]:
         """Parameter that holds several projections -> these projections."""
-        found: dict[str, list[Projection]] = {}
+        by_parameter: dict[str, list[Projection]] = {}
         for projection in self.projections():
             if not projection.whole:
-                found.setdefault(projection.parameter, []).append(projection)
-        return MappingProxyType({name: tuple(members) for name, members in found.items()})
+                by_parameter.setdefault(projection.parameter, []).append(projection)
+        return MappingProxyType({name: tuple(members) for name, members in by_parameter.items()})
 
     @cached_property
     def by_name(self) -> Mapping[str, Projection]:
         """Name -> projection, for all projections of the model with :attr:`others`."""
-        return MappingProxyType({found.name: found for found in (*self.projections(), *self.others)})
+        return MappingProxyType(
+            {projection.name: projection for projection in (*self.projections(), *self.others)}
+        )
 
     def with_ties(self, ties: Mapping[str, str]) -> Blueprint:
         """The same model with further ties: parameter -> parameter whose tensor it shares."""
@@ -326,13 +328,13 @@ def _text_root(model: PreTrainedModel) -> str:
 
 def _innermost(model: PreTrainedModel, *inside: str | None) -> str:
     """The smallest model in ``model`` that holds all of ``inside`` and takes token ids; empty for itself."""
-    found = ""
+    innermost = ""
     for name, module in model.named_modules():
         holds = all(each is not None and each.startswith(f"{name}.") for each in inside)
         if name and holds and isinstance(module, PreTrainedModel):
             takes = inspect.signature(module.forward).parameters
-            found = name if "input_ids" in takes and len(name) > len(found) else found
-    return found
+            innermost = name if "input_ids" in takes and len(name) > len(innermost) else innermost
+    return innermost
 
 
 def _hidden_size(model: PreTrainedModel) -> int:
@@ -361,7 +363,7 @@ def _fused_weights(module: nn.Module) -> int:
 def _fused_experts(
     block: nn.Module, name: str, source: str, rules: Sequence[Any], proved: set[tuple[object, ...]]
 ) -> tuple[Experts, ...]:
-    found = []
+    layers = []
     weights = sum(parameter.numel() for parameter in block.parameters())
     for inner, module in block.named_modules():
         if isinstance(module, _CONVOLUTIONS):
@@ -374,8 +376,8 @@ def _fused_experts(
                 # Block-diagonal gates, or parameters with an axis of heads: no linears, hence kept.
                 continue
             raise UnsupportedError(f"{source}: {error}") from None
-        found += [] if experts is None else [experts]
-    return tuple(found)
+        layers += [] if experts is None else [experts]
+    return tuple(layers)
 
 
 def _kept_elsewhere(model: PreTrainedModel, blocks_name: str, fused: Collection[str]) -> dict[str, Keep]:

@@ -69,7 +69,7 @@ def find_conversions(
         **blueprint.parameters,
         **{name: blueprint.parameters[to] for name, to in blueprint.tied.items()},
     }
-    found: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    by_target: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     names: TensorNames | None = None
     for stored in sorted(set(tensors) - set(packed), key=dot_natural_key):
         rule, pattern, parameter = _matching_rule(blueprint, stored, places)
@@ -82,10 +82,10 @@ def find_conversions(
         if names.own(parameter) == stored and tensors[stored].shape == places[parameter]:
             # Stored as the model has it, under a name that the rule matches too.
             continue
-        found.setdefault(parameter, (rule, []))[1].append((pattern, stored))
+        by_target.setdefault(parameter, (rule, []))[1].append((pattern, stored))
     return tuple(
         _conversion(blueprint, rule, parameter, members, tensors, places, source)
-        for parameter, (rule, members) in found.items()
+        for parameter, (rule, members) in by_target.items()
     )
 
 

@@ -200,12 +200,12 @@ def _projections(
         for key, shape in shapes.items()
     ]
     count = next(iter(shapes.values()))[0]
-    each = [len(found) // count for found in by_parameter]
+    each = [len(sources) // count for sources in by_parameter]
     return tuple(
         projection
         for expert in range(count)
-        for found, size in zip(by_parameter, each, strict=True)
-        for projection in found[expert * size : (expert + 1) * size]
+        for sources, size in zip(by_parameter, each, strict=True)
+        for projection in sources[expert * size : (expert + 1) * size]
     )
 
 
@@ -220,7 +220,7 @@ def _part_names(rules: Sequence[Any], parameter: str) -> tuple[str, ...] | None:
             (type(step).__name__, getattr(step, "dim", None)) for step in getattr(rule, "operations", [])
         ]
         if all(sources) and steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
-            return tuple(found[1] for found in sources if found is not None)
+            return tuple(source[1] for source in sources if source is not None)
     return None
 
 

@@ -50,19 +50,19 @@ class NormFormula:
     narrow_first: bool
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
+def close(given: Tensor, expected: Tensor) -> bool:
     """Whether two tensors of one shape differ only by rounding, relative to the largest value."""
-    if found.shape != expected.shape or not bool(torch.isfinite(found).all()):
+    if given.shape != expected.shape or not bool(torch.isfinite(given).all()):
         return False
     bound = TOLERANCE * float(expected.abs().max().clamp_min(1e-30))
-    return float((found - expected).abs().max()) <= bound
+    return float((given - expected).abs().max()) <= bound
 
 
-def factor(found: Tensor, base: Tensor) -> float | None:
+def factor(given: Tensor, base: Tensor) -> float | None:
     """The number c with ``found = c * base`` up to rounding, or None; both have one shape."""
-    if found.shape != base.shape:
+    if given.shape != base.shape:
         return None
-    wide, narrow = found.double(), base.double()
+    wide, narrow = given.double(), base.double()
     square = float((narrow * narrow).sum())
     if square == 0:
         return None
@@ -91,13 +91,13 @@ def norm_formula(module: nn.Module, width: int) -> NormFormula | None:
     }
     sizes = torch.logspace(-4, 2, _ROWS)[:, None]
     x = sizes * (0.2 + torch.randn(_ROWS, width, generator=generator))
-    found = _run(module, parameters, x)
-    if found is None or found.shape != x.shape:
+    output = _run(module, parameters, x)
+    if output is None or output.shape != x.shape:
         return None
     for kind, eps, offset in product(("rms", "layer"), _small_numbers(module), (0.0, 1.0)):
         formula = NormFormula(kind, eps, offset, False)  # type: ignore[arg-type]
         expected = normalise(formula, x.double(), parameters.get("weight"), parameters.get("bias"))
-        if all(close(a, b) for a, b in zip(found.double(), expected, strict=True)):
+        if all(close(a, b) for a, b in zip(output.double(), expected, strict=True)):
             return _rounding(module, formula, parameters, x)
     return None
 
@@ -105,11 +105,11 @@ def norm_formula(module: nn.Module, width: int) -> NormFormula | None:
 def _run(module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
     try:
         with torch.no_grad():
-            found = functional_call(module, dict(parameters), (x,))
+            output = functional_call(module, dict(parameters), (x,))
     except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):
         # A norm takes a single tensor.
         return None
-    return found if isinstance(found, Tensor) else None
+    return output if isinstance(output, Tensor) else None
 
 
 def _small_numbers(module: nn.Module) -> list[float]:
@@ -146,14 +146,14 @@ def _rounding(
     that agrees with the module in more elements."""
     narrow = torch.bfloat16
     rounded = {name: value.to(narrow) for name, value in parameters.items()}
-    found = _run(module, rounded, x.to(narrow))
+    output = _run(module, rounded, x.to(narrow))
     wide = x.to(narrow).float()
     weight, bias = rounded.get("weight"), rounded.get("bias")
 
     def differing(narrow_first: bool) -> int:
         candidate = NormFormula(formula.kind, formula.eps, formula.offset, narrow_first)
         expected = normalise(candidate, wide, weight, bias, narrow)
-        return int((expected != found).sum()) if found is not None else 0
+        return int((expected != output).sum()) if output is not None else 0
 
     first = differing(True) < differing(False)
     return NormFormula(formula.kind, formula.eps, formula.offset, first)

@@ -99,12 +99,12 @@ class HandedOn:
         Raises:
             UnsupportedError: gradients are wanted, which would have to flow to the block that wrote to it.
         """
-        found = marker.kind()
+        mapping = marker.kind()
         for key, value in self._shared.get((batch, marker.number), {}).items():
             if torch.is_grad_enabled() and _has_gradient(value):
                 raise _no_gradients(name)
-            found[key] = _moved(value, self._device)
-        return found
+            mapping[key] = _moved(value, self._device)
+        return mapping
 
     def returned(self, name: str, block: int, batch: int, marker: Returned) -> Any:
         """The value that block ``block - 1`` returned, on the device.

@@ -19,10 +19,10 @@ def key_channels(config: Any, layers: int) -> int:
     layered = isinstance(getattr(config, "num_hidden_layers", None), int)
     each = getattr(config, "per_layer_config", ()) if layered else ()
     count = min(layers, len(each))
-    found = [_key_channels(each[index]) for index in range(count)]
-    if len(found) < layers:
-        found += [found[-1] if found else _key_channels(config)] * (layers - len(found))
-    return sum(found)
+    channels = [_key_channels(each[index]) for index in range(count)]
+    if len(channels) < layers:
+        channels += [channels[-1] if channels else _key_channels(config)] * (layers - len(channels))
+    return sum(channels)
 
 
 def _key_channels(config: Any) -> int:

@@ -200,21 +200,21 @@ class ModelInstance:
     def _stored_in_block(self, index: int) -> list[str]:
         """Names of the stored tensors that :meth:`block` reads, in its order."""
         path = self.blueprint.blocks[index].name
-        found: list[str | None] = []
+        names: list[str | None] = []
         for inner, owner in self.model.get_submodule(path).named_modules():
             start = ".".join(part for part in (path, inner) if part)
             for key, parameter in owner.named_parameters(recurse=False):
                 full = f"{start}.{key}"
                 if self.names.in_parts(full):
-                    found += [stored for stored, _ in self.names.places(full, tuple(parameter.shape))]
+                    names += [stored for stored, _ in self.names.places(full, tuple(parameter.shape))]
                 else:
-                    found.append(self.names.own(full))
-            found += [
+                    names.append(self.names.own(full))
+            names += [
                 self.names.own(f"{start}.{key}")
                 for key, _ in owner.named_buffers(recurse=False)
                 if key not in owner._non_persistent_buffers_set
             ]
-        return [name for name in found if name is not None]
+        return [name for name in names if name is not None]
 
     def release_block(self, index: int) -> None:
         """Puts the weights of decoder block ``index`` back on the meta device."""
@@ -264,13 +264,13 @@ class ModelInstance:
     def _outer_modules(self, root_name: str) -> list[str]:
         inside = self.blueprint.blocks_name
         head = self.model.get_output_embeddings()
-        found = []
+        modules = []
         for name, module in self.model.get_submodule(root_name).named_modules():
             full = ".".join(part for part in (root_name, name) if part)
             if full.startswith(inside + ".") or module is head:
                 continue
-            found.append(full)
-        return found
+            modules.append(full)
+        return modules
 
     def whole_model(self) -> nn.Module:
         """Loads the whole model; tied parameters share one tensor."""

@@ -46,7 +46,7 @@ class TensorNames:
     def find(self, parameter: str) -> str | None:
         """Name of the stored tensor for ``parameter``, or None."""
         candidates = (parameter, *self._ties.get(parameter, ()))
-        return next((found for name in candidates if (found := self.own(name)) is not None), None)
+        return next((own for name in candidates if (own := self.own(name)) is not None), None)
 
     def own(self, parameter: str) -> str | None:
         """Like :meth:`find`, without looking at tied parameters."""
@@ -126,14 +126,14 @@ class TensorNames:
         Raises:
             CheckpointError: no stored tensor belongs to the parameter.
         """
-        found = self.find(parameter)
-        if found is None:
+        stored = self.find(parameter)
+        if stored is None:
             spellings = " or ".join(repr(name) for name in self._spellings(parameter))
             raise CheckpointError(
                 f"{self._source}: expected a tensor {spellings}, found none; the checkpoint is "
                 "incomplete or of another architecture than its config.json says"
             )
-        return found
+        return stored
 
     def _spellings(self, name: str) -> Iterator[str]:
         yield name

@@ -19,7 +19,7 @@ def quantized_linears(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[s
         CheckpointError: a quantised module is no linear of the model, or has another shape.
     """
     names = TensorNames(blueprint, view.checkpoint.tensors.keys(), source=str(view.checkpoint.path))
-    found: dict[str, str] = {}
+    classes: dict[str, str] = {}
     for name, projection in blueprint.by_name.items():
         stem = names.quantized(name, view)
         if stem is None:
@@ -31,15 +31,15 @@ def quantized_linears(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[s
                 f"{view.checkpoint.path}: {stem}: expected K, N = {expected[0]}, {expected[1]} from "
                 f"config.json, found {spec.in_features}, {spec.out_features}"
             )
-        found[name] = stem
-    strangers = set(view.modules) - set(found.values())
+        classes[name] = stem
+    strangers = set(view.modules) - set(classes.values())
     homeless = sorted(module for module in strangers if not is_ignored(blueprint, view, module))
     if homeless:
         raise CheckpointError(
             f"{view.checkpoint.path}: quantised module {homeless[0]} ({len(homeless)} such) is no linear of "
             f"{blueprint.architecture}{_instead(blueprint, names, view, homeless[0])}"
         )
-    return found
+    return classes
 
 
 def check_linears(view: QuantizedCheckpoint) -> str | None:

@@ -96,13 +96,13 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
         rotary = RotaryModules(model)
         far = _far(model, rotary)
         corrections = {
-            name: found.correction for name, found in experts.items() if found.correction is not None
+            name: routed.correction for name, routed in experts.items() if routed.correction is not None
         }
 
         def recorded(start: int, seed: int = _SEED) -> Recording:
             blocks = [model.get_submodule(name) for name in names]
             widths = {name: norm.width for name, norm in norms.items()}
-            counts = {name: found.count for name, found in experts.items()}
+            counts = {name: routed.count for name, routed in experts.items()}
             return record(model, blocks, widths, start, counts, list(corrections.values()), seed, mixers)
 
         def anatomy_in(recording: Recording) -> Anatomy:
@@ -154,7 +154,7 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy | Unrecognised:
 
 
 def _find_norms(model: PreTrainedModel) -> dict[str, Norm]:
-    found: dict[str, Norm] = {}
+    norms: dict[str, Norm] = {}
     probed: dict[tuple[object, ...], NormFormula | None] = {}
     for name, module in model.named_modules():
         if is_linear(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
@@ -169,8 +169,8 @@ def _find_norms(model: PreTrainedModel) -> dict[str, Norm]:
             probed[key] = norm_formula(module, width or _ANY_WIDTH)
         norm = probed[key]
         if norm is not None:
-            found[name] = Norm(name, norm.kind, norm.eps, norm.offset, norm.narrow_first, width)
-    return found
+            norms[name] = Norm(name, norm.kind, norm.eps, norm.offset, norm.narrow_first, width)
+    return norms
 
 
 def _declared_width(module: nn.Module) -> int:
@@ -200,7 +200,7 @@ class _RoutedExperts:
 
 def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
     """Full name -> description of the modules of experts in ``block``, proved on random weights."""
-    found: dict[str, _RoutedExperts] = {}
+    routed: dict[str, _RoutedExperts] = {}
     for inner, module in block.named_modules():
         if not any(value.dim() == 3 for value in module.parameters(recurse=False)):
             continue
@@ -228,8 +228,8 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
             if not is_linear(other) and shapes in ([weight], [weight, bias]):
                 routers.append(".".join(part for part in (around_name, beside) if part))
         correction = buffers[0] if buffers else None
-        found[full] = _RoutedExperts(experts.count, experts.hidden, activation, tuple(routers), correction)
-    return found
+        routed[full] = _RoutedExperts(experts.count, experts.hidden, activation, tuple(routers), correction)
+    return routed
 
 
 # Classes and layouts of experts that were proved already.
@@ -257,7 +257,7 @@ def _check_parameters(
     vectors: Collection[str],
 ) -> None:
     """Refuses a block with parameters of no known use; ``vectors`` are looked at later."""
-    used = {*experts, *(router for found in experts.values() for router in found.routers)}
+    used = {*experts, *(router for routed in experts.values() for router in routed.routers)}
     strange: dict[str, tuple[int, ...]] = {}
     for inner, module in block.named_modules():
         full = f"{name}.{inner}" if inner else name

@@ -15,8 +15,8 @@ _MOST_GROUPS = 64
 
 def chosen_by(decisive: Tensor, index: Tensor) -> bool:
     """Whether the experts ``index`` [T, top] have the highest values of ``decisive`` [T, experts]."""
-    found = decisive.gather(1, index).sort(-1, descending=True).values
-    return torch.equal(found, decisive.topk(index.shape[-1], -1).values)
+    chosen = decisive.gather(1, index).sort(-1, descending=True).values
+    return torch.equal(chosen, decisive.topk(index.shape[-1], -1).values)
 
 
 def find_groups(recordings: Sequence[Recording], corrections: Mapping[str, str]) -> Groups | None:

@@ -273,13 +273,13 @@ class BlockReplay:
     def _place(self, kept: Tensor) -> Tensor:
         """A stored argument on the device. Small ones stay there, because a copy from the host would make
         every block wait for the one before."""
-        found = self._placed.get(id(kept))
-        if found is None:
-            found = kept.to(self._instance.device)
+        placed = self._placed.get(id(kept))
+        if placed is None:
+            placed = kept.to(self._instance.device)
             if self._placed_bytes + kept.nbytes <= _PLACED_BYTES:
-                self._placed[id(kept)] = found
+                self._placed[id(kept)] = placed
                 self._placed_bytes += kept.nbytes
-        return found
+        return placed
 
     def _keep(self, tensor: Tensor) -> Tensor:
         """A CPU copy of a tensor, shared by equal tensors, such as masks of batches with one length."""

@@ -29,7 +29,7 @@ def routers(block: nn.Module, experts: Mapping[str, int], hidden: int) -> dict[s
         experts: name inside the block of a module with experts -> their number.
         hidden: channels of the residual stream.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, count in experts.items():
         level = name
         while level:
@@ -45,13 +45,13 @@ def routers(block: nn.Module, experts: Mapping[str, int], hidden: int) -> dict[s
             }
             for each, module in chosen.items():
                 for inner in _with_matrices(module):
-                    found[f"{each}.{inner}" if inner else each] = f"router of {count} experts"
+                    names[f"{each}.{inner}" if inner else each] = f"router of {count} experts"
             for each, module in beside.items():
                 if each not in chosen and is_linear(module) and linear_shape(module)[1] == 1:
-                    found[each] = "gate of the shared expert"
+                    names[each] = "gate of the shared expert"
             if chosen:
                 break
-    return found
+    return names
 
 
 def usually_kept(block: nn.Module, hidden: int) -> dict[str, str]:
@@ -61,7 +61,7 @@ def usually_kept(block: nn.Module, hidden: int) -> dict[str, str]:
         block: a decoder block.
         hidden: channels of the residual stream.
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for owner_name, owner in block.named_modules():
         heads = set(_head_counts(owner))
         scans = any(
@@ -73,12 +73,12 @@ def usually_kept(block: nn.Module, hidden: int) -> dict[str, str]:
             k, n = linear_shape(module)
             name = f"{owner_name}.{child}" if owner_name else child
             if k < _LEAST_K or n < _LEAST_N:
-                found[name] = f"too small to gain by it: K = {k}, N = {n}"
+                reasons[name] = f"too small to gain by it: K = {k}, N = {n}"
             elif n in heads or n / 2 in heads:
-                found[name] = f"makes {n} numbers, one or two a head: servers build it in 16 bits"
+                reasons[name] = f"makes {n} numbers, one or two a head: servers build it in 16 bits"
             elif scans and hidden not in (k, n):
-                found[name] = "makes the parameters of a state-space scan: servers build it in 16 bits"
-    return found
+                reasons[name] = "makes the parameters of a state-space scan: servers build it in 16 bits"
+    return reasons
 
 
 def _chooses(module: nn.Module, count: int, hidden: int) -> bool:

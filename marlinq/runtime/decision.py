@@ -87,7 +87,7 @@ def decide(stored: StoredWeight, setting: Setting, *, operator: str = AUTO) -> D
     candidates = [_candidate(name, stored, setting) for name in names]
     able = [candidate for candidate in candidates if candidate.takes]
     # min keeps the first of equals.
-    chosen = min(able, key=lambda found: float("inf") if found.seconds is None else found.seconds)
+    chosen = min(able, key=lambda one: float("inf") if one.seconds is None else one.seconds)
     return Decision(chosen, tuple(candidate for candidate in candidates if candidate is not chosen))
 
 
@@ -105,8 +105,8 @@ def _candidate(name: str, stored: StoredWeight, setting: Setting) -> Candidate:
     refusal = OPERATORS[name].refusal(stored, setting)
     if refusal is not None:
         return Candidate(name, False, None, refusal)
-    found = OPERATORS[name].estimate(stored, setting, _ROWS)
-    return Candidate(name, True, found.seconds, found.reason)
+    estimate = OPERATORS[name].estimate(stored, setting, _ROWS)
+    return Candidate(name, True, estimate.seconds, estimate.reason)
 
 
 def summarize(decisions: Iterable[Decision]) -> list[str]:

@@ -61,8 +61,8 @@ class PackedExperts(nn.Module):
         return torch.cat([part(x) for part in parts], dim=-1) if len(parts) > 1 else parts[0](x)
 
     def extra_repr(self) -> str:
-        found = self.experts
-        return f"experts={found.count}, hidden={found.hidden}, intermediate={found.intermediate}"
+        experts = self.experts
+        return f"experts={experts.count}, hidden={experts.hidden}, intermediate={experts.intermediate}"
 
 
 def hollow(module: nn.Module) -> None:
@@ -124,7 +124,9 @@ def check_experts(blueprint: Blueprint, quantized: Mapping[str, str], checkpoint
     """
     for block in blueprint.blocks:
         for experts in block.experts:
-            missing = [found.name for found in experts.projections if found.name not in quantized]
+            missing = [
+                projection.name for projection in experts.projections if projection.name not in quantized
+            ]
             if 0 < len(missing) < len(experts.projections):
                 raise CheckpointError(
                     f"{checkpoint.path}: {missing[0]} ({len(missing)} such) is not quantised, others of "

@@ -456,13 +456,13 @@ def _steps(
 def end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
     """Every token id that ends a text, by the model's generation config and config; where both name none, the
     tokenizer's."""
-    found: set[int] = set()
+    tokens: set[int] = set()
     for holder in (model.generation_config, model.config.get_text_config()):
         ends = getattr(holder, "eos_token_id", None)
-        found.update(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int))
-    if not found and tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
-        found.add(tokenizer.eos_token_id)
-    return frozenset(found)
+        tokens.update(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int))
+    if not tokens and tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
+        tokens.add(tokenizer.eos_token_id)
+    return frozenset(tokens)
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

@@ -93,15 +93,15 @@ def grouping_refusal(
     for name, linears in (("gate", gate), ("up", up), ("down", down)):
         forms = {
             (
-                found.padded_shape,
-                found.scales.shape,
-                found.zeros is None,
-                found.granularity,
-                found.format,
-                found.scales.dtype,
+                each.padded_shape,
+                each.scales.shape,
+                each.zeros is None,
+                each.granularity,
+                each.format,
+                each.scales.dtype,
             )
-            for found in linears
-            if isinstance(found, QuantLinear)
+            for each in linears
+            if isinstance(each, QuantLinear)
         }
         if len(forms) > 1:
             return f"the experts' {name} differ in shape, groups or zero points"
@@ -115,7 +115,7 @@ def grouping_refusal(
         return f"gate is {first.padded_shape} and down {last.padded_shape}"
     if first.in_features != first.padded_shape[0]:
         return f"a hidden size of {first.in_features} is no multiple of 64 and of the group"
-    kinds = {(found.granularity, found.format, found.zeros is None) for found in (first, second, last)}
+    kinds = {(each.granularity, each.format, each.zeros is None) for each in (first, second, last)}
     if len(kinds) > 1:
         return "gate, up and down differ in format, groups or zero points"
     return None
@@ -161,8 +161,8 @@ def activation_name(gate: Callable[[Tensor], Tensor]) -> str | None:
         gate: function from [T, 2I], gate first, to [T, I]; it is recognised by its results.
     """
     up = _PROBED.flip(1) + 0.5
-    found = gate(torch.cat((_PROBED, up), dim=1))
+    output = gate(torch.cat((_PROBED, up), dim=1))
     for name in ACTIVATIONS:
-        if torch.allclose(found, gated_product(_PROBED, up, name), rtol=1e-5, atol=2e-5):
+        if torch.allclose(output, gated_product(_PROBED, up, name), rtol=1e-5, atol=2e-5):
             return name
     return None

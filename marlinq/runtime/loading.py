@@ -502,7 +502,7 @@ def contradictions(
 def scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]:
     """A note for a checkpoint whose scales are not exact in ``dtype``; empty for others."""
     stored = {spec.scale_dtype for spec in quantized.modules.values()}
-    rounded = sorted(dtype_name(found) for found in stored if not holds(dtype, found))
+    rounded = sorted(dtype_name(each) for each in stored if not holds(dtype, each))
     if not rounded:
         return []
     target = dtype_name(dtype)

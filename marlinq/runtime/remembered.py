@@ -60,10 +60,10 @@ def recognise_once(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unreco
     kept = noted(name, _anatomy)
     if kept is not None:
         return kept
-    found = recognise(model, blocks_name)
-    if isinstance(found, Anatomy):
-        note(name, _plain(found))
-    return found
+    anatomy = recognise(model, blocks_name)
+    if isinstance(anatomy, Anatomy):
+        note(name, _plain(anatomy))
+    return anatomy
 
 
 def _plain(value: object) -> object:
@@ -87,7 +87,7 @@ def _made(value: Any) -> Any:
 
 
 def _anatomy(value: Any) -> Anatomy:
-    found = _made(value)
-    if not isinstance(found, Anatomy):
+    anatomy = _made(value)
+    if not isinstance(anatomy, Anatomy):
         raise TypeError("an anatomy was expected")
-    return found
+    return anatomy

@@ -166,13 +166,13 @@ class TextWriter:
             UnsupportedError: the model ends nearly all of its documents at once.
         """
         start = time.perf_counter()
-        found: list[tuple[int, ...]] = []
+        rows: list[tuple[int, ...]] = []
         total = 0
         first_round = self._round
         room_of_a_round = self._rows * self._max_length
         most = max(_FEWEST_ROUNDS, -(-_SMALL_SHARE * tokens // room_of_a_round))
         self._progress(STAGE, 0, tokens)
-        while total < tokens and (documents is None or len(found) < documents):
+        while total < tokens and (documents is None or len(rows) < documents):
             if self._round - first_round == most:
                 raise UnsupportedError(
                     f"{self._loaded.path}: the model ends its documents at once: {total} tokens in "
@@ -183,14 +183,14 @@ class TextWriter:
                 cut = document[:room]
                 if len(cut) < min(MIN_TOKENS, self._max_length, tokens):
                     continue
-                found.append(cut)
+                rows.append(cut)
                 total += len(cut)
-                if total >= tokens or len(found) == documents:
+                if total >= tokens or len(rows) == documents:
                     break
             if 0 < tokens - total < MIN_TOKENS:
                 break
         self._progress(STAGE, tokens, tokens)
-        return Written(tuple(found), self._round - first_round, time.perf_counter() - start, self.how)
+        return Written(tuple(rows), self._round - first_round, time.perf_counter() - start, self.how)
 
     def _write_round(self, tokens: int, total: int) -> list[tuple[int, ...]]:
         """As many documents as there are rows."""

@@ -37,7 +37,7 @@ class AutoRoundDialect(Dialect):
             )
         default = _scheme(keys, keys)
         named: list[Rule[Scheme]] = []
-        found: list[Rule[Scheme]] = []
+        rules: list[Rule[Scheme]] = []
         for name, changes in keys.mapping("extra_config").items():
             if not isinstance(changes, dict):
                 raise CheckpointError(
@@ -47,8 +47,8 @@ class AutoRoundDialect(Dialect):
             kept = changes.get("bits", keys.raw.get("bits")) == _UNQUANTIZED_BITS
             outcome = Keep(f"extra_config: {name} has 16 bits") if kept else _scheme(inner, keys)
             named += [Rule(keys.exact(name), outcome), Rule(keys.named(name), outcome)]
-            found.append(Rule(keys.search(name), outcome))
-        return QuantizationConfig(_FORMATS[packing], Rules(default, (*named, *found)))
+            rules.append(Rule(keys.search(name), outcome))
+        return QuantizationConfig(_FORMATS[packing], Rules(default, (*named, *rules)))
 
     def write(
         self, form: Format, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]

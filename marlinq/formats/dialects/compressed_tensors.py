@@ -99,7 +99,7 @@ class CompressedTensorsDialect(Dialect):
         drafts, others = whole_drafts(unquantized, schemes)
         ordered = sorted(dict.fromkeys(schemes.values()), key=lambda scheme: scheme == default)
         for index, scheme in enumerate(ordered):
-            members = [name for name, found in schemes.items() if found == scheme]
+            members = [name for name, own in schemes.items() if own == scheme]
             # A class target does not reach lm_head in every loader, so it is always named.
             named = [name for name in members if is_head(name)] if scheme == default else members
             targets = ["re:" + names_pattern(named, schemes, wrapped=wrapped)] if named else []
@@ -173,11 +173,11 @@ def _element(weights: Keys) -> Element:
     kind = weights.raw.get("type", "int")
     if kind == "int":
         return weights.element("num_bits")
-    found = _FLOATS.get(weights.integer("num_bits")) if kind == "float" else None
-    if found is None:
+    element = _FLOATS.get(weights.integer("num_bits")) if kind == "float" else None
+    if element is None:
         bits = weights.raw.get("num_bits")
         raise UnsupportedError(f"{weights.where}: type {kind!r} of {bits!r} bits is not supported")
-    return found
+    return element
 
 
 def _granularity(settings: Keys) -> Granularity:

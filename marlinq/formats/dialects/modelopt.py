@@ -109,10 +109,10 @@ def _group_size(scheme: Scheme) -> dict[str, int]:
 
 
 def _algorithm(form: Format, scheme: Scheme) -> str:
-    found = next((name for name, other in _ALGORITHMS.items() if other == scheme), None)
-    if found is None:
+    algorithm = next((name for name, other in _ALGORITHMS.items() if other == scheme), None)
+    if algorithm is None:
         raise ConversionRefused(f"{form.name}: {scheme.describe()}; it has no name for that")
-    return found
+    return algorithm
 
 
 def _scheme(keys: Keys, algorithm: object) -> Scheme:

@@ -31,8 +31,8 @@ _ANY_EXPERT = r"(?:\.\d+\.[^.]+)?"
 
 def expert_layer(name: str) -> str | None:
     """``model.layers.3.mlp.experts`` for the name of one expert's linear, else None."""
-    found = _EXPERT.fullmatch(name)
-    return None if found is None else found[1]
+    match = _EXPERT.fullmatch(name)
+    return None if match is None else match[1]
 
 
 def with_whole_experts(members: Sequence[str], others: Iterable[str]) -> list[str]:
@@ -84,16 +84,16 @@ def whole_drafts(names: Sequence[str], others: Iterable[str]) -> tuple[list[str]
     others = set(others)
     lists: dict[str, set[int]] = {}
     for name in others:
-        if (found := _NUMBERED.match(name)) is not None:
-            lists.setdefault(found[1], set()).add(int(found[2]))
+        if (match := _NUMBERED.match(name)) is not None:
+            lists.setdefault(match[1], set()).add(int(match[2]))
     patterns: dict[str, None] = {}
     rest = []
     for name in names:
-        found = _NUMBERED.match(name)
+        match = _NUMBERED.match(name)
         if name.startswith(_DRAFT) and not any(other.startswith(_DRAFT) for other in others):
             patterns[WHOLE_DRAFT] = None
-        elif found is not None and found[1] in lists and int(found[2]) > max(lists[found[1]]):
-            patterns[f"{_stem_pattern(found[1], wrapped=True)}\\.{found[2]}\\..*"] = None
+        elif match is not None and match[1] in lists and int(match[2]) > max(lists[match[1]]):
+            patterns[f"{_stem_pattern(match[1], wrapped=True)}\\.{match[2]}\\..*"] = None
             rest.append(name)
         else:
             rest.append(name)
@@ -102,14 +102,14 @@ def whole_drafts(names: Sequence[str], others: Iterable[str]) -> tuple[list[str]
 
 def both_spellings(names: Iterable[str], *, wrapped: bool) -> list[str]:
     """``names``; of a ``wrapped`` language model also the names that other loaders give them."""
-    found: dict[str, None] = {}
+    spellings: dict[str, None] = {}
     for name in names:
-        found[name] = None
+        spellings[name] = None
         if wrapped and is_head(name):
-            found |= dict.fromkeys(_HEADS)
+            spellings |= dict.fromkeys(_HEADS)
         elif wrapped and (inner := _inside_language_model(name)) is not None:
-            found |= dict.fromkeys(f"{each}.{inner}" for each in _LANGUAGE_MODELS)
-    return list(found)
+            spellings |= dict.fromkeys(f"{each}.{inner}" for each in _LANGUAGE_MODELS)
+    return list(spellings)
 
 
 def without_prefix(name: str) -> str:
@@ -151,13 +151,13 @@ def names_pattern(members: Sequence[str], others: Iterable[str], *, wrapped: boo
     blocks: dict[tuple[str, str], list[str]] = {}
     plain: list[str] = []
     for name in names:
-        found = re.fullmatch(r"(.*?)\.(\d+)\.(.*)", name)
+        match = re.fullmatch(r"(.*?)\.(\d+)\.(.*)", name)
         tail = _ANY_EXPERT if name in layers else ""
-        if found is None:
+        if match is None:
             spellings = _HEADS if wrapped and is_head(name) else (name,)
             plain += [re.escape(each) + tail for each in spellings]
         else:
-            blocks.setdefault((found[1], re.escape(found[3]) + tail), []).append(found[2])
+            blocks.setdefault((match[1], re.escape(match[3]) + tail), []).append(match[2])
     by_numbers: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (stem, inner), numbers in blocks.items():
         by_numbers.setdefault((stem, tuple(numbers)), []).append(inner)

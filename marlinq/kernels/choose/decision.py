@@ -157,10 +157,10 @@ def model_choice(problem: Problem, device: Device, demanded: Demands) -> Estimat
 def _model_choice(
     problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant, ...]
 ) -> Estimated:
-    found = _all_estimates(problem, device, demanded, variants)
+    candidates = _all_estimates(problem, device, demanded, variants)
     if demanded.batch_invariant:
         order = _invariant_order(replace(problem, m=1), device, demanded, variants)
-        found = (candidate for candidate in found if candidate[2].order_of_sums(problem) == order)
+        candidates = (candidate for candidate in candidates if candidate[2].order_of_sums(problem) == order)
 
     def cost(candidate: Estimated) -> float:
         seconds, _, config = candidate
@@ -169,7 +169,7 @@ def _model_choice(
             return seconds - _OVERLAP_SECONDS
         return seconds
 
-    best = min(found, key=cost, default=None)
+    best = min(candidates, key=cost, default=None)
     if best is None:
         raise UnsupportedError(
             f"{problem.format.operator}: no variant fits {device.architecture} with "

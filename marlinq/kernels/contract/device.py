@@ -89,10 +89,10 @@ class Device:
         divide a GPC leave multiprocessors idle: on an H200, clusters of three and more (docs/kernels.md,
         "Bandwidth and floor").
         """
-        found = self._resident.get((cluster, blocks))
-        if found is None:
-            found = self._resident[cluster, blocks] = cluster * self._clusters_at_once(cluster, blocks)
-        return found
+        count = self._resident.get((cluster, blocks))
+        if count is None:
+            count = self._resident[cluster, blocks] = cluster * self._clusters_at_once(cluster, blocks)
+        return count
 
     @cached_property
     def _resident(self) -> dict[tuple[int, int], int]:
@@ -191,14 +191,14 @@ def device_of(gpu: GpuProperties, clusters: tuple[tuple[int, ...], ...] = ()) ->
     major, minor = gpu.capability
     architecture = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
     name = slug(gpu.name)
-    found = Device(architecture, gpu.multiprocessors, gpu.shared_bytes, clusters=clusters, name=name)
+    device = Device(architecture, gpu.multiprocessors, gpu.shared_bytes, clusters=clusters, name=name)
     # A MIG slice has the name, but fewer multiprocessors and less bandwidth.
     if (name, gpu.multiprocessors) == (H200.name, H200.multiprocessors):
-        return replace(found, measured=True)
+        return replace(device, measured=True)
     clock = gpu.clock_khz * 1e3 * _CLOCK_SHARE or H200.clock
     peak = 2 * gpu.memory_clock_khz * 1e3 * gpu.memory_bus_bits / 8
     return replace(
-        found,
+        device,
         bandwidth=peak * _BANDWIDTH_SHARE or H200.bandwidth,
         cache_bandwidth=_CACHE_BYTES_PER_CYCLE * gpu.multiprocessors * clock,
         cache_bytes=gpu.cache_bytes or H200.cache_bytes,

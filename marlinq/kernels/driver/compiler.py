@@ -115,9 +115,9 @@ def compile_text(
     with _compiled(text, name, architecture, _headers() if headers is None else headers) as program:
         log = _nvrtc().getProgramLog(program)
         cubin = _nvrtc().getCUBIN(program)
-    registers = max((int(found) for found in re.findall(r"Used (\d+) registers", log)), default=0)
-    spills = sum(int(found) for found in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
-    stack = max((int(found) for found in re.findall(r"(\d+) bytes stack frame", log)), default=0)
+    registers = max((int(number) for number in re.findall(r"Used (\d+) registers", log)), default=0)
+    spills = sum(int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
+    stack = max((int(number) for number in re.findall(r"(\d+) bytes stack frame", log)), default=0)
     return CompiledKernel(cubin, registers, spills, stack, log)
 
 

@@ -101,15 +101,15 @@ def _find_allocator() -> _Allocator:
     """
     global _allocator  # noqa: PLW0603
     try:
-        found = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+        allocator = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
     except AttributeError:
         warnings.warn(
             f"torch {torch.__version__} has no _empty_strided_cuda; torch.empty_strided is used instead, and "
             "every product costs the host some microseconds more",
             stacklevel=3,
         )
-        found = _public_empty_strided
-    _allocator = found
+        allocator = _public_empty_strided
+    _allocator = allocator
     return _allocator
 
 
@@ -436,8 +436,8 @@ def gpu_properties(index: int) -> GpuProperties:
 
 def _attribute(device: ctypes.c_int, attribute: int) -> int:
     """A device attribute; 0 if the driver refuses."""
-    found = ctypes.c_int()
-    return found.value if _driver().cuDeviceGetAttribute(ctypes.byref(found), attribute, device) == 0 else 0
+    number = ctypes.c_int()
+    return number.value if _driver().cuDeviceGetAttribute(ctypes.byref(number), attribute, device) == 0 else 0
 
 
 def active_clusters(function: Function, cluster: int, threads: int, shared_bytes: int) -> int:
@@ -450,16 +450,16 @@ def active_clusters(function: Function, cluster: int, threads: int, shared_bytes
     """
     attribute = _Attribute(_CLUSTER, 0, (cluster, 1, 1))
     config = _Config(cluster, 1, 1, threads, 1, 1, shared_bytes, None, ctypes.pointer(attribute), 1)
-    found = ctypes.c_int()
+    count = ctypes.c_int()
     with on_device(function.device_index):
         status = _driver().cuOccupancyMaxActiveClusters(
-            ctypes.byref(found), function.handle, ctypes.byref(config)
+            ctypes.byref(count), function.handle, ctypes.byref(config)
         )
     if status == _INVALID_CLUSTER_SIZE:
         return 0
     if status != 0:
         raise RuntimeError(f"cuOccupancyMaxActiveClusters failed with CUDA error {status}")
-    return found.value
+    return count.value
 
 
 def encode_tensor_map(

@@ -20,15 +20,15 @@ def device_numbers(index: int) -> Device:
     Raises:
         EnvironmentProblem: the GPU is older than compute capability 8.0.
     """
-    found = device_of(gpu_properties(index))
-    if found.capability < 80:
-        major, minor = divmod(found.capability, 10)
+    device = device_of(gpu_properties(index))
+    if device.capability < 80:
+        major, minor = divmod(device.capability, 10)
         raise EnvironmentProblem(
             f"GPU {index} has compute capability {major}.{minor}; the kernels need 8.0 or later"
         )
-    if not found.has_clusters:
-        return found
-    return replace(found, clusters=_clusters(found.architecture, found.shared_bytes, index))
+    if not device.has_clusters:
+        return device
+    return replace(device, clusters=_clusters(device.architecture, device.shared_bytes, index))
 
 
 def _clusters(architecture: str, shared_bytes: int, index: int) -> tuple[tuple[int, ...], ...]:

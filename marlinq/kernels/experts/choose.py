@@ -65,8 +65,8 @@ class Costs:
     Attributes:
         fixed: seconds of a layer's four or five launches without any work.
         gathered: seconds per element of sorted activations to gather it and to add it to the result.
-        overlap: exponent p of the p-norm that combines memory, issue and tensor-core time of a chunk (p = 1:
-            they add; p large: the longest counts).
+        overlap: factor on the bandwidth of device memory. The p-norm (p = 4) of memory, warpgroup and issue
+            time of a chunk exceeds the longest of them, also where memory alone bounds a chunk.
         chunk: cycles a warpgroup needs per chunk, whatever it multiplies.
         word: cycles a warpgroup adds per row of 16 channels and 16 columns of a warp.
         row: cycles a warpgroup adds per row of the tile, 16 channels and 16 columns of a warp.
@@ -124,10 +124,10 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
     Raises:
         UnsupportedError: more than :data:`MOST_EXPERTS` experts, or no configuration fits the layer.
     """
-    found = direct(shape, device)
+    unsorted = direct(shape, device)
     variants = sorted_variants(shape, device)
-    if found is not None and (not variants or found[1] < variants[0][0]):
-        return found[0]
+    if unsorted is not None and (not variants or unsorted[1] < variants[0][0]):
+        return unsorted[0]
     if variants:
         return variants[0][1]
     if device.has_warpgroups and shape.experts > MOST_EXPERTS:
@@ -146,9 +146,9 @@ def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] 
     if device.has_warpgroups and shape.pairs > _DIRECT_PAIRS:
         return None
     best = [
-        min(found, key=lambda timed: timed[0])
+        min(timed_configs, key=lambda timed: timed[0])
         for gated in (True, False)
-        if (found := [*_alone(shape, device, gated=gated), *_shared(shape, device, gated=gated)])
+        if (timed_configs := [*_alone(shape, device, gated=gated), *_shared(shape, device, gated=gated)])
     ]
     return _direct_decision(shape, best) if len(best) == 2 else None
 
@@ -160,9 +160,9 @@ def direct_variants(shape: ExpertsShape, device: Device) -> list[tuple[float, Di
         return []
     ways = []
     for way in (_alone, _shared):
-        found = [list(way(shape, device, gated=gated)) for gated in (True, False)]
-        if all(found):
-            ways.append([min(timed, key=lambda one: one[0]) for timed in found])
+        timed_configs = [list(way(shape, device, gated=gated)) for gated in (True, False)]
+        if all(timed_configs):
+            ways.append([min(timed, key=lambda one: one[0]) for timed in timed_configs])
     return [(seconds, decision) for decision, seconds in (_direct_decision(shape, best) for best in ways)]
 
 
@@ -194,8 +194,8 @@ def _alone(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tupl
     for config in stream.candidates(wide, device):
         if config.parts % slots == 0:
             seconds, _ = stream.estimate(wide, device, config)
-            found = DirectConfig(config, gated, shape.top, biased=shape.biased)
-            yield seconds * max(_INSTRUCTIONS, share + _AGAIN * (1 - share)), found
+            config_of_pairs = DirectConfig(config, gated, shape.top, biased=shape.biased)
+            yield seconds * max(_INSTRUCTIONS, share + _AGAIN * (1 - share)), config_of_pairs
 
 
 def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tuple[float, DirectConfig]]:
@@ -237,9 +237,9 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
             stages = min(fitting, max(3, useful), 8)
             if stages < 3:
                 continue
-            found = replace(config, tile=replace(tile, stages=stages))
-            seconds, _ = stream.estimate(wide, device, found.tile)
-            yield _TOGETHER * seconds * (share + _AGAIN * (1 - share)) + segments * _SEGMENT, found
+            staged = replace(config, tile=replace(tile, stages=stages))
+            seconds, _ = stream.estimate(wide, device, staged.tile)
+            yield _TOGETHER * seconds * (share + _AGAIN * (1 - share)) + segments * _SEGMENT, staged
 
 
 def _touched(shape: ExpertsShape, rows: int) -> float:
@@ -251,7 +251,7 @@ def sorted_variants(shape: ExpertsShape, device: Device) -> list[tuple[float, So
     """Estimated seconds and decision of every way with sorting that fits, the fastest first."""
     if not device.has_warpgroups or shape.experts > MOST_EXPERTS:
         return []
-    found = []
+    timed = []
     for columns, tile_m, local_sort in itertools.product(_ROWS_MOST, _TILES_M, (False, True)):
         few = shape.pairs <= _LOCAL_PAIRS and shape.experts <= _LOCAL_EXPERTS
         if local_sort and (tile_m > _LOCAL_TILE or not few):
@@ -269,8 +269,8 @@ def sorted_variants(shape: ExpertsShape, device: Device) -> list[tuple[float, So
             f"{columns.warpgroups} x {64 * columns.words} columns, {columns.blocks} blocks a multiprocessor; "
             f"{1e6 * seconds:.1f} us expected"
         )
-        found.append((seconds, SortedDecision(gate_up, down, reason)))
-    return sorted(found, key=lambda pair: pair[0])
+        timed.append((seconds, SortedDecision(gate_up, down, reason)))
+    return sorted(timed, key=lambda pair: pair[0])
 
 
 def sorted_seconds(shape: ExpertsShape, device: Device, tile_m: int, columns: Columns) -> float:
@@ -299,10 +299,10 @@ def sorted_seconds(shape: ExpertsShape, device: Device, tile_m: int, columns: Co
 def decisions(shape: ExpertsShape, device: Device) -> list[ExpertsDecision]:
     """Decisions worth measuring: both without sorting, and those with sorting whose estimate is near the
     least."""
-    found: list[ExpertsDecision] = [decision for _, decision in direct_variants(shape, device)]
+    unsorted: list[ExpertsDecision] = [decision for _, decision in direct_variants(shape, device)]
     variants = sorted_variants(shape, device)
     return [
-        *found,
+        *unsorted,
         *(decision for seconds, decision in variants if seconds < _WORTH_MEASURING * variants[0][0]),
     ]
 

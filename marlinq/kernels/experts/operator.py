@@ -57,11 +57,11 @@ def routed_experts(
     gate_up, down = experts
     if (gate_up.format, gate_up.granularity) != (down.format, down.granularity):
         raise ValueError("gate_up and down: expected one weight format and granularity")
-    found: Tensor = torch.ops.marlinq.routed_experts.default(
+    result: Tensor = torch.ops.marlinq.routed_experts.default(
         *(x, ids, weights, gate_up.words, gate_up.scales, gate_up.zeros, down.words, down.scales, down.zeros),
         *(down.format.name, down.granularity.group_size, activation, expert_map, gate_up.bias, down.bias),
     )
-    return found
+    return result
 
 
 def check_experts(

@@ -268,7 +268,7 @@ def bench_decode(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(loaded.device)
     cells: list[DecodeCell] = []
-    found = None
+    step_profile = None
     for batch in batches:
         for context in contexts:
             with boundaries.forward(loaded.path):
@@ -284,7 +284,9 @@ def bench_decode(
             cells.append(DecodeCell(batch, context, first, step, nbytes, own.decoder.decision))
             if profile is not None and batch == batches[-1] and context == contexts[-1]:
                 own.prefill(run.prompts(batch, context))
-                found = profile_steps(partial(own.steps, _PROFILED_STEPS), _PROFILED_STEPS, Path(profile))
+                step_profile = profile_steps(
+                    partial(own.steps, _PROFILED_STEPS), _PROFILED_STEPS, Path(profile)
+                )
     peak = torch.cuda.max_memory_allocated(loaded.device) if on_gpu else 0
     if "transformers" in against:
         cells = _against_transformers(loaded, _twin_blueprint(checkpoint, loaded), run, cells)
@@ -302,7 +304,7 @@ def bench_decode(
         load_seconds=load_seconds,
         weight_bytes=weight_bytes(loaded.model, 1),
         peak_bytes=peak,
-        profile=found,
+        profile=step_profile,
         notes=tuple(how),
     )
 

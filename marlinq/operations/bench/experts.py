@@ -89,12 +89,12 @@ def bench_experts(
         if name not in EXPERT_PEERS:
             raise UsageError(f"peer {name!r}: expected one of {', '.join(EXPERT_PEERS)}")
     layers = layers_named(models)
-    found = resolve_device(device)
-    if found.type != "cuda":
+    gpu = resolve_device(device)
+    if gpu.type != "cuda":
         raise EnvironmentProblem("bench experts measures a GPU, and there is none here")
     # A plain "cuda" has no index, whatever the annotation says.
-    index = torch.cuda.current_device() if found.index is None else found.index  # type: ignore[redundant-expr]
-    found = torch.device("cuda", index)
+    index = torch.cuda.current_device() if gpu.index is None else gpu.index  # type: ignore[redundant-expr]
+    gpu = torch.device("cuda", index)
     granularity = Granularity.from_group_size(group_size)
     notes: list[str] = []
     contenders: list[ExpertsContender] = [MarlinqExperts()]
@@ -105,10 +105,10 @@ def bench_experts(
             contenders.append(peer)
         else:
             notes.append(f"{name} was left out: {reason}")
-    peak = peak_rate(found, _DTYPES[dtype])
+    peak = peak_rate(gpu, _DTYPES[dtype])
     cold: dict[str, float] = {}
     cells: list[Cell] = []
-    with torch.cuda.device(found):
+    with torch.cuda.device(gpu):
         begun = time.perf_counter()
         shapes = [
             ExpertsShape(
@@ -119,7 +119,7 @@ def bench_experts(
             for layer in layers
             for m in batches
         ]
-        compiled = precompile_experts(shapes, "silu", found.index)
+        compiled = precompile_experts(shapes, "silu", gpu.index)
         notes.append(f"{compiled} kernels compiled in {time.perf_counter() - begun:.1f} s before timing")
         for layer in layers:
             begun = time.perf_counter()
@@ -128,7 +128,7 @@ def bench_experts(
                 granularity,
                 asymmetric=asymmetric,
                 dtype=_DTYPES[dtype],
-                device=found,
+                device=gpu,
                 weight_format=weight_format,
             )
             cold[layer.name] = cold_read_seconds(weights.gate_up.words, weights.gate_up.scales)
@@ -144,7 +144,7 @@ def bench_experts(
         "medians; peers without sorting, humming with our sum, the others with dense weights of 16 bits"
     )
     return KernelBench(
-        hardware=hardware_line(found),
+        hardware=hardware_line(gpu),
         dtype=dtype,
         weights=weight_format.name,
         group_size=group_size,

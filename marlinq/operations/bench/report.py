@@ -107,7 +107,7 @@ class KernelBench(Shown):
     def geometric_means(self) -> dict[str, dict[int, float]]:
         """Contender -> batch size -> geometric mean of time over floor, over the layers that it ran."""
         rows = [*self.contenders, *(["best peer"] if len(self.contenders) > 1 else [])]
-        found = {
+        means_of = {
             name: {
                 m: mean
                 for m in self.batches
@@ -116,12 +116,12 @@ class KernelBench(Shown):
             }
             for name in rows
         }
-        return {name: means for name, means in found.items() if means}
+        return {name: means for name, means in means_of.items() if means}
 
     def behind(self) -> tuple[Cell, ...]:
         """Cells where marlinq takes more than 3 % longer than the best peer, worst first."""
-        found = [cell for cell in self.cells if cell.behind is not None and cell.behind > _BEHIND]
-        return tuple(sorted(found, key=lambda cell: -(cell.behind or 0.0)))
+        slower = [cell for cell in self.cells if cell.behind is not None and cell.behind > _BEHIND]
+        return tuple(sorted(slower, key=lambda cell: -(cell.behind or 0.0)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; times in seconds."""

@@ -68,23 +68,23 @@ def layers_of(models: Iterable[str], shapes: Iterable[str], group_size: int) -> 
     Raises:
         UsageError: an unknown model, a malformed shape, or one the kernels or the group size can't divide.
     """
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for model in models:
         if model not in MODELS:
             raise UsageError(f"model {model!r} is not known; expected one of {', '.join(MODELS)}")
-        found += MODELS[model].layers(model)
+        layers += MODELS[model].layers(model)
     for text in shapes:
         match = re.fullmatch(r"(?:([^=]+)=)?(\d+)x(\d+)", text)
         if match is None:
             raise UsageError(f"shape {text!r}: expected NxK or NAME=NxK, such as o=4096x4096")
-        found.append(Layer(match[1] or text, int(match[2]), int(match[3])))
-    for layer in found:
+        layers.append(Layer(match[1] or text, int(match[2]), int(match[3])))
+    for layer in layers:
         if layer.n < 64 or layer.k < 64 or layer.n % 64 or layer.k % 64:
             raise UsageError(f"{layer.name}: N={layer.n} and K={layer.k} must be positive multiples of 64")
         if group_size > 0 and layer.k % group_size:
             raise UsageError(
                 f"{layer.name}: K={layer.k} is not a multiple of group size {group_size}; choose a smaller"
             )
-    if not found:
+    if not layers:
         raise UsageError("nothing to measure; name a model or a shape")
-    return tuple(found)
+    return tuple(layers)

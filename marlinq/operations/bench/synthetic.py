@@ -259,15 +259,15 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
 
 def _quantised(blueprint: Blueprint, model: PreTrainedModel, wanted: Synthetic) -> list[Projection]:
     # Projections of a delta net's betas and steps stay in 16 bits, as ``quantize`` leaves them.
-    found = [
+    quantised = [
         one
         for one in blueprint.projections()
         if one.expert is None and one.out_features % 64 == 0 and wanted.scheme != "16"
     ]
     if wanted.head == "int4":
         module = model.get_output_embeddings()
-        found += [one for one in blueprint.others if model.get_submodule(one.module) is module]
-    return found
+        quantised += [one for one in blueprint.others if model.get_submodule(one.module) is module]
+    return quantised
 
 
 def _random_grouped(

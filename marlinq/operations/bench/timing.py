@@ -107,7 +107,7 @@ def time_in_turn(
                 spans[name].append(span / graphs[name][1])
             if not sustained:
                 time.sleep(span)
-    return {name: statistics.median(found) for name, found in spans.items()}
+    return {name: statistics.median(listed) for name, listed in spans.items()}
 
 
 def cold_read_seconds(words: Tensor, scales: Tensor) -> float:

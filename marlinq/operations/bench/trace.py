@@ -62,18 +62,18 @@ def profile_steps(run: Callable[[], None], steps: int, path: Path) -> StepProfil
         torch.cuda.synchronize()
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
-    found = [
+    spans = [
         (str(event.name), event.time_range.start, event.time_range.end)
         for event in profiler.events()
         if event.device_type == DeviceType.CUDA and event.time_range.end > event.time_range.start
     ]
-    return summarise(found, steps, str(path))
+    return summarise(spans, steps, str(path))
 
 
-def summarise(found: list[tuple[str, float, float]], steps: int, trace: str) -> StepProfile:
+def summarise(spans: list[tuple[str, float, float]], steps: int, trace: str) -> StepProfile:
     """The profile of ``steps`` steps from kernels (name, start, end) in microseconds."""
     sums: dict[str, list[float]] = defaultdict(list)
-    for name, start, end in found:
+    for name, start, end in spans:
         sums[_short(name)].append(end - start)
     total = sum(sum(times) for times in sums.values()) or 1.0
     kernels = [
@@ -81,10 +81,10 @@ def summarise(found: list[tuple[str, float, float]], steps: int, trace: str) -> 
         for name, times in sums.items()
     ]
     busy, reached = 0.0, float("-inf")
-    for _, start, end in sorted(found, key=lambda one: one[1]):
+    for _, start, end in sorted(spans, key=lambda one: one[1]):
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    span = max((end for _, _, end in found), default=0.0) - min((start for _, start, _ in found), default=0.0)
+    span = max((end for _, _, end in spans), default=0.0) - min((start for _, start, _ in spans), default=0.0)
     return StepProfile(
         kernels=tuple(sorted(kernels, key=lambda kernel: -kernel.seconds)),
         span_seconds=span / steps * 1e-6,

@@ -192,7 +192,7 @@ def _recasts(source: QuantizedCheckpoint, target: Format, scheme: NamedScheme | 
     Raises:
         ConversionRefused: a module's scheme can't be changed to the wanted one.
     """
-    found: dict[str, Recast] = {}
+    recasts: dict[str, Recast] = {}
     for name, spec in source.modules.items():
         wanted = spec.scheme if scheme is None else scheme.example(spec.scheme)
         if target.scheme_refusal(wanted) is not None:
@@ -201,8 +201,8 @@ def _recasts(source: QuantizedCheckpoint, target: Format, scheme: NamedScheme | 
         if isinstance(way, str):
             raise ConversionRefused(f"{source.checkpoint.path}: {name}: {way}")
         if way is not None:
-            found[name] = way
-    return found
+            recasts[name] = way
+    return recasts
 
 
 def _excluded_shapes(
@@ -212,21 +212,21 @@ def _excluded_shapes(
     strict_marlin: bool,
     skip_unsupported: bool,
 ) -> dict[str, Keep]:
-    found: dict[str, Keep] = {}
+    excluded: dict[str, Keep] = {}
     for name, spec in specs.items():
         reason = source.mismatch(name)
         if reason is not None:
             raise CheckpointError(f"{source.checkpoint.path}: {name}.{reason}")
         reason = _shape_refusal(target, spec, strict_marlin)
         if reason is not None:
-            found[name] = Keep(reason)
-    if found and not skip_unsupported:
-        others = f" ({len(found) - 1} more modules have shapes it can't hold)" if len(found) > 1 else ""
+            excluded[name] = Keep(reason)
+    if excluded and not skip_unsupported:
+        others = f" ({len(excluded) - 1} more modules have shapes it can't hold)" if len(excluded) > 1 else ""
         raise ConversionRefused(
-            f"{source.checkpoint.path}: {target.name} can't hold {_first(found)}{others}; "
+            f"{source.checkpoint.path}: {target.name} can't hold {_first(excluded)}{others}; "
             "--skip-unsupported keeps such modules unquantised"
         )
-    return found
+    return excluded
 
 
 def _shape_refusal(target: Format, spec: ModuleSpec, strict_marlin: bool) -> str | None:

@@ -23,7 +23,7 @@ def with_sparsity(
         CheckpointError: a mask is damaged.
     """
     wanted = target.sparsity
-    found: dict[str, ModuleSpec] = {}
+    sparse: dict[str, ModuleSpec] = {}
     for done, (name, spec) in enumerate(specs.items()):
         if wanted is not None or source.layouts[name].mask_key is not None:
             progress("checking masks", done, len(specs))
@@ -33,5 +33,5 @@ def with_sparsity(
                     f"{source.checkpoint.path}: {name}: {target.name} holds {wanted.describe()} weights "
                     f"only, and {reason}; quantize --sparsity {wanted.name} makes such weights"
                 )
-        found[name] = replace(spec, scheme=replace(spec.scheme, sparsity=wanted))
-    return found
+        sparse[name] = replace(spec, scheme=replace(spec.scheme, sparsity=wanted))
+    return sparse

@@ -241,7 +241,7 @@ def evaluate(
 
     if keep and not isinstance(model, LoadedModel) and local_folder(model) is None:
         raise UsageError(f"--keep: {os.fspath(model)} is no local folder; leave it out")
-    found = None if tasks is None else check_tasks(tasks)
+    checked_tasks = None if tasks is None else check_tasks(tasks)
 
     def opened(source: Source, revision: str | None = None) -> LoadedModel:
         if isinstance(source, LoadedModel):
@@ -268,8 +268,8 @@ def evaluate(
     seconds = time.perf_counter() - start
     nll = sums.nll / sums.tokens
     scores: tuple[TaskScore, ...] = ()
-    if tasks is not None and found is not None:
-        scores = run_tasks(found, tasks, loaded, original, progress)
+    if tasks is not None and checked_tasks is not None:
+        scores = run_tasks(checked_tasks, tasks, loaded, original, progress)
     notes = loaded.report() if original is None else [*loaded.report(), *original.report()]
     evaluation = Evaluation(
         model=str(loaded.path),

@@ -115,10 +115,10 @@ def server_named(name: str) -> Server | None:
     """
     if name == OWN:
         return None
-    found = next((server for server in servers() if server.name.lower() == name), None)
-    if found is None:
+    named = next((server for server in servers() if server.name.lower() == name), None)
+    if named is None:
         raise ValueError(f"no server is called {name!r}")
-    return found
+    return named
 
 
 def loading_refusal(server: Server, layers: Mapping[str, Layer], whole: Whole) -> str | None:
@@ -160,10 +160,10 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
         return refused(f"{heads[0]}: {reason}")
     if reason := _experts_refusal(server, loading, layers):
         return refused(reason)
-    found = {name: _part(server, loading, name, layer, asked) for name, layer in layers.items()}
-    if reason := _first_of({n: part for n, part in found.items() if isinstance(part, str)}):
+    judged = {name: _part(server, loading, name, layer, asked) for name, layer in layers.items()}
+    if reason := _first_of({n: part for n, part in judged.items() if isinstance(part, str)}):
         return refused(reason)
-    parts = {name: part for name, part in found.items() if isinstance(part, Layer)}
+    parts = {name: part for name, part in judged.items() if isinstance(part, Layer)}
     gates = {name: _gate(server, loading, layer) for name, layer in parts.items()}
     if reason := _first_of(gates):
         return refused(reason)
@@ -192,7 +192,7 @@ def _rule_refusal(name: str, unit: Layer, whole: Whole) -> str | None:
 
 def _floats_verdict(server: Server, layers: Mapping[str, Layer], whole: Whole) -> tuple[str, str]:
     """(kernels that multiply floating-point weights, why the server does not load them); one is empty."""
-    found: dict[str, Floats] = {}
+    kinds: dict[str, Floats] = {}
     for name, layer in layers.items():
         rule = next(
             (each for each in server.floats if whole.layout in each.names and layer.named in each.schemes),
@@ -205,11 +205,11 @@ def _floats_verdict(server: Server, layers: Mapping[str, Layer], whole: Whole) -
         ragged = layer.in_features % (block.channels or 1) or layer.out_features % (block.outputs or 1)
         if rule.whole_blocks and block.kind == "block" and ragged:
             return "", f"{name}: {server.name} reads blocks that are cut short wrong"
-        found[name] = rule
+        kinds[name] = rule
     for parent, members in experts(layers).items():
-        if not all(found[name].experts for name in members):
+        if not all(kinds[name].experts for name in members):
             return "", f"{parent}: {server.name} does not load experts of such weights"
-    return "; ".join(dict.fromkeys(rule.runs for rule in found.values())), ""
+    return "; ".join(dict.fromkeys(rule.runs for rule in kinds.values())), ""
 
 
 def _plain_refusal(server: Server, layers: Iterable[str], whole: Whole) -> str | None:
@@ -495,11 +495,11 @@ def _first_of(reasons: Mapping[str, str | None], everything: int | None = None) 
         reasons: name -> reason, or None.
         everything: number of judged layers; where one reason holds for all of them, it stands without a name.
     """
-    found = [(name, reason) for name, reason in reasons.items() if reason is not None]
-    if not found:
+    refused = [(name, reason) for name, reason in reasons.items() if reason is not None]
+    if not refused:
         return None
-    name, reason = found[0]
-    if len(found) == everything and len({each for _, each in found}) == 1:
+    name, reason = refused[0]
+    if len(refused) == everything and len({each for _, each in refused}) == 1:
         return reason
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
     return f"{name}: {reason}{more}"

@@ -218,15 +218,15 @@ def _fused_rules(quantized: QuantizedCheckpoint) -> dict[str, tuple[object, ...]
     """Settings that GPTQ's ``dynamic`` rules give the names that servers use for fused layers."""
     if not quantized.config.raw.get("dynamic"):
         return {}
-    found: dict[str, tuple[object, ...] | None] = {}
+    rules: dict[str, tuple[object, ...] | None] = {}
     for server in servers():
         for whole, members in server.fused.items():
             for name, spec in quantized.modules.items():
                 parent, _, last = name.rpartition(".")
                 if last == members[0]:
                     fused = f"{parent}.{whole}"
-                    found[fused] = _said(quantized, fused, spec)
-    return found
+                    rules[fused] = _said(quantized, fused, spec)
+    return rules
 
 
 def _said(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec) -> tuple[object, ...] | None:
@@ -268,18 +268,18 @@ def _facts(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec, stored: 
 
 
 def _symmetry(facts: list[ModuleFacts]) -> str:
-    found = {module.symmetric for module in facts}
-    if None in found:
+    kinds = {module.symmetric for module in facts}
+    if None in kinds:
         return "unknown"
-    return "mixed" if len(found) > 1 else "symmetric" if True in found else "asymmetric"
+    return "mixed" if len(kinds) > 1 else "symmetric" if True in kinds else "asymmetric"
 
 
 def _order(quantized: QuantizedCheckpoint, facts: list[ModuleFacts]) -> str:
     extras = any(spec.extras for spec in quantized.modules.values())
     if not extras and not any(layout.stores_order for layout in quantized.layouts.values()):
         return "none"
-    found = {module.g_idx for module in facts}
-    return found.pop() if len(found) == 1 else "mixed"
+    kinds = {module.g_idx for module in facts}
+    return kinds.pop() if len(kinds) == 1 else "mixed"
 
 
 def _notes(

@@ -159,11 +159,11 @@ def unknown_axes(names: Collection[str]) -> list[str]:
 
 def experts(layers: Mapping[str, Layer]) -> dict[str, dict[str, Layer]]:
     """The linears of experts, by layer: ``...mlp.experts`` -> name -> linear."""
-    found: dict[str, dict[str, Layer]] = {}
+    by_layer: dict[str, dict[str, Layer]] = {}
     for name, layer in layers.items():
         if (match := _EXPERT.search(name)) is not None:
-            found.setdefault(name[: match.start()] + ".experts", {})[name] = layer
-    return found
+            by_layer.setdefault(name[: match.start()] + ".experts", {})[name] = layer
+    return by_layer
 
 
 def fused(

@@ -43,16 +43,16 @@ def stored_facts(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
     plain, spec = quantized.layouts[module].plain, quantized.modules[module]
     if plain is None:
         return _decoded(quantized, module)
-    found = quantized.tensor_names(module)
+    names = quantized.tensor_names(module)
     symmetric, in_order, sortable = True, True, True
-    if plain.shape in found:
-        shape = _read(quantized, found[plain.shape]).tolist()
+    if plain.shape in names:
+        shape = _read(quantized, names[plain.shape]).tolist()
         if shape != [spec.out_features, spec.in_features]:
             wanted = f"expected [{spec.out_features}, {spec.in_features}] from the codes"
             raise CheckpointError(f"{_place(quantized, module)}: {plain.shape}: {wanted}, found {shape}")
-    if plain.zeros in found:
+    if plain.zeros in names:
         element = spec.scheme.element
-        words = _read(quantized, found[plain.zeros]) & 0xFFFFFFFF
+        words = _read(quantized, names[plain.zeros]) & 0xFFFFFFFF
         if plain.less and _any_slot(words, element.bits, element.codes - plain.less):
             # A slot holds the code of "zero point 0 minus 1", which wraps: its meaning depends on the writer.
             return _decoded(quantized, module)
@@ -61,9 +61,9 @@ def stored_facts(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
         if words.size and words[0] in beside and bool((words == words[0]).all()):
             # One off the middle everywhere: only the codes tell whether another format's zeros are meant.
             return _decoded(quantized, module)
-    if plain.order in found:
+    if plain.order in names:
         where = f"{_place(quantized, module)}.{plain.order}"
-        in_order, sortable = _order(_read(quantized, found[plain.order]), spec, where)
+        in_order, sortable = _order(_read(quantized, names[plain.order]), spec, where)
     return StoredFacts(symmetric, in_order, sortable)
 
 

@@ -212,20 +212,20 @@ class BlockQuantizer:
         """
         of_experts = {name for each in self._blocks[index].experts for name in each.parameters}
         fused = {
-            found.projection.name: found for found in members if found.projection.parameter in of_experts
+            member.projection.name: member for member in members if member.projection.parameter in of_experts
         }
-        members = [found for found in members if found.projection.name not in fused]
+        members = [member for member in members if member.projection.name not in fused]
         by_name = {planned.projection.name: planned for planned in members}
         module = self._instance.model.get_submodule(self._blocks[index].name)
         ways = dict.fromkeys((each.method, each.options) for each in (*members, *fused.values()))
         for method, options in ways:
             method.transform(module, options)
-        if not any(found.method.calibrated for found in members):
+        if not any(member.method.calibrated for member in members):
             self._advance_original(index)
-        calibrated = [found for found in members if found.method.calibrated]
-        alone = [(found.projection.name,) for found in members if not found.method.calibrated]
+        calibrated = [member for member in members if member.method.calibrated]
+        alone = [(member.projection.name,) for member in members if not member.method.calibrated]
         if states is None or not calibrated:
-            gathered = Gathered([(found.projection.name,) for found in calibrated], [], {})
+            gathered = Gathered([(member.projection.name,) for member in calibrated], [], {})
         else:
             outputs = BlockOutputs(self._blocks[index].name, states) if once else None
             moments = {}

@@ -68,7 +68,7 @@ def read_allocation(value: Any) -> dict[str, tuple[str, ...]]:
             f"recipe: allocation: expected modules by candidate ({', '.join(CANDIDATES)}), found "
             f"{shown(value)}"
         )
-    found: dict[str, tuple[str, ...]] = {}
+    by_candidate: dict[str, tuple[str, ...]] = {}
     for name, members in value.items():
         if name not in CANDIDATES:
             raise UsageError(
@@ -78,9 +78,9 @@ def read_allocation(value: Any) -> dict[str, tuple[str, ...]]:
             raise UsageError(
                 f"recipe: allocation: {name}: expected a list of modules, found {shown(members)}"
             )
-        found[name] = tuple(members)
-    _check_once(found.values())
-    return found
+        by_candidate[name] = tuple(members)
+    _check_once(by_candidate.values())
+    return by_candidate
 
 
 def _check_once(lists: Iterable[tuple[str, ...]]) -> None:

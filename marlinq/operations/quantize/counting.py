@@ -21,7 +21,7 @@ def local_tokens(
     Raises:
         MarlinqError: a file can't be read or tokenised; the errors are those of the run itself.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     duplicates = Duplicates()
     for part in recipes_of_parts(recipe):
         if part.source == SELF or Source.parse(part.source, split="train").dataset:
@@ -34,5 +34,5 @@ def local_tokens(
             duplicates=duplicates,
             trust_remote_code=trust_remote_code,
         )
-        found[part.source] = sum(map(len, documents))
-    return found
+        counts[part.source] = sum(map(len, documents))
+    return counts

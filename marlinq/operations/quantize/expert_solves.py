@@ -65,14 +65,14 @@ class ExpertQuantizer:
         notes: dict[str, Any] = {}
         fresh: list[tuple[PlannedModule, QuantizedWeight]] = []
         groups = self._calibration.groups(index, experts, planned, states)
-        for group, found, solved, report in solves_in_turn(groups, self._solve, self._ranks):
+        for group, statistics, solved, report in solves_in_turn(groups, self._solve, self._ranks):
             if keep:
-                fresh.append((found, solved))
+                fresh.append((statistics, solved))
                 if sum(weight.codes.numel() for _, weight in fresh) > BATCH_WEIGHTS:
                     install_all(self._instance, fresh)
                     fresh.clear()
-            told = module_report(found, group.statistics, group.noted(report))
-            notes |= written.add(found, solved, replace(told, tokens=group.tokens))
+            told = module_report(statistics, group.statistics, group.noted(report))
+            notes |= written.add(statistics, solved, replace(told, tokens=group.tokens))
         install_all(self._instance, fresh)
         return notes
 

@@ -114,12 +114,12 @@ class ExpertCalibration:
             states: hidden states that enter the block; None for a method without calibration.
         """
         members = [
-            (tuple(planned[found.name] for found in first), planned[second.name])
+            (tuple(planned[projection.name] for projection in first), planned[second.name])
             for first, second in map(experts.of, range(experts.count))
         ]
         if states is None or not members[0][1].method.calibrated:
             for first, second in members:
-                yield [ExpertGroup((found,), None, 0, None) for found in (*first, second)]
+                yield [ExpertGroup((projection,), None, 0, None) for projection in (*first, second)]
             return
         try:
             yield from self._calibrated(index, experts, members, states)
@@ -136,17 +136,17 @@ class ExpertCalibration:
         every = self._recipe.experts == ALL
         pooled: _Statistics = {}
         for part in _slices(experts.count, self._slice(experts, every)):
-            found = self._gather(index, experts, members, part, states, pooled, all_tokens=every)
+            gathered = self._gather(index, experts, members, part, states, pooled, all_tokens=every)
             if every:
                 group = ExpertGroup(
                     tuple(each for expert in part for each in members[expert][0]),
-                    found[_EVERY, FIRST],
-                    found[_EVERY, FIRST].tokens,
+                    gathered[_EVERY, FIRST],
+                    gathered[_EVERY, FIRST].tokens,
                     None,
                 )
                 yield [group]
-            starved = [] if every else self._starved(part, found)
-            notes = self._relieve(index, experts, members, starved, states, pooled, found)
+            starved = [] if every else self._starved(part, gathered)
+            notes = self._relieve(index, experts, members, starved, states, pooled, gathered)
             for some in _cut(part, _TOGETHER * self._ranks.size):
                 turn = []
                 for expert in some:
@@ -154,16 +154,18 @@ class ExpertCalibration:
                     tokens, note = notes.get(expert, (None, None))
                     groups = (((second,), SECOND),) if every else ((first, FIRST), ((second,), SECOND))
                     for each, product in groups:
-                        statistics = found.pop((expert, product))
+                        statistics = gathered.pop((expert, product))
                         counted = statistics.tokens if tokens is None else tokens
                         turn.append(ExpertGroup(each, statistics, counted, note))
                 yield turn
                 turn.clear()
 
-    def _starved(self, part: Sequence[int], found: _Statistics) -> list[int]:
+    def _starved(self, part: Sequence[int], statistics: _Statistics) -> list[int]:
         least = self._recipe.expert_tokens
         return [
-            expert for expert in part if (expert, FIRST) not in found or found[expert, FIRST].tokens < least
+            expert
+            for expert in part
+            if (expert, FIRST) not in statistics or statistics[expert, FIRST].tokens < least
         ]
 
     def _relieve(
@@ -174,7 +176,7 @@ class ExpertCalibration:
         starved: Sequence[int],
         states: HiddenStates,
         pooled: _Statistics,
-        found: _Statistics,
+        statistics: _Statistics,
     ) -> dict[int, tuple[int, str]]:
         """Completes the statistics ``found`` of experts with too few tokens, and returns expert ->
         (its tokens, sentence on the fallback)."""
@@ -194,16 +196,16 @@ class ExpertCalibration:
         )
         notes = {}
         for expert in starved:
-            tokens = found[expert, FIRST].tokens if (expert, FIRST) in found else 0
+            tokens = statistics[expert, FIRST].tokens if (expert, FIRST) in statistics else 0
             for product, planned in ((FIRST, members[expert][0][0]), (SECOND, members[expert][1])):
                 whole = pooled[_EVERY, FIRST] if product == FIRST else extra.get((expert, SECOND))
                 if way == SHARED and product == SECOND:
                     whole = pooled[_POOL, SECOND]
                 assert whole is not None
-                mine = found.get((expert, product)) or self._new(planned)
+                mine = statistics.get((expert, product)) or self._new(planned)
                 # BLEND: the missing tokens are taken as drawn from all tokens of the layer.
                 mine.blend(whole, share=1 - tokens / least if way == BLEND else 1.0)
-                found[expert, product] = mine
+                statistics[expert, product] = mine
             notes[expert] = (tokens, f"{tokens} tokens, fewer than {least}: {_MEANINGS[way]}")
         return notes
 
@@ -223,7 +225,7 @@ class ExpertCalibration:
         With ``all_tokens``, the input of the first product is the same for every expert; its statistics are
         gathered once per layer and kept in ``pooled``.
         """
-        found: _Statistics = {}
+        statistics: _Statistics = {}
         layer = (_EVERY, FIRST)
         known = layer in pooled
 
@@ -233,24 +235,24 @@ class ExpertCalibration:
                 if known or expert != first:
                     return
                 key = layer
-            if key not in found:
+            if key not in statistics:
                 planned = members[expert]
-                found[key] = self._new(planned[0][0] if product == FIRST else planned[1])
-            found[key].add(x)
+                statistics[key] = self._new(planned[0][0] if product == FIRST else planned[1])
+            statistics[key].add(x)
 
         first = min(part, default=-1)
         if part:
             self._run(index, experts, part, states, receive, all_tokens=all_tokens)
         if not all_tokens:
             keys = [(expert, product) for expert in part for product in (FIRST, SECOND)]
-            self._add_up(found, keys, members)
+            self._add_up(statistics, keys, members)
         elif part:
             layers = [] if known else [layer]
-            self._add_up(found, [*layers, *((expert, SECOND) for expert in part)], members)
+            self._add_up(statistics, [*layers, *((expert, SECOND) for expert in part)], members)
         if all_tokens:
-            pooled.update({layer: found[layer]} if layer in found else {})
-            found[layer] = pooled[layer]
-        return found
+            pooled.update({layer: statistics[layer]} if layer in statistics else {})
+            statistics[layer] = pooled[layer]
+        return statistics
 
     def _pooled(
         self,
@@ -272,7 +274,7 @@ class ExpertCalibration:
 
     def _add_up(
         self,
-        found: _Statistics,
+        statistics: _Statistics,
         keys: Sequence[tuple[int, int]],
         members: Sequence[tuple[tuple[PlannedModule, ...], PlannedModule]],
     ) -> None:
@@ -280,14 +282,14 @@ class ExpertCalibration:
         if self._ranks.size == 1:
             return
         for key in keys:
-            if key not in found:
+            if key not in statistics:
                 first, second = members[max(key[0], 0)]
-                found[key] = self._new(first[0] if key[1] == FIRST else second)
+                statistics[key] = self._new(first[0] if key[1] == FIRST else second)
         everybody = tuple(range(self._ranks.size))
-        add_up({key: found[key] for key in keys}, dict.fromkeys(keys, everybody), self._ranks)
+        add_up({key: statistics[key] for key in keys}, dict.fromkeys(keys, everybody), self._ranks)
         for key in keys:
-            if not found[key].tokens:
-                del found[key]
+            if not statistics[key].tokens:
+                del statistics[key]
 
     def _run(
         self,
@@ -315,17 +317,17 @@ class ExpertCalibration:
             yield self._whole
             return
         limit = _PORTION_BYTES[self._instance.device.type]
-        found: list[ExpertTokens] = []
+        tokens: list[ExpertTokens] = []
         first = True
-        with tapped_layer(self._instance.model, experts, found.append):
+        with tapped_layer(self._instance.model, experts, tokens.append):
             for number in range(self._batches):
                 with suppress(Reached):
                     self._replay.run(index, number, states.load(number))
                 last = number + 1 == self._batches
-                if not last and sum(given.nbytes for given in found) < limit:
+                if not last and sum(given.nbytes for given in tokens) < limit:
                     continue
-                portion = ExpertTokens.joined(found)
-                found.clear()
+                portion = ExpertTokens.joined(tokens)
+                tokens.clear()
                 if first and last:
                     self._whole = portion
                 first = False

@@ -97,18 +97,18 @@ class LossGradients:
             projections: projections that are modules of their own, not parts of a fused parameter.
             states: hidden states that enter the block, of every batch.
         """
-        found = {
+        moments = {
             each.name: HessianAccumulator(each.out_features, device=self._instance.device, name=each.name)
             for each in projections
         }
         with _passes(self._instance.device), ExitStack() as stack:
             for each in projections:
                 module = self._instance.model.get_submodule(each.module)
-                hook = partial(_listen, found[each.name].add)
+                hook = partial(_listen, moments[each.name].add)
                 stack.callback(module.register_forward_hook(hook).remove)
             for job, number in enumerate(self._jobs):
                 self._back(index, job, states.load(number))
-        return found
+        return moments
 
     def weight_gradients(
         self, index: int, parameters: Sequence[str], states: HiddenStates
@@ -132,10 +132,10 @@ class LossGradients:
                 with torch.enable_grad():
                     output = self._replay.call(index, number, states.load(number), leaves)
                 behind = self._stream.load(self._place(index + 1, job))
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     output, list(leaves.values()), behind, allow_unused=True, materialize_grads=True
                 )
-                yield dict(zip(leaves, found, strict=True))
+                yield dict(zip(leaves, gradients, strict=True))
 
     def _place(self, index: int, job: int) -> int:
         return index * len(self._jobs) + job

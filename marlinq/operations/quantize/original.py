@@ -91,17 +91,17 @@ class OriginalStates:
                 tokens differently, so that their inputs can't be compared.
             streams: names of modules whose input, the residual stream, is recorded.
         """
-        found = OriginalRun()
+        run = OriginalRun()
         place = self._places.get(batch)
         if place is None:
-            return found
+            return run
         with (
-            self._tapped(projections, found),
-            streams_at(self._instance.model, streams, found.streams.__setitem__),
+            self._tapped(projections, run),
+            streams_at(self._instance.model, streams, run.streams.__setitem__),
         ):
             output = self._replay.run(index, batch, self._states.load(place))
         self._states.store(place, output)
-        return found
+        return run
 
     def explore(
         self, index: int, batch: int, projections: Sequence[Projection]
@@ -113,27 +113,27 @@ class OriginalStates:
             stream after it. Projections that share their input with others are left out, because they are
             solved together with those.
         """
-        found = OriginalRun()
+        run = OriginalRun()
         place = self._places.get(batch)
         if place is None:
-            return found, {}
+            return run, {}
         name = self._instance.blueprint.blocks[index].name
         hidden = self._states.load(place)
         finder = StreamFinder(self._instance.model, name, projections)
-        with self._tapped(projections, found), finder.watching(hidden):
+        with self._tapped(projections, run), finder.watching(hidden):
             output = self._replay.run(index, batch, hidden)
         writers, streams = finder.found(output)
         self._states.store(place, output)
-        readers = Counter(x.data_ptr() for x in found.inputs.values())
+        readers = Counter(x.data_ptr() for x in run.inputs.values())
         writers = {
             projection: where
             for projection, where in writers.items()
-            if readers[found.inputs[projection].data_ptr()] == 1
+            if readers[run.inputs[projection].data_ptr()] == 1
         }
-        found.streams.update(streams)
-        found.streams.pop(name, None)
-        return found, writers
+        run.streams.update(streams)
+        run.streams.pop(name, None)
+        return run, writers
 
-    def _tapped(self, projections: Sequence[Projection], found: OriginalRun) -> AbstractContextManager[None]:
+    def _tapped(self, projections: Sequence[Projection], run: OriginalRun) -> AbstractContextManager[None]:
         paired = [projection for projection in projections if projection.expert is None]
-        return tapped(self._instance.model, paired, found.inputs.__setitem__)
+        return tapped(self._instance.model, paired, run.inputs.__setitem__)

@@ -318,13 +318,13 @@ def _kernels_of(planned: PlannedModule, gpu: Device, *, bfloat16: bool) -> dict[
     granularity = kernel_granularity(scheme) or Granularity.channel()
     unit = max(_PAD, granularity.channels)
     padded = -(-k // unit) * unit, -(-n // _PAD) * _PAD
-    found = {}
+    kernels = {}
     for rows in KERNEL_ROWS:
         problem = Problem(
             rows, padded[1], padded[0], granularity, scheme.stores_zeros, bfloat16, format_of(scheme)
         )
-        found[rows] = decide(problem, gpu).kernel
-    return found
+        kernels[rows] = decide(problem, gpu).kernel
+    return kernels
 
 
 def _fate_table(fates: Sequence[Fate]) -> Table:
@@ -344,13 +344,13 @@ def _fate_table(fates: Sequence[Fate]) -> Table:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """``0-3, 5`` of 0, 1, 2, 3, 5."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
         else:
-            found.append([number])
-    return ", ".join("-".join(map(str, ends)) for ends in found)
+            runs.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in runs)
 
 
 def _kernel_table(kernels: Sequence[ShapeKernels], gpu: str, *, example: bool) -> Table:
@@ -373,7 +373,7 @@ def _server_table(servers: Mapping[int, Sequence[ServerVerdict]]) -> Table:
         for verdict in verdicts:
             by_name.setdefault(f"{verdict.server} {verdict.version}", {})[parts] = verdict
     rows = tuple(
-        (name, *(_verdict(found.get(parts)) for parts in servers)) for name, found in by_name.items()
+        (name, *(_verdict(judged.get(parts)) for parts in servers)) for name, judged in by_name.items()
     )
     header = ("server", *(f"{parts} GPU{'s'[: parts > 1]}" for parts in servers))
     return Table(
@@ -393,11 +393,11 @@ def _verdict(verdict: ServerVerdict | None) -> str:
 
 def _server_reasons(servers: Mapping[int, Sequence[ServerVerdict]]) -> list[str]:
     """Why servers don't load the output, one line per server and reason."""
-    found: dict[tuple[str, str], list[int]] = {}
+    reasons: dict[tuple[str, str], list[int]] = {}
     for parts, verdicts in servers.items():
         for verdict in verdicts:
             if not verdict.loads:
-                found.setdefault((verdict.server, verdict.reason), []).append(parts)
+                reasons.setdefault((verdict.server, verdict.reason), []).append(parts)
     return [
-        f"{server} on {', '.join(map(str, parts))}: {reason}" for (server, reason), parts in found.items()
+        f"{server} on {', '.join(map(str, parts))}: {reason}" for (server, reason), parts in reasons.items()
     ]

@@ -190,27 +190,27 @@ def planned_text(
         counted: source -> its number of tokens, for sources that have been counted.
     """
     work = Work.of(blueprint)
-    found = []
+    planned = []
     longest = work.longest(recipe)
     for part in recipes_of_parts(recipe):
         if part.source == SELF:
             dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
             budget = text_budget(part.recipe, work, device, dtype, most=part.most)
-            found.append(PlannedText(part.source, min(budget.tokens, calibrated_of_own(recipe)), budget))
+            planned.append(PlannedText(part.source, min(budget.tokens, calibrated_of_own(recipe)), budget))
             continue
         if counted is not None and part.source in counted:
-            found.append(PlannedText(part.source, counted[part.source], counted=True))
+            planned.append(PlannedText(part.source, counted[part.source], counted=True))
             continue
         bounds = [part.tokens, None if part.samples is None else part.samples * longest]
         tokens = min(bound for bound in bounds if bound is not None)
-        found.append(PlannedText(part.source, tokens))
+        planned.append(PlannedText(part.source, tokens))
     own = planned_tuning_text(recipe, checkpoint, blueprint, device)
-    beside = calibrated_beside(sum(text.tokens for text in found))
+    beside = calibrated_beside(sum(text.tokens for text in planned))
     if own is not None and beside:
-        found.append(replace(own, tokens=min(own.tokens, beside)))
-    if anew := tokens_drawn_anew(recipe, sum(text.tokens for text in found)):
-        found.append(PlannedText(DRAWN_ANEW, anew))
-    return found
+        planned.append(replace(own, tokens=min(own.tokens, beside)))
+    if anew := tokens_drawn_anew(recipe, sum(text.tokens for text in planned)):
+        planned.append(PlannedText(DRAWN_ANEW, anew))
+    return planned
 
 
 def longest(config: Any, recipe: Recipe) -> int:

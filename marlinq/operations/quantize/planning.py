@@ -121,7 +121,11 @@ class OutputPlan:
 
     def members(self, block: Block) -> list[PlannedModule]:
         """The projections of a decoder block that will be quantised."""
-        return [self.modules[found.name] for found in block.projections if found.name in self.modules]
+        return [
+            self.modules[projection.name]
+            for projection in block.projections
+            if projection.name in self.modules
+        ]
 
     def tensor_names(self, planned: PlannedModule) -> dict[str, str]:
         """Suffix -> name of each output tensor of a quantised module."""
@@ -233,7 +237,7 @@ def split_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
 
     Servers split an expert's intermediate channels, which are few, into shares of whole groups.
     """
-    found: dict[tuple[int, int], str] = {}
+    notes: dict[tuple[int, int], str] = {}
     for experts in (each for block in blueprint.blocks for each in block.experts):
         planned = plan.modules.get(experts.of(0)[1].name)
         size = 0 if planned is None else planned.granularity.channels
@@ -241,16 +245,16 @@ def split_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
         fitting = [small for small in (64, 32) if small < size and k % (_MOST_GPUS * small) == 0]
         if fitting and k % (_MOST_GPUS * size):
             most = max(gpus for gpus in range(1, _MOST_GPUS + 1) if k % (gpus * size) == 0)
-            found[k, size] = (
+            notes[k, size] = (
                 f"experts of {k} channels in groups of {size} can be split over at most {most} GPUs; "
                 f"--group-size {fitting[0]} can over {_MOST_GPUS}"
             )
-    return list(found.values())
+    return list(notes.values())
 
 
 def fused_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
     """Warnings about linears that servers fuse into one layer but that have different schemes."""
-    found: dict[str, str] = {}
+    notes: dict[str, str] = {}
     for block in blueprint.blocks:
         names = {projection.name for projection in block.projections}
         for _, parts in FUSED:
@@ -262,12 +266,12 @@ def fused_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
                     continue
                 inner = re.sub(r"^.*?\.\d+\.", "", parent)
                 told = ", ".join(f"{part} {way}" for part, way in ways.items())
-                found.setdefault(
+                notes.setdefault(
                     inner,
                     f"{parent}: {told}; vLLM and SGLang make one layer of them and load one scheme only; let "
                     f"the rule name all: --override '{re.escape(inner)}\\.({'|'.join(parts)})$=...'",
                 )
-    return list(found.values())
+    return list(notes.values())
 
 
 def packed_tensors(planned: PlannedModule) -> list[TensorPlan]:
@@ -297,14 +301,14 @@ def _check_parameters(checkpoint: Checkpoint, blueprint: Blueprint, names: Tenso
 
 def _unquantized(blueprint: Blueprint, names: TensorNames, kept: Iterable[str]) -> list[str]:
     """Stored names of the linears and routers in ``kept``, which the config must call unquantised."""
-    found = []
+    tensors = []
     for module in kept:
         projection = blueprint.by_name.get(module)
         if projection is not None:
-            found.append(names.module(projection))
+            tensors.append(names.module(projection))
         elif module in blueprint.routers:
-            found.append((names.own(f"{module}.weight") or f"{module}.weight").removesuffix(".weight"))
-    return found
+            tensors.append((names.own(f"{module}.weight") or f"{module}.weight").removesuffix(".weight"))
+    return tensors
 
 
 def extra_linears(checkpoint: Checkpoint, blueprint: Blueprint, names: TensorNames) -> dict[str, Keep]:
@@ -452,7 +456,7 @@ def _check_experts(blueprint: Blueprint, modules: Mapping[str, PlannedModule]) -
     for block in blueprint.blocks:
         for experts in block.experts:
             first = experts.projections[0].name
-            ways = {found.name: _way(modules.get(found.name)) for found in experts.projections}
+            ways = {projection.name: _way(modules.get(projection.name)) for projection in experts.projections}
             other = next((name for name, way in ways.items() if way != ways[first]), None)
             if other is not None:
                 raise UnsupportedError(

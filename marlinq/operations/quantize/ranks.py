@@ -138,10 +138,10 @@ class Ranks:
         """The smallest ``value`` of all ranks."""
         if self.size == 1:
             return value
-        found = torch.tensor([value], device=self.device)
+        smallest = torch.tensor([value], device=self.device)
         with _waiting(self):
-            dist.all_reduce(found, dist.ReduceOp.MIN)
-        return int(found[0])
+            dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return int(smallest[0])
 
     def sum(self, tensor: Tensor, owners: Sequence[int]) -> None:
         """Sums ``tensor`` over all ranks, in place, on ranks ``owners``; elsewhere it becomes undefined."""

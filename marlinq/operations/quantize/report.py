@@ -230,8 +230,11 @@ class QuantizeReport(Shown):
         dense = errors.pop(None, [])
         beside = f"; median of the {len(dense)} dense ones {median_high(dense):.2e}" if dense else ""
         return [
-            ("pruned", f"{len(found)} linears to {name}: median error {median_high(found):.2e}{beside}")
-            for name, found in errors.items()
+            (
+                "pruned",
+                f"{len(listed)} linears to {name}: median error {median_high(listed):.2e}{beside}",
+            )
+            for name, listed in errors.items()
             if name is not None
         ]
 
@@ -255,8 +258,8 @@ class QuantizeReport(Shown):
         if self.calibration is None:
             seen = "calibrated on no text"
         rows = [("experts", f"{len(tokens)} in {layers} layers, {seen}")]
-        for reason, found in reasons.items():
-            rows.append(("fallback", f"{len(found)} of {len(tokens)} experts: {reason}"))
+        for reason, listed in reasons.items():
+            rows.append(("fallback", f"{len(listed)} of {len(tokens)} experts: {reason}"))
         return rows
 
 

@@ -83,13 +83,13 @@ def _attend(
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     fits = query.shape[-1] % _MULTIPLE == 0
     with sdpa_kernel(_KERNELS if fits else SDPBackend.MATH):
-        found = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-    node = found.grad_fn
+        attended = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    node = attended.grad_fn
     # SDPBackend.MATH makes many nodes, none with this name.
     if node is not None and node.name().startswith("ScaledDotProduct"):
         node.register_prehook(_order)
         node.register_hook(_wish_for_order)
-    return found
+    return attended
 
 
 def _order(*_: Any) -> None:

@@ -141,7 +141,7 @@ class TextGatherer:
             if part.source == SELF:
                 self._own = part
                 continue
-            found = text_from_outside(
+            outside = text_from_outside(
                 part,
                 self._checkpoint.path,
                 self._blueprint.config,
@@ -149,8 +149,8 @@ class TextGatherer:
                 duplicates=self._text.duplicates,
                 trust_remote_code=self._trust_remote_code,
             )
-            self._text.add(part.source, found)
-            if part.most is not None and sum(map(len, found)) > part.most - MIN_TOKENS:
+            self._text.add(part.source, outside)
+            if part.most is not None and sum(map(len, outside)) > part.most - MIN_TOKENS:
                 self._message(
                     f"{part.source}: {part.most} tokens are used, {enough(self._recipe)}; "
                     "--tokens N for another amount"
@@ -179,7 +179,7 @@ class TextGatherer:
             )
             keep_text(writer, written)
         duplicates = self._text.duplicates
-        new = [found for found in written if duplicates.is_new(None, found.tokens)]
+        new = [document for document in written if duplicates.is_new(None, document.tokens)]
         if self._own is not None:
             calibrated = _first(new, calibrated_of_own(self._recipe))
         elif METHODS[self._recipe.method].calibrated:

@@ -103,8 +103,8 @@ def hub_id(model: str, source: Checkpoint) -> str | None:
         return model
     real = source.path.absolute()
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
-        found = real.parent.parent.name.removeprefix("models--").replace("--", "/")
-        return found if is_hub_id(found) else None
+        repository = real.parent.parent.name.removeprefix("models--").replace("--", "/")
+        return repository if is_hub_id(repository) else None
     return None
 
 
@@ -155,11 +155,11 @@ def _read_card(path: Path) -> tuple[dict[str, Any], str]:
         text = read_regular(path, _MAX_BYTES).decode("utf-8", "replace")
     except OSError:
         return {}, ""
-    found = _FRONT_MATTER.match(text)
-    if found is None:
+    match = _FRONT_MATTER.match(text)
+    if match is None:
         return {}, text
     try:
-        matter = load_yaml(found[1].encode())
+        matter = load_yaml(match[1].encode())
     except ValueError as error:
         warnings.warn(
             f"{path}: its front matter can't be read ({error}); the new card has none of its licence, "
@@ -167,7 +167,7 @@ def _read_card(path: Path) -> tuple[dict[str, Any], str]:
             stacklevel=2,
         )
         matter = None
-    return (matter if isinstance(matter, dict) else {}), text[found.end() :]
+    return (matter if isinstance(matter, dict) else {}), text[match.end() :]
 
 
 def _public(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,15 +45,15 @@ def scale_charts(checkpoints: Sequence[CheckpointFigures]) -> list[list[Chart]]:
 
 def _kinds(figures: CheckpointFigures) -> dict[str, list[ModuleFigures]]:
     """Modules by projection, and by bits where a projection has several."""
-    found: dict[str, list[ModuleFigures]] = {}
+    kinds: dict[str, list[ModuleFigures]] = {}
     widths: dict[str, set[int]] = {}
     for module in figures.modules:
         widths.setdefault(module.projection, set()).add(module.bits)
     for module in figures.modules:
         several = len(widths[module.projection]) > 1
         name = f"{module.projection}, {module.bits} bits" if several else module.projection
-        found.setdefault(name, []).append(module)
-    return found
+        kinds.setdefault(name, []).append(module)
+    return kinds
 
 
 def _code_chart(name: str, modules: Sequence[ModuleFigures]) -> Chart:

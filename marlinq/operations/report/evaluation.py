@@ -115,10 +115,10 @@ def read_evaluation(folder: Path, fingerprint: str) -> EvaluationFigures | None:
     if not (folder / EVALUATION).is_file():
         return None
     try:
-        found = read_json(folder, EVALUATION)
+        values = read_json(folder, EVALUATION)
     except CheckpointError:
         return None
-    return _figures(found) if found.get("fingerprint") == fingerprint else None
+    return _figures(values) if values.get("fingerprint") == fingerprint else None
 
 
 def keep_evaluation(folder: Path, measured: Mapping[str, Any]) -> list[str]:
@@ -153,10 +153,10 @@ def keep_evaluation(folder: Path, measured: Mapping[str, Any]) -> list[str]:
 
 def _fingerprint(folder: Path) -> str:
     try:
-        found = read_json(folder, MANIFEST).get("fingerprint") if (folder / MANIFEST).is_file() else ""
+        fingerprint = read_json(folder, MANIFEST).get("fingerprint") if (folder / MANIFEST).is_file() else ""
     except CheckpointError:
         return ""
-    return found if isinstance(found, str) else ""
+    return fingerprint if isinstance(fingerprint, str) else ""
 
 
 def _card(folder: Path, figures: EvaluationFigures) -> str | None:
@@ -190,16 +190,16 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(inline(cell) for cell in cells) + " |"
 
 
-def _figures(found: Mapping[str, Any]) -> EvaluationFigures:
-    tasks = found.get("tasks")
-    mean = _mapping(found.get("recovery"))
+def _figures(values: Mapping[str, Any]) -> EvaluationFigures:
+    tasks = values.get("tasks")
+    mean = _mapping(values.get("recovery"))
     return EvaluationFigures(
-        text=_line(found.get("text")),
-        tokens=_number(found.get("tokens")),
-        perplexity=_number(found.get("perplexity")),
-        against_perplexity=_number(found.get("against_perplexity")),
-        kl=_number(found.get("kl")),
-        top1_agreement=_number(found.get("top1_agreement")),
+        text=_line(values.get("text")),
+        tokens=_number(values.get("tokens")),
+        perplexity=_number(values.get("perplexity")),
+        against_perplexity=_number(values.get("against_perplexity")),
+        kl=_number(values.get("kl")),
+        top1_agreement=_number(values.get("top1_agreement")),
         tasks=tuple(_task(_mapping(one)) for one in tasks[:_MOST_TASKS])
         if isinstance(tasks, (list, tuple))
         else (),
@@ -208,14 +208,14 @@ def _figures(found: Mapping[str, Any]) -> EvaluationFigures:
     )
 
 
-def _task(found: Mapping[str, Any]) -> TaskFigures:
-    ratio = _mapping(found.get("recovery"))
+def _task(values: Mapping[str, Any]) -> TaskFigures:
+    ratio = _mapping(values.get("recovery"))
     return TaskFigures(
-        task=_line(found.get("task")),
-        metric=_line(found.get("metric")),
-        documents=_number(found.get("documents")),
-        value=_number(found.get("value")),
-        against=_number(found.get("against_value")),
+        task=_line(values.get("task")),
+        metric=_line(values.get("metric")),
+        documents=_number(values.get("documents")),
+        value=_number(values.get("value")),
+        against=_number(values.get("against_value")),
         recovery=_number(ratio.get("percent")),
         recovery_stderr=_number(ratio.get("stderr")),
     )

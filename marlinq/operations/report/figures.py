@@ -146,8 +146,8 @@ class CheckpointFigures:
     @property
     def quantity(self) -> ErrorQuantity | None:
         """The quantity (outputs or weights) of most known errors; None where it is unknown."""
-        found = [module.quantity for module in self.modules if module.error is not None]
-        return mode(found) if found else None
+        quantities = [module.quantity for module in self.modules if module.error is not None]
+        return mode(quantities) if quantities else None
 
     @property
     def error_label(self) -> str:
@@ -188,11 +188,11 @@ class CheckpointFigures:
 
         Modules whose error has another quantity than :attr:`quantity` are left out.
         """
-        found: dict[tuple[str, int], list[ModuleFigures]] = {}
+        cells: dict[tuple[str, int], list[ModuleFigures]] = {}
         for module in self.modules:
             if module.block is not None and (module.error is None or module.quantity == self.quantity):
-                found.setdefault((module.projection, module.block), []).append(module)
-        return found
+                cells.setdefault((module.projection, module.block), []).append(module)
+        return cells
 
 
 def cell_error(modules: list[ModuleFigures]) -> float | None:

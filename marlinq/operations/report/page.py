@@ -119,9 +119,9 @@ def _warnings(figures: CheckpointFigures) -> list[str]:
         if module.fallback:
             # Only the text after the last colon is the same for all modules with this fallback.
             fallbacks.setdefault(module.fallback.rpartition(": ")[2], []).append(module)
-    for what, found in list(fallbacks.items())[:_WORST]:
-        more = f" and {len(found) - 1} more modules" if len(found) > 1 else ""
-        lines.append(f"Fallback in {found[0].name}{more}: {found[0].fallback if not more else what}")
+    for what, modules in list(fallbacks.items())[:_WORST]:
+        more = f" and {len(modules) - 1} more modules" if len(modules) > 1 else ""
+        lines.append(f"Fallback in {modules[0].name}{more}: {modules[0].fallback if not more else what}")
     bad = [module for module in figures.modules if module.scales.bad]
     lines += [f"{module.name}: {module.scales.bad} scales are NaN or infinite" for module in bad[:_WORST]]
     return lines

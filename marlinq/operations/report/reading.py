@@ -111,12 +111,12 @@ def _manifest(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], list[str]]:
     if not (checkpoint.path / MANIFEST).exists():
         return {}, [f"No {MANIFEST}: errors, tokens and the recipe are unknown."]
     try:
-        found = read_json(checkpoint.path, MANIFEST)
+        manifest = read_json(checkpoint.path, MANIFEST)
     except CheckpointError as error:
         return {}, [f"{MANIFEST} can't be read ({error}): errors, tokens and the recipe are unknown."]
-    if found.get("operation") != "quantize":
-        return found, [f"{MANIFEST} is not that of a quantise run: errors and tokens are unknown."]
-    return found, []
+    if manifest.get("operation") != "quantize":
+        return manifest, [f"{MANIFEST} is not that of a quantise run: errors and tokens are unknown."]
+    return manifest, []
 
 
 def _module(
@@ -272,9 +272,9 @@ def _time(checkpoint: Checkpoint, fingerprint: str) -> TimeFigures | None:
 
 def read_time(value: Any) -> TimeFigures | None:
     """The inverse of :func:`~marlinq.operations.report.figures.plain_time`; None for anything else."""
-    found = _mapping(value)
-    total, device, ranks = _number(found.get("total")), found.get("device"), _count(found.get("ranks", 1))
-    stages, blocks = found.get("stages"), found.get("blocks")
+    values = _mapping(value)
+    total, device, ranks = _number(values.get("total")), values.get("device"), _count(values.get("ranks", 1))
+    stages, blocks = values.get("stages"), values.get("blocks")
     if total is None or not isinstance(device, str) or not isinstance(stages, list):
         return None
     pairs = []

@@ -184,11 +184,11 @@ def _owners(
         owners[stored] = plan.head
     for stored, parameter in owners.items():
         expected = blueprint.parameters[plan.embedding if parameter == plan.head else parameter]
-        found = checkpoint.tensors[stored]
-        if tuple(found.shape) != tuple(expected) or not torch_dtype(found.dtype).is_floating_point:
+        info = checkpoint.tensors[stored]
+        if tuple(info.shape) != tuple(expected) or not torch_dtype(info.dtype).is_floating_point:
             raise CheckpointError(
-                f"{checkpoint.path}: {stored}: expected floating point {list(expected)}, found {found.dtype} "
-                f"{list(found.shape)}"
+                f"{checkpoint.path}: {stored}: expected floating point {list(expected)}, found {info.dtype} "
+                f"{list(info.shape)}"
             )
     return owners
 
@@ -284,5 +284,5 @@ def _rotate_live(instance: ModelInstance, plan: StreamPlan, prefix: str, turn: t
                 parameter.copy_(change(parameter))
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def _relative(given: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((given - expected).norm() / expected.norm())

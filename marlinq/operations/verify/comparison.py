@@ -119,8 +119,8 @@ class Comparison:
         """Scheme of each quantised linear of the model; None where :attr:`same_tuple` is True."""
         if self.same_tuple:
             return None
-        found = ((self._projections.get(name), spec.scheme) for name, spec in self._view.modules.items())
-        return {projection: scheme for projection, scheme in found if projection is not None}
+        pairs = ((self._projections.get(name), spec.scheme) for name, spec in self._view.modules.items())
+        return {projection: scheme for projection, scheme in pairs if projection is not None}
 
     def passthrough(self) -> None:
         """Compare every tensor that belongs to no quantised module."""
@@ -264,10 +264,10 @@ class Comparison:
 
     def _tied(self, projection: Projection) -> str | None:
         """Name of the original's embedding, for an output head without a tensor of its own."""
-        found = self._blueprint
-        if found is None or projection.name != found.head or found.embedding is None:
+        blueprint = self._blueprint
+        if blueprint is None or projection.name != blueprint.head or blueprint.embedding is None:
             return None
-        return self._find(found.embedding)
+        return self._find(blueprint.embedding)
 
     def _weight(self, name: str, spec: ModuleSpec) -> Tensor:
         """The original weight, float32 [N, K]."""
@@ -376,12 +376,12 @@ def _by_stored_name(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str
     """Every projection by its name in ``view``, whether it is quantised there or not."""
     tensors = view.checkpoint.tensors
     names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
-    found = {}
+    projections = {}
     for projection in blueprint.by_name.values():
         for stem in (names.quantized(projection.name, view), names.stem(projection, "weight")):
             if stem is not None:
-                found[stem] = projection
-    return found
+                projections[stem] = projection
+    return projections
 
 
 def _routing(blueprint: Blueprint, view: QuantizedCheckpoint) -> set[str]:
@@ -389,8 +389,8 @@ def _routing(blueprint: Blueprint, view: QuantizedCheckpoint) -> set[str]:
     names = TensorNames(blueprint, view.checkpoint.tensors.keys(), source=str(view.checkpoint.path))
     stems = tuple(f"{router}." for router in blueprint.routers)
     routers = {name for name in blueprint.parameters if name.startswith(stems)}
-    found = (names.own(name) for name in (*routers, *(blueprint.buffers if blueprint.routers else ())))
-    return {name for name in found if name is not None}
+    stored = (names.own(name) for name in (*routers, *(blueprint.buffers if blueprint.routers else ())))
+    return {name for name in stored if name is not None}
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -29,7 +29,7 @@ def dequantized_modules(folder: Path) -> dict[str, Scheme]:
     """
     if not (folder / MANIFEST).exists():
         return {}
-    found: dict[str, Scheme] = {}
+    schemes: dict[str, Scheme] = {}
     for level in _conversions(read_json(folder, MANIFEST)):
         skipped, raw = level.get("skipped"), level.get("source_quantization_config")
         if not isinstance(skipped, dict) or not skipped:
@@ -43,8 +43,8 @@ def dequantized_modules(folder: Path) -> dict[str, Scheme]:
             scheme = None if config is None else config.rules.scheme(module)
             if scheme is None:
                 raise CheckpointError(f"{where}: does not say how the skipped {module} was quantised")
-            found.setdefault(module, scheme)
-    return found
+            schemes.setdefault(module, scheme)
+    return schemes
 
 
 def _conversions(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -90,5 +90,5 @@ def _errors(linear: nn.Module, q: QuantizedWeight, dtype: torch.dtype) -> Iterat
         x = torch.randn(rows, q.in_features, generator=generator).to(device=weight.device, dtype=dtype)
         expected = x.double() @ weight.t()
         with torch.no_grad():
-            found = linear(x).double()
-        yield rows, float((found - expected).norm() / expected.norm())
+            output = linear(x).double()
+        yield rows, float((output - expected).norm() / expected.norm())

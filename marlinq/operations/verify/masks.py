@@ -98,12 +98,12 @@ def _pruned(checkpoint: Checkpoint) -> dict[str, Sparsity]:
         manifest: Any = read_json(checkpoint.path, MANIFEST)
     except CheckpointError:
         return {}  # check_manifest reports a broken manifest
-    found: dict[str, Sparsity] = {}
+    sparsities: dict[str, Sparsity] = {}
     while isinstance(manifest, Mapping):
         run = manifest.get("run")
         for key, note in run.items() if isinstance(run, Mapping) else ():
             rule = note.get("sparsity") if isinstance(note, Mapping) else None
             if key.startswith(_NOTE) and isinstance(rule, str) and rule in SPARSITIES:
-                found[key.removeprefix(_NOTE)] = SPARSITIES[rule]
+                sparsities[key.removeprefix(_NOTE)] = SPARSITIES[rule]
         manifest = manifest.get("source")
-    return found
+    return sparsities

@@ -176,9 +176,9 @@ class Findings:
         """The row: ``summary`` if there is no problem, else the number of problems and the first."""
         if self.skipped is not None and not self.failures:
             return Check(self.name, "skipped", self.skipped)
-        found = self.failures or self.warnings
-        if not found:
+        sentences = self.failures or self.warnings
+        if not sentences:
             return Check(self.name, "passed", summary)
-        detail = found[0] if len(found) == 1 else f"{len(found)} problems; first: {found[0]}"
+        detail = sentences[0] if len(sentences) == 1 else f"{len(sentences)} problems; first: {sentences[0]}"
         status: Status = "failed" if self.failures else "warning"
         return Check(self.name, status, detail, (*self.failures, *self.warnings))

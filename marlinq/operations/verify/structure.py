@@ -113,10 +113,10 @@ def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Chec
         for suffix, want in layout.expected(spec).items():
             if suffix not in names:
                 findings.failures.append(f"{module}.{suffix}: missing")
-            elif not TensorSpec((found := tensors[names[suffix]]).dtype, found.shape).holds(want):
+            elif not TensorSpec((info := tensors[names[suffix]]).dtype, info.shape).holds(want):
                 findings.failures.append(
                     f"{names[suffix]}: expected {_kind(want.dtype, want.shape)}, "
-                    f"found {_kind(found.dtype, found.shape)}"
+                    f"found {_kind(info.dtype, info.shape)}"
                 )
         for suffix in sorted(set(names) - set(layout.expected(spec))):
             findings.failures.append(
@@ -191,7 +191,7 @@ def _check_one_scheme(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
     """Checks that all experts of a layer have one scheme, as loaders assume."""
     names = TensorNames(blueprint, view.checkpoint.tensors.keys(), source=str(view.checkpoint.path))
     for experts in (each for block in blueprint.blocks for each in block.experts):
-        stems = [names.quantized(found.name, view) for found in experts.projections]
+        stems = [names.quantized(projection.name, view) for projection in experts.projections]
         specs = {stem: view.modules[stem] for stem in stems if stem is not None}
         first = next(iter(specs), "")
         shared: set[Granularity] = set()
@@ -295,11 +295,11 @@ def check_safetensors(checkpoint: Checkpoint) -> Check:
                 boundaries.foreign(str(path), "the safetensors library refuses it", "write it again"),
                 safe_open(path, framework="pt") as file,
             ):
-                found = set(file.keys())
+                names = set(file.keys())
         except MarlinqError as error:
             findings.failures.append(str(error))
             continue
-        if found != {name for name, info in checkpoint.tensors.items() if info.shard == shard}:
+        if names != {name for name, info in checkpoint.tensors.items() if info.shard == shard}:
             findings.failures.append(f"{path}: the safetensors library reads other tensors from it")
     return findings.result("opens in the safetensors library too")
 
@@ -343,7 +343,7 @@ def check_coverage(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Che
 
 def _plain_linears(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> dict[str, str]:
     """Unquantised linear of a decoder block -> why it is expected to be quantised."""
-    found: dict[str, str] = {}
+    linears: dict[str, str] = {}
     if not isinstance(blueprint, str):
         tensors = _in_memory(view, blueprint).tensors
         names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
@@ -352,8 +352,8 @@ def _plain_linears(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> dic
             if stored is None and not projection.whole and names.own(projection.parameter) is not None:
                 stored = f"{names.module(projection)}.weight"
             if stored is not None and stored.removesuffix(".weight") not in view.modules:
-                found[stored.removesuffix(".weight")] = "it is a linear layer inside a decoder block"
-        return found
+                linears[stored.removesuffix(".weight")] = "it is a linear layer inside a decoder block"
+        return linears
     siblings: dict[str, int] = {}
     for module in view.modules:
         pattern = _BLOCK.sub(".*.", module)
@@ -362,8 +362,8 @@ def _plain_linears(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> dic
         module, _, suffix = name.rpartition(".")
         count = siblings.get(_BLOCK.sub(".*.", module), 0)
         if suffix == "weight" and count:
-            found[module] = f"the same module is quantised in {count} other block{'s' * (count > 1)}"
-    return found
+            linears[module] = f"the same module is quantised in {count} other block{'s' * (count > 1)}"
+    return linears
 
 
 def _left_out_of_blocks(raw: Mapping[str, Any], module: str) -> bool:

@@ -39,11 +39,11 @@ def seconds_in_turn(*candidates: Sequence[Product]) -> tuple[float, ...]:
         products[0]()  # whatever is allocated or prepared at the first call
     began = time.perf_counter()
     for turn in range(_MOST_TURNS):
-        for found, products in zip(times, candidates, strict=True):
+        for seconds, products in zip(times, candidates, strict=True):
             product = products[turn % len(products)]
             start = time.perf_counter()
             product()
-            found.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
         if turn + 1 >= _LEAST_TURNS and time.perf_counter() - began > _ENOUGH_SECONDS:
             break
-    return tuple(sorted(found)[len(found) // 10] for found in times)
+    return tuple(sorted(seconds)[len(seconds) // 10] for seconds in times)

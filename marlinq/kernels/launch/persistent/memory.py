@@ -225,7 +225,7 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
             if width > min(config.team, n // 64):
                 continue
             units = _box_units(k, config.team, width)
-            found = encode_tensor_map(
+            tensor_map = encode_tensor_map(
                 operand.weight.words.data_ptr(),
                 4,
                 (128, n // 64, k // 16),
@@ -233,10 +233,10 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
                 (128, width, units * UNIT // 16),
                 swizzled=False,
             )
-            made.words[index][place] = _Map.from_buffer_copy(found)
+            made.words[index][place] = _Map.from_buffer_copy(tensor_map)
             for maps, tensor in ((made.scales, operand.weight.scales), (made.zeros, operand.weight.zeros)):
                 if tensor is not None:
-                    found = encode_tensor_map(
+                    tensor_map = encode_tensor_map(
                         tensor.data_ptr(),
                         2,
                         (64, n // 64, tensor.shape[0]),
@@ -244,7 +244,7 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
                         (64, width, units * UNIT // config.quant_group),
                         swizzled=False,
                     )
-                    maps[index][place] = _Map.from_buffer_copy(found)
+                    maps[index][place] = _Map.from_buffer_copy(tensor_map)
     caches = []
     for cache in (layer.keys, layer.values):
         head_dim = cache.shape[3]

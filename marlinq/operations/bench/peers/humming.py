@@ -195,8 +195,8 @@ def _natural(
     codes = (INT4.dequantize(words, torch.ones_like(scales[:1]), None, torch.float32) + 8).to(torch.uint8)
 
     def ordered(value: Tensor) -> Tensor:
-        found = permute_single(value[None])[0] if value.shape[0] == 1 else permute_scales(value)
-        return found if columns is None else found[:, columns]
+        natural = permute_single(value[None])[0] if value.shape[0] == 1 else permute_scales(value)
+        return natural if columns is None else natural[:, columns]
 
     zeros = None if stored.zeros is None else ordered(stored.zeros[expert]).to(torch.uint8)
     return codes if columns is None else codes[:, columns], ordered(scales), zeros

@@ -210,7 +210,7 @@ def run(
     named = ", ".join(task if isinstance(task, str) else str(task["task"]) for task in tasks)
     try:
         with _to_stderr():
-            found = harness.simple_evaluate(
+            results = harness.simple_evaluate(
                 model,
                 tasks=list(tasks),
                 num_fewshot=shots,
@@ -227,9 +227,9 @@ def run(
             f"--tasks {named}: lm-evaluation-harness {harness.version} stopped ({boundaries.reason(error)}); "
             "data sets of its tasks come from the Hub, local files need none"
         ) from error
-    if not isinstance(found, Mapping):
+    if not isinstance(results, Mapping):
         raise EnvironmentProblem(f"--tasks {named}: lm-evaluation-harness returned nothing; run one process")
-    return found
+    return results
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def check_tasks(options: TaskOptions) -> Tasks:
     package = harness.open_harness()
     # Reading the harness's thousands of task files takes half a minute; local files don't need them.
     manager = package.manager(include_defaults=len(local) < len(options.names))
-    found: list[str | Mapping[str, Any]] = []
+    checked: list[str | Mapping[str, Any]] = []
     for name in options.names:
         if not task_files.is_task_file(name):
             known = set(manager.all_tasks)
@@ -71,12 +71,12 @@ def check_tasks(options: TaskOptions) -> Tasks:
                     f"--tasks {name}: lm-evaluation-harness {package.version} has no such task{near}; "
                     "lm-eval ls tasks lists them"
                 )
-            found.append(name)
+            checked.append(name)
         elif options.trust_code:
-            found.append(task_files.with_local_data(name, harness.read_trusted(package, name)))
+            checked.append(task_files.with_local_data(name, harness.read_trusted(package, name)))
         else:
-            found.append(task_files.read_task(name, package.metrics))
-    return Tasks(tuple(found), manager, package, bool(local) and not options.trust_code)
+            checked.append(task_files.read_task(name, package.metrics))
+    return Tasks(tuple(checked), manager, package, bool(local) and not options.trust_code)
 
 
 def _nearest(name: str, known: set[str]) -> str:

@@ -66,14 +66,14 @@ class TaskScore:
     main: bool
 
 
-def read_scores(found: Mapping[str, Any], original: Mapping[str, Any] | None) -> tuple[TaskScore, ...]:
+def read_scores(own: Mapping[str, Any], original: Mapping[str, Any] | None) -> tuple[TaskScore, ...]:
     """Scores from the harness's results for a model (``found``) and for the original.
 
     A group of tasks with a score of its own replaces its tasks.
     """
-    results = found["results"]
+    results = own["results"]
     groups: Mapping[str, Sequence[str]] = {
-        name: members for name, members in (found.get("group_subtasks") or {}).items() if members
+        name: members for name, members in (own.get("group_subtasks") or {}).items() if members
     }
     scored = {name for name in groups if _metrics(results.get(name, {}))}
     inside = {member for name in scored for member in groups[name]}
@@ -82,7 +82,7 @@ def read_scores(found: Mapping[str, Any], original: Mapping[str, Any] | None) ->
         if task in inside or not (metrics := _metrics(results.get(task, {}))):
             continue
         main = _main(metrics)
-        scores += [_score(task, metric, metric == main, found, original) for metric in metrics]
+        scores += [_score(task, metric, metric == main, own, original) for metric in metrics]
     return tuple(scores)
 
 
@@ -91,14 +91,14 @@ def mean_recovery(scores: Iterable[TaskScore]) -> Ratio | None:
 
     Its standard error takes tasks for independent.
     """
-    found = [score.recovery for score in scores if score.main and score.recovery is not None]
-    if len(found) < 2:
+    ratios = [score.recovery for score in scores if score.main and score.recovery is not None]
+    if len(ratios) < 2:
         return None
-    errors = [ratio.stderr for ratio in found]
+    errors = [ratio.stderr for ratio in ratios]
     stderr = None
     if all(error is not None for error in errors):
-        stderr = math.sqrt(sum(error * error for error in errors if error is not None)) / len(found)
-    return Ratio(sum(ratio.percent for ratio in found) / len(found), stderr)
+        stderr = math.sqrt(sum(error * error for error in errors if error is not None)) / len(ratios)
+    return Ratio(sum(ratio.percent for ratio in ratios) / len(ratios), stderr)
 
 
 def paired(model: Sequence[float], original: Sequence[float]) -> Ratio | None:
@@ -116,11 +116,11 @@ def paired(model: Sequence[float], original: Sequence[float]) -> Ratio | None:
 
 
 def _score(
-    task: str, metric: str, main: bool, found: Mapping[str, Any], original: Mapping[str, Any] | None
+    task: str, metric: str, main: bool, results: Mapping[str, Any], original: Mapping[str, Any] | None
 ) -> TaskScore:
-    row = found["results"][task]
-    better = _higher_is_better(found, task, metric.partition(",")[0])
-    value, mine = float(row[metric]), _samples(found, task, metric)
+    row = results["results"][task]
+    better = _higher_is_better(results, task, metric.partition(",")[0])
+    value, mine = float(row[metric]), _samples(results, task, metric)
     against = against_stderr = recovery = None
     if original is not None:
         other = original["results"][task]
@@ -165,18 +165,18 @@ def _stderr(row: Mapping[str, Any], metric: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _higher_is_better(found: Mapping[str, Any], task: str, metric: str) -> bool:
-    known = (found.get("higher_is_better") or {}).get(task) or {}
+def _higher_is_better(results: Mapping[str, Any], task: str, metric: str) -> bool:
+    known = (results.get("higher_is_better") or {}).get(task) or {}
     return known.get(metric) is not False
 
 
-def _samples(found: Mapping[str, Any], task: str, metric: str) -> dict[tuple[str, int], float]:
+def _samples(results: Mapping[str, Any], task: str, metric: str) -> dict[tuple[str, int], float]:
     """Scores by (task, document) of a task, or of all tasks of a group; empty where a score is no number."""
     name, _, kept = metric.partition(",")
-    members = (found.get("group_subtasks") or {}).get(task) or [task]
+    members = (results.get("group_subtasks") or {}).get(task) or [task]
     values: dict[tuple[str, int], float] = {}
     for member in members:
-        for sample in (found.get("samples") or {}).get(member) or ():
+        for sample in (results.get("samples") or {}).get(member) or ():
             if sample.get("filter", kept) != kept:
                 continue
             value = sample.get(name)

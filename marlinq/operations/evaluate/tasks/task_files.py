@@ -119,10 +119,10 @@ def _merged(path: Path, outer: tuple[Path, ...], read: list[Path]) -> dict[str, 
 
 
 def _mappings(path: str, task: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    found = task.get(key) or []
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    entries = task.get(key) or []
+    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
         raise _refused(path, f"{key}: expected a list of mappings, found something else; mend the file")
-    return found
+    return entries
 
 
 def _local_data(path: Path, task: Mapping[str, Any]) -> dict[str, Any]:

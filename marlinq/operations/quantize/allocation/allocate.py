@@ -81,7 +81,7 @@ class Sensitivities:
         )
 
     def _uniform(self) -> dict[str, Uniform]:
-        found = {}
+        by_scheme = {}
         for name in CANDIDATES:
             chosen = [
                 (option.nbytes, cost)
@@ -91,8 +91,8 @@ class Sensitivities:
             ]
             if len(chosen) == len(self.units):
                 nbytes, kl = sum(size for size, _ in chosen), sum(cost for _, cost in chosen)
-                found[name] = Uniform(self.frame.bits(nbytes), self.frame.rest + nbytes, kl)
-        return found
+                by_scheme[name] = Uniform(self.frame.bits(nbytes), self.frame.rest + nbytes, kl)
+        return by_scheme
 
 
 def measure_sensitivities(
@@ -154,10 +154,12 @@ def measure_sensitivities(
 
 def with_choice(recipe: Recipe, units: Sequence[Unit], chosen: Sequence[int]) -> Recipe:
     """``recipe`` with an allocation that gives unit i its option number ``chosen[i]``."""
-    found: dict[str, list[str]] = {name: [] for name in CANDIDATES}
+    by_candidate: dict[str, list[str]] = {name: [] for name in CANDIDATES}
     for unit, index in zip(units, chosen, strict=True):
-        found[unit.options[index].candidate] += unit.members
-    return replace(recipe, allocation={name: tuple(members) for name, members in found.items() if members})
+        by_candidate[unit.options[index].candidate] += unit.members
+    return replace(
+        recipe, allocation={name: tuple(members) for name, members in by_candidate.items() if members}
+    )
 
 
 def _budget(recipe: Recipe, units: Sequence[Unit], frame: Frame) -> int:
@@ -204,11 +206,11 @@ def _documents(
     recipe = recipe.replace(
         tokens=tokens, tune_steps=0, max_length=min(longest(blueprint.config, recipe), _LONGEST_DOCUMENT)
     )
-    found: list[Document] = []
+    documents: list[Document] = []
     duplicates = Duplicates()
     for part in recipes_of_parts(recipe):
         if part.source == SELF:
-            found += text_by_the_model(
+            documents += text_by_the_model(
                 checkpoint,
                 blueprint,
                 part.recipe,
@@ -218,7 +220,7 @@ def _documents(
                 message=message,
             )
         else:
-            found += text_from_outside(
+            documents += text_from_outside(
                 part,
                 checkpoint.path,
                 blueprint.config,
@@ -226,4 +228,4 @@ def _documents(
                 duplicates=duplicates,
                 trust_remote_code=trust_remote_code,
             )
-    return found
+    return documents

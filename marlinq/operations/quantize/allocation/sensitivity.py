@@ -175,19 +175,19 @@ class _Measurement:
         """Name of a projection of the block -> index of a quantised option -> its error [N, K]."""
         block = self._instance.blueprint.blocks[index]
         known = [each for each in block.projections if each.name in self._place]
-        members = [found for each in known if (found := self._any_option(each.name)) is not None]
-        by_name = {found.projection.name: found for found in members}
+        members = [member for each in known if (member := self._any_option(each.name)) is not None]
+        by_name = {member.projection.name: member for member in members}
         of_experts = {name for each in block.experts for name in each.parameters}
-        plain = [found for found in members if found.projection.parameter not in of_experts]
+        plain = [member for member in members if member.projection.parameter not in of_experts]
         errors: dict[str, dict[int, Tensor]] = {name: {} for name in by_name}
-        calibrated = [found for found in plain if found.method.calibrated]
+        calibrated = [member for member in plain if member.method.calibrated]
         if calibrated:
             gathered = self._gathering.gather(index, calibrated, self._states)
             for group in gathered.groups:
                 self._solve(group, gathered.statistics.pop(group[0]), errors)
-        for found in plain:
-            if not found.method.calibrated:
-                self._solve([found.projection.name], None, errors)
+        for member in plain:
+            if not member.method.calibrated:
+                self._solve([member.projection.name], None, errors)
         for experts in block.experts:
             if experts.projections[0].name not in by_name:
                 continue

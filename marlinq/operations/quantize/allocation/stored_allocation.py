@@ -38,8 +38,8 @@ def kept_allocation(out: Path, recipe: Recipe) -> Allocation | None:
         asked, values = kept["recipe"], dict(kept["allocation"])
         uniform = {name: Uniform(**each) for name, each in values.pop("uniform").items()}
         modules = read_allocation(values.pop("modules"))
-        found = Allocation(**values | {"target": target_text(recipe)}, modules=modules, uniform=uniform)
-        _check_numbers(found)
+        allocation = Allocation(**values | {"target": target_text(recipe)}, modules=modules, uniform=uniform)
+        _check_numbers(allocation)
         for each in uniform.values():
             _check_numbers(each)
         read_allocation(dict.fromkeys(uniform, ()))
@@ -50,7 +50,7 @@ def kept_allocation(out: Path, recipe: Recipe) -> Allocation | None:
             f"{out}.partial: an unfinished run with other settings chose schemes there; repeat that run's "
             "command, or remove the folder"
         )
-    return found
+    return allocation
 
 
 def _check_numbers(values: Allocation | Uniform) -> None:

@@ -113,7 +113,7 @@ def _together(projections: Iterable[Projection], server: Server | None) -> dict[
     free = {each.name: each for each in projections}
     fused = {} if server is None else server.fused
     whole_of = {member: (whole, members) for whole, members in fused.items() for member in members}
-    found: dict[str, list[Projection]] = {}
+    together: dict[str, list[Projection]] = {}
     for name, projection in free.items():
         parent, _, last = name.rpartition(".")
         whole, members = whole_of.get(last, ("", ()))
@@ -122,8 +122,8 @@ def _together(projections: Iterable[Projection], server: Server | None) -> dict[
             unit = layer
         elif whole and all(f"{parent}.{member}" in free for member in members):
             unit = f"{parent}.{whole}"
-        found.setdefault(unit, []).append(projection)
-    return found
+        together.setdefault(unit, []).append(projection)
+    return together
 
 
 def _unit(
@@ -163,10 +163,10 @@ def _option(
         return reason
     planned = []
     for projection in projections:
-        found = plan_module(checkpoint, names, form, projection, settings)
-        if isinstance(found, str):
-            return found
-        planned.append(found)
+        module = plan_module(checkpoint, names, form, projection, settings)
+        if isinstance(module, str):
+            return module
+        planned.append(module)
     if server is not None:
         layers = {each.stored: _layer(each, form.name) for each in planned}
         whole = Whole(

@@ -225,11 +225,11 @@ class Loop:
             tokens += self.now.tokens - before
             progress("tuning", self.now.step, settings.steps)
             if self.now.step % interval == 0 or self.now.step == settings.steps:
-                found = self._judge()
+                judged = self._judge()
                 now, goes_on = time.monotonic(), self.now.astray is None and self.now.step < settings.steps
                 if now - told >= SECONDS_BETWEEN and goes_on:
                     seconds = (now - start) / (self.now.step - first) * (settings.steps - self.now.step)
-                    message(self._line(learnt / tokens, found, seconds))
+                    message(self._line(learnt / tokens, judged, seconds))
                     told, learnt, tokens = now, 0.0, 0.0
             save()
         self.now.finished = True
@@ -237,8 +237,8 @@ class Loop:
             for name, leaf in self._leaves.items():
                 leaf.copy_(self._best[name])
 
-    def _line(self, learnt: float, found: float | None, seconds: float) -> str:
-        held_out = "" if found is None else f", {found:.4f} on held-out text ({self.now.before:.4f} before)"
+    def _line(self, learnt: float, kl: float | None, seconds: float) -> str:
+        held_out = "" if kl is None else f", {kl:.4f} on held-out text ({self.now.before:.4f} before)"
         return (
             f"tuning, step {self.now.step} of {self._settings.steps}: mean KL {learnt:.4f} on the text that "
             f"is learnt{held_out}; {duration(seconds)} left"
@@ -254,22 +254,22 @@ class Loop:
         Returns:
             The mean divergence on held-out text; None without held-out text.
         """
-        now, found = self.now, None
+        now, kl = self.now, None
         if self._held_out:
-            found = self._look()
+            kl = self._look()
             assert now.best is not None
             assert now.before is not None
             last = now.step == self._settings.steps
-            if found >= now.best and not (last and found < now.before):
-                if found > _ASTRAY * now.before and not last:
-                    now.astray, now.finished = found, True
-                return found
-            now.best = found
+            if kl >= now.best and not (last and kl < now.before):
+                if kl > _ASTRAY * now.before and not last:
+                    now.astray, now.finished = kl, True
+                return kl
+            now.best = kl
         now.best_step = now.step
         for name, leaf in self._leaves.items():
             best = self._best[name]
             best.copy_(_codes(leaf) if best.dtype == torch.uint8 else leaf.detach())
-        return found
+        return kl
 
     def _step(self) -> float:
         """Takes a step, and returns the sum of the divergence over its tokens before the step."""
@@ -329,7 +329,7 @@ class Loop:
         for number in self._held_out:
             _, hidden = self._student.forward(number, self._lesson.first.load(number))
             parameters = {**self._head, **self._student.outer_parameters()}
-            found, _ = divergence(
+            kl, _ = divergence(
                 lambda x: self._replay.logits(x, parameters),  # noqa: B023 - called before the next turn
                 lambda x: self._replay.logits(x, self._original),
                 self._real(number, hidden).float(),
@@ -338,7 +338,7 @@ class Loop:
                 weight=0.0,
                 gradient=False,
             )
-            total += found
+            total += kl
         return total / sum(self._tokens[number] for number in self._held_out)
 
     def _real(self, number: int, hidden: Tensor) -> Tensor:

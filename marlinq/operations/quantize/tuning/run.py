@@ -116,8 +116,8 @@ def tune(
                 raise ValueError(name)
         return tensors, facts
 
-    found = kept(writer, RESULT, result)
-    if found is None:
+    tuned = kept(writer, RESULT, result)
+    if tuned is None:
         with reproducible(device):
             run = _Run(
                 checkpoint,
@@ -132,9 +132,9 @@ def tune(
                 progress,
                 message,
             )
-            found = run.result()
-        keep(writer, RESULT, *found)
-    tensors, report = found
+            tuned = run.result()
+        keep(writer, RESULT, *tuned)
+    tensors, report = tuned
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="marlinq-write") as threads:
         for _ in threads.map(lambda name: writer.write(name, tensors[name].cpu()), tensors):
             pass
@@ -294,13 +294,13 @@ class _Run:
 
     def _read_blocks(self) -> dict[str, QuantizedWeight]:
         """Name of a projection -> its quantised weight as written, on the device, for all blocks."""
-        found = {}
+        weights = {}
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="marlinq-read") as readers:
             for block in self._blueprint.blocks:
                 members = self._plan.members(block)
                 for planned, tensors in zip(members, readers.map(self._stored, members), strict=True):
-                    found[planned.projection.name] = self._unpacked(planned, tensors)
-        return found
+                    weights[planned.projection.name] = self._unpacked(planned, tensors)
+        return weights
 
     def _read(self, planned: PlannedModule) -> QuantizedWeight:
         return self._unpacked(planned, self._stored(planned))
@@ -434,4 +434,4 @@ def bytes_for_states(
 
 
 def _weights(plan: OutputPlan) -> int:
-    return sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
+    return sum(module.spec.in_features * module.spec.out_features for module in plan.modules.values())

@@ -86,8 +86,8 @@ def find_faults(
     w = weight.t()
     noise = measure_noise(w, q)
     findings = list(_whole_module(w, q, _other_explanations(q, layout, spec, stored), noise, run))
-    found, odd_groups = find_odd_groups(w, q, noise, run)
-    findings += found
+    odd, odd_groups = find_odd_groups(w, q, noise, run)
+    findings += odd
     exchanges = find_exchanges(q, layout, noise, most=_MOST_SUSPECTS)
     words, largest, spread = 0, 0.0, 1.0
     if exchanges is not None:
@@ -257,8 +257,8 @@ def _channels(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> Iter
 
     def gain(k: Tensor | int, g: int) -> Tensor:
         r = distance(w[k], codes[k], scales[g], zeros[g], q.element.codes - 1)
-        found = log_density(r, noise.channel[k]) - log_density(noise.r[k], noise.channel[k])
-        return found.clamp_(max=MOST_SAY).sum(dim=-1)
+        ratio = log_density(r, noise.channel[k]) - log_density(noise.r[k], noise.channel[k])
+        return ratio.clamp_(max=MOST_SAY).sum(dim=-1)
 
     for k in (other < mine)[:, 0].nonzero()[:, 0].tolist():
         g = int(group[k])

@@ -91,12 +91,12 @@ def _steps(element: Element) -> tuple[Tensor, Tensor]:
 
 def _damage(beyond: Tensor, size: int) -> list[Finding]:
     """A failure for every piece of a rounded module that has values beyond rounding to nearest."""
-    found = []
+    findings = []
     for piece, n in (beyond > 0).nonzero().tolist():
         count = int(beyond[piece, n])
         what = f"{_place(piece, n, size)}: {count} value{'s'[: count > 1]} not nearest to the original's"
-        found.append(Finding(what, math.inf, 0.0, fails=True))
-    return found
+        findings.append(Finding(what, math.inf, 0.0, fails=True))
+    return findings
 
 
 def _outliers(squares: Tensor, size: int) -> list[Finding]:
@@ -104,12 +104,12 @@ def _outliers(squares: Tensor, size: int) -> list[Finding]:
     errors = (squares / size).sqrt_()
     count = max(1, errors.numel() // 1000)
     usual = float(errors.flatten().topk(count + 1).values[-1]) if errors.numel() > 1 else math.inf
-    found = []
+    findings = []
     for piece, n in (errors > _STANDS_OUT * usual).nonzero().tolist():
         times = float(errors[piece, n]) / usual if usual else math.inf
         what = f"{_place(piece, n, size)}: errors {times:.1f} times those of nearly all others"
-        found.append(Finding(what, math.inf, 0.0, fails=False))
-    return found
+        findings.append(Finding(what, math.inf, 0.0, fails=False))
+    return findings
 
 
 def _place(piece: int, n: int, size: int) -> str:

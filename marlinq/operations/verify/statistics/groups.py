@@ -78,7 +78,7 @@ def find_odd_groups(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -
     odd = _oddness(w, q, noise)
     stores_zeros = q.scheme.stores_zeros
     standing_out = 0
-    found: list[Finding] = []
+    findings: list[Finding] = []
     by_output = {step: torch.zeros(q.out_features, device=w.device) for step in (1, -1)}
     for group, rows in group_rows(q):
         sigma = noise.channel[rows]
@@ -90,7 +90,7 @@ def find_odd_groups(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -
             gain = log_density(r, sigma).sum(dim=0).sub_(base).clamp_(max=MOST_SAY)
             by_output[step] += gain
             what = f"group {group}: its zero points are one too {word}"
-            found += agreed(what, float(gain.sum()), run.groups)
+            findings += agreed(what, float(gain.sum()), run.groups)
         chance = odd.stretch_chance[group]
         if stores_zeros:
             chance = torch.minimum(chance, odd.shift_chance[group])
@@ -98,12 +98,12 @@ def find_odd_groups(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -
         standing_out += len(suspects)
         if len(suspects):
             place = _Group(group, w[rows], codes, sigma, base, scales, zeros, q.element.codes - 1)
-            found += _odd_groups(place, suspects, odd, stores_zeros, run)
+            findings += _odd_groups(place, suspects, odd, stores_zeros, run)
     for step, word in _STEPS:
         for n in (by_output[step] > 0).nonzero()[:, 0].tolist() if stores_zeros else ():
             what = f"output channel {n}: its zero points are one too {word}"
-            found += agreed(what, float(by_output[step][n]), run.groups)
-    return found, standing_out
+            findings += agreed(what, float(by_output[step][n]), run.groups)
+    return findings, standing_out
 
 
 def _odd_groups(

@@ -393,13 +393,13 @@ def _suspects(module: _Module, chunk: _Chunk, most: int) -> list[Suspect]:
     if int((best > _FLOOR).sum()) >= count:
         some = some[best.topk(count).indices]
     best, which = chunk.own(some).max(dim=0)
-    found = []
+    suspects = []
     for index in best.topk(count).indices.tolist():
         rest, word = divmod(int(some[index]), chunk.shape[2])
         row, column = divmod(rest, chunk.shape[1])
         k, n = module.tile.place(chunk.first + row, column, word)
-        found.append(Suspect(k, n, f"{module.name(int(which[index]))} look exchanged", float(best[index])))
-    return found
+        suspects.append(Suspect(k, n, f"{module.name(int(which[index]))} look exchanged", float(best[index])))
+    return suspects
 
 
 def _sums(module: _Module) -> Iterator[tuple[str, str, float]]:
