@@ -147,7 +147,7 @@ def _measure(
     plans["marlinq, dependent launch"] = (runs["marlinq"], True)
     plans["element-wise kernels alone"] = (alone, False)
     results: dict[str, Tensor] = {}
-    graphs = {}
+    recordings = {}
     for name, (steps, dependent) in plans.items():
         forward = partial(chain, steps, glues, depth, start, dependent=dependent)
         forward()
@@ -157,9 +157,9 @@ def _measure(
         def launch(index: int, forward: Callable[[], Tensor] = forward, kept: Tensor = kept) -> None:
             kept.copy_(forward())
 
-        graphs[name] = (capture(launch, 1), 1)
+        recordings[name] = capture(launch, 1)
     # Many short sets of rounds: a median over them is not moved by one disturbed moment.
-    times = [time_in_turn(graphs, 1.6e-3) for _ in range(5)]
+    times = [time_in_turn(recordings, 1.6e-3) for _ in range(5)]
     reference = results["marlinq"].float()
     rows: list[dict[str, object]] = []
     for name in plans:

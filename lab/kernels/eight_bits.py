@@ -61,11 +61,11 @@ def times(layer: Layer, group_size: int) -> None:
     }
     for m in BATCHES:
         x = torch.randn(m, layer.k, dtype=torch.bfloat16, device=CUDA)
-        graphs = {}
+        recordings = {}
         for name, run in contenders.items():
             run(0)
-            graphs[name] = capture(run, LAUNCHES), LAUNCHES
-        found = time_in_turn(graphs, 1e-4)
+            recordings[name] = capture(run, LAUNCHES)
+        found = time_in_turn(recordings, 1e-4)
         line = "  ".join(f"{name} {1e6 * seconds:8.1f}" for name, seconds in found.items())
         expected = 1e6 * estimate(operand.problem(m), device)
         print(f"  M={m:5}  {line}  expected of W8A8 {expected:8.1f}", flush=True)

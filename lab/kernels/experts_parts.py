@@ -5,17 +5,17 @@
 
     python lab/kernels/experts_parts.py --model qwen3-30b-a3b --batch 4,16 --direct 20 --json sweep.json
 
-Times of the first n launches of the layer, in microseconds, as graphs with other experts every launch; the
-difference from one line to the next is what a launch adds. With --variants every variant that fits, fastest
-first. With --direct as many variants of each of the two launches without sorting, by what is expected;
-the JSON is for fitting what is expected.
+Times of the first n launches of the layer, in microseconds, in CUDA graphs with other experts every launch;
+the difference from one line to the next is what a launch adds. With --variants every variant that fits,
+fastest first. With --direct as many variants of each of the two launches without sorting, by what is
+expected; the JSON is for fitting what is expected.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from marlinq.operations.bench.expert_shapes import EXPERT_LAYERS, ExpertsLayer
 from marlinq.operations.bench.experts import even_routings
 from marlinq.operations.bench.peers.base import Routing
 from marlinq.operations.bench.synthetic_experts import random_experts
-from marlinq.operations.bench.timing import capture, launches_for, time_in_turn
+from marlinq.operations.bench.timing import Recording, capture, launches_for, time_in_turn
 
 
 @dataclass
@@ -46,7 +46,6 @@ class Batch:
     x: Tensor
     routings: list[Routing]
     shape: ExpertsShape
-    kept: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, layer: ExpertsLayer, weights: ExpertWeights, m: int) -> Batch:
@@ -56,11 +55,10 @@ class Batch:
         routings = even_routings(layer, m, device, expert_bytes)
         return cls(weights, x, routings, shape_of(x, routings[0].ids, weights))
 
-    def graph(self, decision: ExpertsDecision, most: int, first: int = 0) -> tuple[torch.cuda.CUDAGraph, int]:
-        """A CUDA graph that repeats launches ``first`` to ``most - 1``, and the number of repetitions."""
+    def record(self, decision: ExpertsDecision, most: int, first: int = 0) -> Recording:
+        """A CUDA graph that repeats launches ``first`` to ``most - 1``."""
         workspace = Workspace.of(self.shape, decision, self.x.dtype, self.x.device)
         out = torch.empty_like(self.x)
-        self.kept += [workspace, out]
 
         def launch(index: int) -> None:
             routing = self.routings[index % len(self.routings)]
@@ -69,8 +67,7 @@ class Batch:
                 start(layer_steps(self.shape, decision, *given, dependent=True)[first:most], 0)
 
         launch(0)
-        count = launches_for(5e-5 if self.shape.m < 256 else 5e-4)
-        return capture(launch, count), count
+        return capture(launch, launches_for(5e-5 if self.shape.m < 256 else 5e-4))
 
     def compile(self, listed: list[ExpertsDecision]) -> None:
         found = [
@@ -84,13 +81,13 @@ class Batch:
         """Times and prints whole layers with every variant."""
         listed = decisions(self.shape, device_numbers(0))
         self.compile(listed)
-        graphs = {decision.reason: self.graph(decision, 9) for decision in listed}
-        graphs |= {
-            f"first launch: {decision.reason}": self.graph(decision, 1)
+        recordings = {decision.reason: self.record(decision, 9) for decision in listed}
+        recordings |= {
+            f"first launch: {decision.reason}": self.record(decision, 1)
             for decision in listed
             if isinstance(decision, DirectDecision)
         }
-        found = time_in_turn(graphs, 1e-4)
+        found = time_in_turn(recordings, 1e-4)
         for reason in sorted(found, key=lambda reason: found[reason]):
             print(f"  {1e6 * found[reason]:8.1f}  {reason}")
 
@@ -103,10 +100,12 @@ class Batch:
                 listed += found[: most if way is _shared else 2]
         both: list[ExpertsDecision] = [DirectDecision(config, config, "") for _, config in listed]
         self.compile(both)
-        graphs = {}
+        recordings = {}
         for number, ((_, config), decision) in enumerate(zip(listed, both, strict=True)):
-            graphs[str(number)] = self.graph(decision, 1 if config.gated else 2, 0 if config.gated else 1)
-        times = time_in_turn(graphs, 3e-5)
+            recordings[str(number)] = self.record(
+                decision, 1 if config.gated else 2, 0 if config.gated else 1
+            )
+        times = time_in_turn(recordings, 3e-5)
         rows = []
         for number, (expected, config) in enumerate(listed):
             tile, row = config.tile, dict[str, Any](m=self.shape.m, gated=config.gated)
@@ -137,8 +136,8 @@ class Batch:
         given = (self.x, routing.ids, routing.weights, self.weights, "silu", None, self.x, workspace)
         steps = layer_steps(self.shape, chosen, *given, dependent=True)
         names = [step.instantiation.function for step in steps]
-        graphs = {" ".join(names[:most]): self.graph(chosen, most) for most in range(1, len(names) + 1)}
-        for done, seconds in time_in_turn(graphs, 1e-4).items():
+        recordings = {" ".join(names[:most]): self.record(chosen, most) for most in range(1, len(names) + 1)}
+        for done, seconds in time_in_turn(recordings, 1e-4).items():
             print(f"  {1e6 * seconds:8.1f}  {done}")
 
 

@@ -80,7 +80,7 @@ def measure(weight: Weight, m: int, listed: list[Candidate], device: torch.devic
         launch_gemm(ProductTensors(x, copies[index % len(copies)], None, out), config)
 
     first: torch.Tensor | None = None
-    graphs = {}
+    recordings = {}
     longest = max(expected for expected, *_ in listed)
     launches = launches_for(longest)
     for number, (_, _, kernel, config) in enumerate(listed):
@@ -92,9 +92,9 @@ def measure(weight: Weight, m: int, listed: list[Candidate], device: torch.devic
         if not error < TOLERANCE:
             print(f"  WRONG {weight.layer.name} M={m} {kernel} {config}: differs by {error:.1e}", flush=True)
             continue
-        graphs[str(number)] = capture(partial(launch, config), launches), launches
+        recordings[str(number)] = capture(partial(launch, config), launches)
     timed = []
-    for name, seconds in time_in_turn(graphs, longest).items():
+    for name, seconds in time_in_turn(recordings, longest).items():
         expected, bound, kernel, config = listed[int(name)]
         timed.append(
             {

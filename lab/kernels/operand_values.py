@@ -59,12 +59,12 @@ def main() -> int:
         config = WarpgroupConfig(tile_m, words, warpgroups_n, parts_k, 8, 1, stages, 1, blocks)
         n = config.tile_n * blocks
         out = torch.empty(tile_m, n, dtype=torch.float16, device=device)
-        graphs = {}
+        recordings = {}
         for name, given in operands(n, tile_m, device).items():
             launch = partial(_launch, given=given, out=out, config=config)
             launch(0)
-            graphs[name] = capture(launch, _LAUNCHES), _LAUNCHES
-        times = time_in_turn(graphs, 1e-4, sustained=True)
+            recordings[name] = capture(launch, _LAUNCHES)
+        times = time_in_turn(recordings, 1e-4, sustained=True)
         listed = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in times.items())
         print(f"M={tile_m:<4} {words} words, {warpgroups_n} x {parts_k} warpgroups: {listed}", flush=True)
     return 0

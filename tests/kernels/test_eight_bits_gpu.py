@@ -68,9 +68,9 @@ def test_a_graph_holds_it() -> None:
     x = torch.randn(256, 1024, device="cuda").bfloat16()
     out: list[torch.Tensor] = []
     first = fp8_a8_gemm(x, made.words, made.scales, None, None, -1, 512)
-    graph = capture(
+    recording = capture(
         lambda _: out.append(fp8_a8_gemm(x, made.words, made.scales, None, None, -1, 512)) or out[-1], 1
     )
-    graph.replay()
+    recording.graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out[-1], first)

@@ -127,8 +127,8 @@ def error_of(call: Call, layer: Layer) -> float:
     found = launch()
     expected = layer.reference(x, ids, weights, call.activation, expert_map)
     again: list[Tensor] = []
-    graph = capture(lambda index: again.append(launch()), 2)
-    graph.replay()
+    recording = capture(lambda index: again.append(launch()), 2)
+    recording.graph.replay()
     torch.cuda.synchronize()
     if not all(torch.equal(found, one) for one in again):
         return float("inf")
@@ -170,11 +170,11 @@ def test_a_graph_takes_any_routing() -> None:
     x, ids, weights = random_routing(shape, 40, DEVICE)
     out: list[Tensor] = []
     routed_experts(x, ids, weights, layer.weights)
-    graph = capture(lambda _: out.append(routed_experts(x, ids, weights, layer.weights)), 1)
+    recording = capture(lambda _: out.append(routed_experts(x, ids, weights, layer.weights)), 1)
     for skew in (0.0, 3.0, 0.5):
         values = random_routing(shape, 40, DEVICE, skew)
         for target, value in zip((x, ids, weights), values, strict=True):
             target.copy_(value)
-        graph.replay()
+        recording.graph.replay()
         expected = reference_experts(x.float(), ids, weights, layer.weights, "silu")
         assert relative_error(out[0], expected.double()) < 2 * BOUND[shape.dtype]

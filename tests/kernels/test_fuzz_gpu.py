@@ -314,10 +314,10 @@ def relative_error_of(call: Call) -> float:
     multiply()
     found = error()
     if call.captured and found < BOUND[dtype]:
-        graph = capture(multiply, 1)
+        recording = capture(multiply, 1)
         values.normal_(generator=generator)
         results[-1].fill_(torch.nan)
-        graph.replay()
+        recording.graph.replay()
         torch.cuda.synchronize()
         found = error()
     return found

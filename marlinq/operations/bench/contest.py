@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from marlinq.operations.bench.report import OURS
-from marlinq.operations.bench.timing import capture, launches_for, time_in_turn
+from marlinq.operations.bench.timing import Recording, capture, launches_for, time_in_turn
 
 _PEER_SLACK = 4.0
 """factor on the tolerance for peers, which round differently; a wrong product is off by more"""
@@ -59,9 +59,9 @@ def check_and_time(
     """
     launches = launches_for(1.5 * floor)
     errors: dict[str, float] = {}
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    recordings: dict[str, Recording] = {}
 
-    def checked(name: str, ready: Callable[[], Launch]) -> tuple[float, torch.cuda.CUDAGraph] | None:
+    def checked(name: str, ready: Callable[[], Launch]) -> tuple[float, Recording] | None:
         launch = ready()
         error = relative_error(launch, rows, expected, shape)
         limit = tolerance * (1.0 if name == OURS else _PEER_SLACK)
@@ -75,9 +75,8 @@ def check_and_time(
     for name, ready in contenders.items():
         made = attempted(name, f"failed on {place}", notes, partial(checked, name, ready))
         if made is not None:
-            errors[name], graph = made
-            graphs[name] = graph, launches
-    return time_in_turn(graphs, 1.5 * floor, sustained=sustained), errors
+            errors[name], recordings[name] = made
+    return time_in_turn(recordings, 1.5 * floor, sustained=sustained), errors
 
 
 def relative_error(launch: Launch, rows: Tensor, expected: Tensor, shape: tuple[int, int]) -> float:

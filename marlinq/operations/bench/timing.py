@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,7 +38,23 @@ def launches_for(seconds: float) -> int:
     return max(_MIN_LAUNCHES, min(_MAX_LAUNCHES, int(_REPLAY_SECONDS / seconds)))
 
 
-def capture(launch: Callable[[int], object], launches: int) -> torch.cuda.CUDAGraph:
+@dataclass(frozen=True)
+class Recording:
+    """Launches recorded in a CUDA graph.
+
+    Attributes:
+        graph: the graph.
+        launches: number of launches in it.
+        launch: the function that was recorded. A graph reads memory by address, so the tensors that
+            ``launch`` refers to must live as long as the graph.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    launches: int
+    launch: Callable[[int], object]
+
+
+def capture(launch: Callable[[int], object], launches: int) -> Recording:
     """A CUDA graph of ``launch(0)`` to ``launch(launches - 1)``.
 
     ``launch`` must have run before, since compiling and allocating can't be captured.
@@ -54,7 +71,7 @@ def capture(launch: Callable[[int], object], launches: int) -> torch.cuda.CUDAGr
         finally:
             graph.capture_end()
     torch.cuda.synchronize()
-    return graph
+    return Recording(graph, launches, launch)
 
 
 def _event() -> torch.cuda.Event:
@@ -62,31 +79,31 @@ def _event() -> torch.cuda.Event:
 
 
 def time_in_turn(
-    graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]],
+    recordings: Mapping[str, Recording],
     expected_seconds: float,
     *,
     sustained: bool = False,
 ) -> dict[str, float]:
-    """Median seconds per launch of every graph.
+    """Median seconds per launch of every recording.
 
-    Graphs are replayed in turn, in another order every round, so that drift affects all alike. After each
+    Recordings are replayed in turn, in another order every round, so that drift affects all alike. After each
     replay the GPU pauses for as long as the replay took: without pauses large products reach the power limit
     within 0.1 s, and a median over both clocks would mean neither.
 
     Args:
-        graphs: name -> (graph, number of its launches).
+        recordings: name -> recording.
         expected_seconds: approximate seconds of a launch, which decides the number of rounds.
         sustained: no pauses; replays count once the GPU has been busy long enough to be at its power limit.
     """
-    replay = max((expected_seconds * launches for _, launches in graphs.values()), default=1.0)
+    replay = max((expected_seconds * each.launches for each in recordings.values()), default=1.0)
     rounds = max(_ROUNDS[0], min(_ROUNDS[1], int(_CELL_SECONDS / replay)))
-    for graph, _ in graphs.values():
-        graph.replay()
+    for recording in recordings.values():
+        recording.graph.replay()
     device = torch.device("cuda", torch.cuda.current_device())
     cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
     filler = torch.zeros(_COLD_CACHES * cache // 4, dtype=torch.int32, device=device)
-    spans: dict[str, list[float]] = {name: [] for name in graphs}
-    order, chance = list(graphs), random.Random(0)
+    spans: dict[str, list[float]] = {name: [] for name in recordings}
+    order, chance = list(recordings), random.Random(0)
     torch.cuda.synchronize()
     begun = time.perf_counter()
     while min(map(len, spans.values()), default=rounds) < rounds:
@@ -99,15 +116,15 @@ def time_in_turn(
                 filler.amax()
             start, end = _event(), _event()
             start.record()
-            graphs[name][0].replay()
+            recordings[name].graph.replay()
             end.record()
             end.synchronize()
             span = start.elapsed_time(end) / 1e3
             if counts:
-                spans[name].append(span / graphs[name][1])
+                spans[name].append(span / recordings[name].launches)
             if not sustained:
                 time.sleep(span)
-    return {name: statistics.median(listed) for name, listed in spans.items()}
+    return {name: statistics.median(each) for name, each in spans.items()}
 
 
 def cold_read_seconds(words: Tensor, scales: Tensor) -> float:
@@ -120,7 +137,7 @@ def cold_read_seconds(words: Tensor, scales: Tensor) -> float:
     copies = [(words.clone(), scales.clone()) for _ in range(copies_for(size, device))]
     sink = torch.empty(1, dtype=torch.int32, device=device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    recordings: dict[str, Recording] = {}
     expected = size / 4e12
     for threads, unroll in ((512, 4), (512, 8), (1024, 4)):
         kernel = RawKernel(cold_read(threads, unroll), device)
@@ -145,9 +162,8 @@ def cold_read_seconds(words: Tensor, scales: Tensor) -> float:
                 )
 
             launch(0)
-            launches = launches_for(expected)
-            graphs[f"{threads}x{unroll}x{grid}"] = capture(launch, launches), launches
-    return min(time_in_turn(graphs, expected).values())
+            recordings[f"{threads}x{unroll}x{grid}"] = capture(launch, launches_for(expected))
+    return min(time_in_turn(recordings, expected).values())
 
 
 def peak_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -156,7 +172,6 @@ def peak_rate(device: torch.device, dtype: torch.dtype) -> float:
     out = torch.empty_like(a)
     for _ in range(3):
         torch.mm(a, b.t(), out=out)
-    launches = 8
-    graph = capture(lambda index: torch.mm(a, b.t(), out=out), launches)
+    recording = capture(lambda index: torch.mm(a, b.t(), out=out), 8)
     operations = 2.0 * _PEAK_SIZE**3
-    return operations / time_in_turn({"peak": (graph, launches)}, operations / 7e14)["peak"]
+    return operations / time_in_turn({"peak": recording}, operations / 7e14)["peak"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 
 import pytest
 import torch
 
 from marlinq.operations.bench import timing
-from marlinq.operations.bench.timing import capture, time_in_turn
+from marlinq.operations.bench.timing import Recording, capture, time_in_turn
 
 
 class Machine:
@@ -47,20 +49,21 @@ class Machine:
         clock = types.SimpleNamespace(sleep=sleep, perf_counter=lambda: machine.now)
         monkeypatch.setattr(timing, "time", clock)
 
-    def graph(self, name: str, seconds: float) -> torch.cuda.CUDAGraph:
+    def recording(self, name: str, seconds: float, launches: int) -> Recording:
         def replay() -> None:
             took = seconds * (2 if self.busy > self.heated_after else 1)
             self.now += took
             self.busy += took
             self.log.append(name)
 
-        return types.SimpleNamespace(replay=replay)  # type: ignore[return-value]
+        graph = types.SimpleNamespace(replay=replay)
+        return Recording(graph, launches, lambda index: None)  # type: ignore[arg-type]
 
 
 def test_rests_are_as_long_as_replays_and_keep_it_cool(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, heated_after=7e-3)
-    graphs = {"a": (machine.graph("a", 1e-3), 4), "b": (machine.graph("b", 3e-3), 4)}
-    assert time_in_turn(graphs, 5e-4) == pytest.approx({"a": 2.5e-4, "b": 7.5e-4})
+    recordings = {"a": machine.recording("a", 1e-3, 4), "b": machine.recording("b", 3e-3, 4)}
+    assert time_in_turn(recordings, 5e-4) == pytest.approx({"a": 2.5e-4, "b": 7.5e-4})
     # 30 ms by the expected 2 ms a replay, and one of each that does not count.
     assert machine.log.count("a") == machine.log.count("b") == 16
     assert sorted(machine.slept) == pytest.approx([1e-3] * 15 + [3e-3] * 15)
@@ -69,8 +72,8 @@ def test_rests_are_as_long_as_replays_and_keep_it_cool(monkeypatch: pytest.Monke
 
 def test_sustained_replays_count_when_it_is_hot(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, heated_after=0.1)
-    graphs = {"a": (machine.graph("a", 1e-3), 1), "b": (machine.graph("b", 3e-3), 1)}
-    assert time_in_turn(graphs, 2e-3, sustained=True) == pytest.approx({"a": 2e-3, "b": 6e-3})
+    recordings = {"a": machine.recording("a", 1e-3, 1), "b": machine.recording("b", 3e-3, 1)}
+    assert time_in_turn(recordings, 2e-3, sustained=True) == pytest.approx({"a": 2e-3, "b": 6e-3})
     assert not machine.slept
 
 
@@ -79,7 +82,22 @@ def test_sustained_replays_count_when_it_is_hot(monkeypatch: pytest.MonkeyPatch)
 def test_rests_are_never_slower() -> None:
     a, b = (torch.randn(8192, 8192, dtype=torch.float16, device="cuda") for _ in range(2))
     out = a @ b
-    graphs = {"product": (capture(lambda index: torch.mm(a, b, out=out), 2), 2)}
-    rested = time_in_turn(graphs, 2e-3)["product"]
+    recordings = {"product": capture(lambda index: torch.mm(a, b, out=out), 2)}
+    rested = time_in_turn(recordings, 2e-3)["product"]
     # On an H200 0.87 of it; a GPU that stays below its limit takes the same.
-    assert rested < 1.03 * time_in_turn(graphs, 2e-3, sustained=True)["product"]
+    assert rested < 1.03 * time_in_turn(recordings, 2e-3, sustained=True)["product"]
+
+
+@pytest.mark.gpu
+def test_what_a_graph_reads_lives_as_long_as_it() -> None:
+    def recorded() -> tuple[Recording, weakref.ref[torch.Tensor]]:
+        ones = torch.ones(1024, device="cuda")
+        return capture(lambda index: out.copy_(ones), 1), weakref.ref(ones)
+
+    out = torch.zeros(1024, device="cuda")
+    recording, read = recorded()
+    gc.collect()
+    assert read() is not None
+    taken = torch.full((1024,), 2.0, device="cuda")
+    recording.graph.replay()
+    assert out.eq(1).all(), taken[0]
