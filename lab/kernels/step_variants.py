@@ -202,6 +202,8 @@ class Layers:
 
     def _products(self, index: int) -> dict[str, Product]:
         layer = self._own.layers[index]
+        assert layer.qkv is not None
+        assert layer.output is not None
         found = {"qkv": layer.qkv, "output": layer.output}
         if isinstance(layer.mlp, BoundMLP):
             found |= {"gate_up": layer.mlp.inputs, "down": layer.mlp.down}

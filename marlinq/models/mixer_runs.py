@@ -94,6 +94,9 @@ def _materialised(module: nn.Module, sources: dict[str, Source]) -> nn.Module:
     for name, source in sources.items():
         setattr(probe, name, source)
     for each in probe.modules():
+        # How many tokens are multiplied at once changes no result; a chunk of hundreds takes gigabytes.
+        if isinstance(getattr(each, "chunk_size", None), int):
+            vars(each)["chunk_size"] = _TOKENS
         for key, value in list(each.named_parameters(recurse=False)):
             setattr(each, key, nn.Parameter(torch.rand(value.shape) * 2 - 0.5, requires_grad=False))
     return probe.eval()

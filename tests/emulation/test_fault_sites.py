@@ -14,6 +14,7 @@ from tests.emulation import (
     test_delta,
     test_eight_bits,
     test_expert_faults,
+    test_mamba,
     test_other_elements,
     test_panel,
     test_residual,
@@ -43,6 +44,7 @@ PLANTED: list[Planted] = [
     *test_sample.FAULTS.values(),
     *(planted for planted, _ in test_other_elements.SPARSE_FAULTS.values()),
     *test_delta.FAULTS,
+    *test_mamba.FAULTS,
     *test_tuned.FAULTS.values(),
 ]
 """Every fault that a test plants into the shipped sources."""

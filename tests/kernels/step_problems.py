@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marlinq.kernels.step import DeltaWeights, HeadNorm, HeadWork, RowNorm
+from marlinq.kernels.step import DeltaWeights, HeadNorm, HeadWork, MambaWeights, RowNorm
 from marlinq.models.anatomy import Slices
 
 # Relative error over a whole result. Rounding it once gives 2^-11 / sqrt(3) = 2.8e-4 in float16 and
@@ -116,6 +116,48 @@ def expected_attention(
     return torch.stack(results)
 
 
+def _convolved(
+    newest: Tensor, ring: Tensor, lengths: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``silu`` of a convolution behind the token ``newest`` [B, C], rounded as kernels do, in float64; and
+    the ring with that token."""
+    ring, taps = ring.clone(), weight.shape[1]
+    total = torch.zeros_like(newest, dtype=torch.float64)
+    for b, length in enumerate(lengths.tolist()):
+        ring[b, length % taps] = newest[b]
+        for tap in range(min(taps, length + 1)):
+            total[b] += weight[:, taps - 1 - tap].double() * ring[b, (length - tap) % taps].double()
+    if bias is not None:
+        total += bias.double()
+    return F.silu(total.to(newest.dtype)).double(), ring
+
+
+def expected_mamba(
+    x: Tensor, ring: Tensor, state: Tensor, lengths: Tensor, weights: MambaWeights
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result [B, width] and the state in float64, and the ring, behind a token."""
+    width, keys, shape = weights.width, weights.groups * weights.state_dim, (weights.groups, -1)
+    widths = (width, width, keys, keys, weights.heads)
+    gate, *joined, step = x[:, : sum(widths)].split(widths, -1)
+    convolved, ring = _convolved(torch.cat(joined, -1), ring, lengths, weights.weight, weights.bias)
+    values, key, query = convolved.split((width, keys, keys), -1)
+    values = values.unflatten(-1, (weights.heads, -1))
+    each = weights.heads // weights.groups
+    key, query = (part.unflatten(-1, shape).repeat_interleave(each, 1) for part in (key, query))
+    steps = F.softplus(step.double() * weights.step_scale + weights.step_bias.double())
+    steps = steps.clamp(weights.least_step, weights.most_step)
+    decay = (steps * weights.rates.double()).exp()[..., None, None]
+    state = decay * state.double() + torch.einsum("bh,bhn,bhp->bhnp", steps, key, values)
+    mixed = torch.einsum("bhnp,bhn->bhp", state, query) + weights.skip.double()[:, None] * values
+    gates, result = F.silu(gate.double() * weights.gate_scale), mixed.flatten(1)
+    if weights.norm is None:
+        return result * gates, state, ring
+    rows = (result if weights.norm_first else result * gates).unflatten(-1, (-1, weights.norm_width))
+    rows = rows * (rows.square().mean(-1, keepdim=True) + weights.eps).rsqrt()
+    result = rows.flatten(1) * weights.norm.double()
+    return result * gates if weights.norm_first else result, state, ring
+
+
 def expected_delta(
     x: Tensor, rates: Tensor, ring: Tensor, state: Tensor, lengths: Tensor, weights: DeltaWeights
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,15 +168,7 @@ def expected_delta(
         x[:, : 2 * (keys + values)]
     )
     beta, step = (part.double() for part in Slices(("",), (heads, heads), weights.turns).split(rates))
-    newest = torch.cat(joined, -1)
-    ring = ring.clone()
-    convolved = torch.zeros_like(newest, dtype=torch.float64)
-    for b, length in enumerate(lengths.tolist()):
-        ring[b, length % weights.taps] = newest[b]
-        for tap in range(min(weights.taps, length + 1)):
-            seen = ring[b, (length - tap) % weights.taps].double()
-            convolved[b] += weights.weight[:, weights.taps - 1 - tap].double() * seen
-    convolved = torch.nn.functional.silu(convolved.to(x.dtype)).double()
+    convolved, ring = _convolved(torch.cat(joined, -1), ring, lengths, weights.weight, None)
     q, k, v = (part.unflatten(-1, (count, -1)) for part, count in zip(
         convolved.split((keys, keys, values), -1), (weights.key_heads, weights.key_heads, heads), strict=True
     ))  # fmt: skip
@@ -144,13 +178,13 @@ def expected_delta(
         )
         for part in (q, k)
     )
-    decay = (-weights.decay.double().exp() * torch.nn.functional.softplus(step + weights.step_bias)).exp()
+    decay = (-weights.decay.double().exp() * F.softplus(step + weights.step_bias)).exp()
     state = state.double() * decay[..., None, None]
     missing = v - torch.einsum("bhkv,bhk->bhv", state, k)
     state = state + torch.einsum("bhk,bhv->bhkv", k, beta.sigmoid().to(x.dtype).double()[..., None] * missing)
     mixed = torch.einsum("bhkv,bhk->bhv", state, q * weights.key_dim**-0.5)
     normed = mixed * (mixed.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm.double()
-    return (normed.flatten(1) * torch.nn.functional.silu(gate.double())), state, ring
+    return (normed.flatten(1) * F.silu(gate.double())), state, ring
 
 
 def rotation_table(capacity: int, channels: int) -> Tensor:

@@ -21,6 +21,8 @@ from marlinq.kernels.step import (
     Gather,
     HeadNorm,
     HeadWork,
+    MambaWeights,
+    MambaWorkspace,
     Prepared,
     RoutedRows,
     RowNorm,
@@ -29,6 +31,7 @@ from marlinq.kernels.step import (
     append,
     attend,
     delta,
+    mamba,
     residual,
     router,
 )
@@ -156,6 +159,37 @@ def deltas() -> list[Prepared]:
     return prepared
 
 
+def mambas() -> list[Prepared]:
+    """Granite's and Nemotron's heads with little and much to do, and the largest state that is published."""
+    prepared = []
+    for batch, heads, groups, keys, size, norm, dtype in (
+        (1, 48, 1, 128, 64, "behind", HALF),
+        (4, 128, 8, 128, 64, "behind", BFLOAT16),
+        (1, 24, 2, 256, 128, "none", BFLOAT16),
+        (1, 24, 2, 128, 64, "first", HALF),
+    ):
+        width = heads * size
+        channels = width + 2 * groups * keys
+        per_head = torch.empty(heads)
+        weights = MambaWeights(
+            *(torch.empty(channels, 4), torch.empty(channels), per_head, per_head, per_head),
+            norm=None if norm == "none" else torch.empty(width),
+            norm_width=width // groups,
+            norm_first=norm == "first",
+            eps=1e-6,
+            heads=heads,
+            head_dim=size,
+            groups=groups,
+            state_dim=keys,
+        )
+        x, out = (empty(batch, columns, dtype=dtype) for columns in (width + channels + heads, width))
+        ring, state = empty(batch, 4, channels, dtype=dtype), torch.empty(batch, heads, keys, size)
+        workspace = MambaWorkspace.of([weights], batch, torch.device("cpu"))
+        lengths = torch.zeros(batch, dtype=torch.int32)
+        prepared.append(mamba(x, out, ring, state, lengths, weights, workspace))
+    return prepared
+
+
 def activations() -> list[Prepared]:
     return [
         activate(empty(1, 256), empty(1, 128), name, arrangement)
@@ -207,7 +241,7 @@ def cluster_routers() -> list[Prepared]:
     return routers(clusters=True)
 
 
-KERNELS = (residuals, appends, attentions, runs, deltas, activations, routers)
+KERNELS = (residuals, appends, attentions, runs, deltas, mambas, activations, routers)
 CLUSTERED = (cluster_attentions, cluster_routers)
 
 

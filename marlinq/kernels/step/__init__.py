@@ -12,6 +12,7 @@ from marlinq.kernels.step.append import append
 from marlinq.kernels.step.attend import AttentionShape, Division, Workspace, attend, divide
 from marlinq.kernels.step.delta import DeltaWeights, delta, delta_refusal
 from marlinq.kernels.step.heads import HeadNorm, HeadWork
+from marlinq.kernels.step.mamba import MambaWeights, MambaWorkspace, mamba, mamba_refusal
 from marlinq.kernels.step.residual import Gather, RoutedRows, RowNorm, residual
 from marlinq.kernels.step.router import ROUTER_WIDEST, Addition, router
 
@@ -25,6 +26,8 @@ __all__ = [
     "Gather",
     "HeadNorm",
     "HeadWork",
+    "MambaWeights",
+    "MambaWorkspace",
     "Prepared",
     "RoutedRows",
     "RowNorm",
@@ -36,6 +39,8 @@ __all__ = [
     "delta",
     "delta_refusal",
     "divide",
+    "mamba",
+    "mamba_refusal",
     "precompile_prepared",
     "residual",
     "router",

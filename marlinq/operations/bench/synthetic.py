@@ -54,6 +54,13 @@ _DELTA_NET = {
     "linear_conv_kernel_dim": 4, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }  # fmt: skip
+# Layers of Nemotron-H-8B: M for Mamba-2, * for attention, - for an MLP.
+_NEMOTRON_H = [
+    {"M": "linear_attention", "*": "full_attention", "-": "mlp"}[kind]
+    for kind in "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-"
+]
+# Layers of Granite 4.0 H: every tenth attends, from the sixth on.
+_GRANITE_4_H = ["attention" if index % 10 == 5 else "mamba" for index in range(40)]
 
 SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
     "llama-3-8b": {
@@ -117,6 +124,23 @@ SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
             "truncate": False, "original_max_position_embeddings": 4096,
         },
     },
+    "granite-4.0-h-small": {
+        "model_type": "granitemoehybrid", "vocab_size": 100352, "hidden_size": 4096, "intermediate_size": 768,
+        "shared_intermediate_size": 1536, "num_local_experts": 72, "num_experts_per_tok": 10,
+        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "layer_types": _GRANITE_4_H, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1,
+        "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256,
+        "position_embedding_type": "nope", "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0078125, "logits_scaling": 16.0, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    },
+    "nemotron-h-8b": {
+        "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504,
+        "num_hidden_layers": 52, "layers_block_type": _NEMOTRON_H, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64,
+        "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "chunk_size": 128,
+        "max_position_embeddings": 8192, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
+    },
     "smollm2-135m": {
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
@@ -162,6 +186,13 @@ class Synthetic:
             )
         config = dict(SYNTHETIC[self.name])
         if self.layers is not None:
+            # Lists with a value for every layer, as the types of layers, are cut with them.
+            whole = config["num_hidden_layers"]
+            config |= {
+                key: value[: self.layers]
+                for key, value in config.items()
+                if isinstance(value, list) and len(value) == whole
+            }
             config["num_hidden_layers"] = self.layers
         if self.head == "int4":
             config["tie_word_embeddings"] = False

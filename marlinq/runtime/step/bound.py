@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR
-from marlinq.kernels.step import Arrangement, DeltaWeights, HeadNorm, HeadWork, RowNorm, delta_refusal
+from marlinq.kernels.step import (
+    Arrangement,
+    DeltaWeights,
+    HeadNorm,
+    HeadWork,
+    MambaWeights,
+    RowNorm,
+    delta_refusal,
+    mamba_refusal,
+)
 from marlinq.kernels.step.residual import WIDEST
 from marlinq.kernels.step.router import MOST_CHOSEN, MOST_EXPERTS, MOST_GROUPS
 from marlinq.models.anatomy import (
@@ -55,36 +64,44 @@ def chain_refusal(model: nn.Module, anatomy: Anatomy) -> Unrecognised | None:
 
 def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unrecognised | None:
     attention, mlp = layer.attention, layer.mlp
-    if isinstance(attention, Mamba):
-        return Unrecognised(attention.convolution, "a Mamba-2 mixer, for which there is no kernel")
-    if attention is None or mlp is None:
-        return Unrecognised(layer.name, "attention alone or an MLP alone")
+    refused = None
     if isinstance(attention, LatentAttention):
         return Unrecognised(layer.name, "latent attention, for which there are no kernels")
-    if isinstance(attention, DeltaNet):
-        reason = delta_refusal(attention.taps, attention.key_dim, attention.value_dim)
-        if reason is not None:
-            return Unrecognised(attention.convolution, reason)
-    else:
+    if isinstance(attention, Attention):
         refused = _attention_refusal(layer.name, attention)
-        if refused is not None:
-            return refused
+    elif attention is not None:
+        refused = _mixer_refusal(attention)
+    if refused is not None:
+        return refused
     if layer.parallel and (layer.post_attention_norm or layer.post_mlp_norm):
         return Unrecognised(layer.name, "a parallel block with norms behind its parts")
-    refused = _mixture_refusal(model, mlp, dtype) if isinstance(mlp, Mixture) else _mlp_refusal(mlp)
+    if isinstance(mlp, Mixture):
+        refused = _mixture_refusal(model, mlp, dtype)
+    elif mlp is not None:
+        refused = _mlp_refusal(mlp)
     if refused is not None:
         return refused
     if isinstance(mlp, Mixture) and mlp.shared is not None and (layer.parallel or layer.post_mlp_norm):
         return Unrecognised(mlp.shared.down, "a shared expert in a parallel block, or before a norm")
-    head_norms = (attention.norm,) if isinstance(attention, DeltaNet) else _head_norms(attention)
     norms = (
         *(layer.attention_norm, layer.mlp_norm, layer.post_attention_norm, layer.post_mlp_norm),
-        *head_norms,
+        # A Mamba-2 mixer's norm keeps its weight in float32.
+        *((attention.norm,) if isinstance(attention, DeltaNet) else ()),
+        *(_head_norms(attention) if isinstance(attention, Attention) else ()),
     )
     for norm in norms:
         if norm is not None and (reason := _norm_refusal(model, norm, dtype)) is not None:
             return Unrecognised(norm.module, reason)
     return None
+
+
+def _mixer_refusal(mixer: DeltaNet | Mamba) -> Unrecognised | None:
+    if isinstance(mixer, DeltaNet):
+        reason = delta_refusal(mixer.taps, mixer.key_dim, mixer.value_dim)
+    else:
+        norm_width = mixer.width if mixer.norm is None else mixer.norm.width
+        reason = mamba_refusal(mixer.taps, mixer.state_dim, mixer.head_dim, norm_width)
+    return None if reason is None else Unrecognised(mixer.convolution, reason)
 
 
 def _head_norms(attention: Attention) -> tuple[Norm, ...]:
@@ -218,6 +235,31 @@ class BoundDelta:
     ring: Tensor
     state: Tensor
 
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return (self.rates,)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundMamba:
+    """A Mamba-2 mixer with its weights and its state.
+
+    Attributes:
+        mixer: description of the mixer.
+        weights: parameters other than those of products.
+        ring: [B, taps, channels], inputs of the convolution, position p at p modulo taps.
+        state: float32 [B, heads, state channels, value channels].
+    """
+
+    mixer: Mamba
+    weights: MambaWeights
+    ring: Tensor
+    state: Tensor
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return ()
+
 
 @dataclass(frozen=True, eq=False)
 class BoundLayer:
@@ -225,20 +267,21 @@ class BoundLayer:
 
     Attributes:
         anatomy: description of the layer.
-        qkv: product that gives queries, keys and values; in a delta net all its inputs.
-        output: product behind attention or the delta net.
-        mlp: the MLP or the routed experts.
+        qkv: product that gives queries, keys and values, or the inputs of a recurrent mixer; None without
+            attention.
+        output: product behind attention or the mixer; None without attention.
+        mlp: the MLP or the routed experts; None without one.
         attention_norm, mlp_norm, post_attention_norm, post_mlp_norm: norms as in the anatomy.
-        heads: norms and rotation of queries and keys; none in a delta net.
-        keys, values: the cache [B, KV, L, D]; empty in a delta net.
-        delta: the delta net in the place of attention, or None.
+        heads: norms and rotation of queries and keys; none without attention.
+        keys, values: the cache [B, KV, L, D]; empty without attention.
+        mixer: recurrent mixer in the place of attention, or None.
         sinks: float32 [H] of attention, or None.
     """
 
     anatomy: Layer
-    qkv: Product
-    output: Product
-    mlp: BoundMLP | BoundMixture
+    qkv: Product | None
+    output: Product | None
+    mlp: BoundMLP | BoundMixture | None
     attention_norm: RowNorm | None
     mlp_norm: RowNorm | None
     post_attention_norm: RowNorm | None
@@ -246,19 +289,26 @@ class BoundLayer:
     heads: HeadWork
     keys: Tensor
     values: Tensor
-    delta: BoundDelta | None = None
+    mixer: BoundDelta | BoundMamba | None = None
     sinks: Tensor | None = None
 
     @property
+    def attends(self) -> bool:
+        """Whether the layer has attention, not a mixer or nothing in its place."""
+        return isinstance(self.anatomy.attention, Attention)
+
+    @property
     def attention(self) -> Attention:
-        """The attention of a layer without a delta net."""
+        """The attention of a layer that has it."""
         assert isinstance(self.anatomy.attention, Attention)
         return self.anatomy.attention
 
     @property
     def products(self) -> tuple[Product, ...]:
-        rates = () if self.delta is None else (self.delta.rates,)
-        return self.qkv, *rates, self.output, *self.mlp.products
+        mixer = () if self.mixer is None else self.mixer.products
+        mlp = () if self.mlp is None else self.mlp.products
+        attention = () if self.qkv is None or self.output is None else (self.qkv, *mixer, self.output)
+        return *attention, *mlp
 
 
 def row_norm(model: nn.Module, norm: Norm | None, dtype: torch.dtype) -> RowNorm | None:

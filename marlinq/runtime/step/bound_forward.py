@@ -12,12 +12,21 @@ from torch import nn
 
 from marlinq.kernels import device_numbers
 from marlinq.kernels.driver.cuda_driver import on_device
-from marlinq.kernels.step import AttentionShape, DeltaWeights, Division, HeadWork, Workspace, divide
-from marlinq.models.anatomy import MLP, Anatomy, Attention, DeltaNet, Layer, Mixture, Rotary
+from marlinq.kernels.step import (
+    AttentionShape,
+    DeltaWeights,
+    Division,
+    HeadWork,
+    MambaWorkspace,
+    Workspace,
+    divide,
+)
+from marlinq.models.anatomy import MLP, Anatomy, Attention, DeltaNet, Layer, Mamba, Mixture, Rotary
 from marlinq.runtime.grouped_experts import GroupedExperts
 from marlinq.runtime.step.bound import (
     BoundDelta,
     BoundLayer,
+    BoundMamba,
     BoundMixture,
     BoundMLP,
     chain_refusal,
@@ -26,6 +35,7 @@ from marlinq.runtime.step.bound import (
     row_norm,
 )
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.mamba import mamba_weights
 from marlinq.runtime.step.products import Product, find_product, single_product
 from marlinq.runtime.step.reference import attention_sinks
 
@@ -54,6 +64,7 @@ class BoundForward(Forward):
         head: product that gives the logits.
         divisions: for each layer, how its attention is divided among blocks.
         workspace: memory through which the blocks of an attention exchange sums.
+        mamba_workspace: memory through which the blocks of a Mamba-2 mixer exchange results.
         together: whether the rows are neighbouring tokens of one sequence.
         multiplied_apart: reasons why projections with the same input were not joined.
 
@@ -90,6 +101,8 @@ class BoundForward(Forward):
         self.final_norm = row_norm(model, anatomy.final_norm, self.dtype)
         self.head = single_product(model, anatomy.head)
         self._divide_attention()
+        mixers = [layer.mixer.weights for layer in self.layers if isinstance(layer.mixer, BoundMamba)]
+        self.mamba_workspace = MambaWorkspace.of(mixers, batch, device)
 
     @property
     def has_clusters(self) -> bool:
@@ -109,9 +122,15 @@ class BoundForward(Forward):
         self, model: nn.Module, layer: Layer, tables: dict[Rotary, torch.Tensor], apart: dict[str, None]
     ) -> BoundLayer:
         attention = layer.attention
-        if isinstance(attention, DeltaNet):
-            return self._delta_layer(model, layer, attention, apart)
-        assert isinstance(attention, Attention)
+        empty = torch.empty(0, dtype=self.dtype, device=self.lengths.device)
+        if not isinstance(attention, Attention):
+            qkv = mixer = None
+            # Latent attention is refused.
+            if isinstance(attention, DeltaNet | Mamba):
+                qkv, mixer = self._mixer(model, attention, apart)
+            return self._bound_layer(
+                model, layer, apart, qkv, heads=HeadWork(), keys=empty, values=empty, mixer=mixer
+            )
         qkv, reason = find_product(model, attention.qkv, interleave=False)
         if reason is not None:
             apart[reason] = None
@@ -138,20 +157,31 @@ class BoundForward(Forward):
             sinks=attention_sinks(model, attention),
         )
 
-    def _delta_layer(
-        self, model: nn.Module, layer: Layer, net: DeltaNet, apart: dict[str, None]
-    ) -> BoundLayer:
+    def _mixer(
+        self, model: nn.Module, found: DeltaNet | Mamba, apart: dict[str, None]
+    ) -> tuple[Product, BoundDelta | BoundMamba]:
+        """The product of a recurrent mixer's inputs, and the mixer with an empty state."""
         products = []
-        for slices in (net.inputs, net.rates):
+        for slices in (found.inputs, *((found.rates,) if isinstance(found, DeltaNet) else ())):
             product, reason = find_product(model, slices, interleave=False)
             if reason is not None:
                 apart[reason] = None
             products.append(product)
+        device = self.lengths.device
+        ring = torch.zeros((self.batch, found.taps, found.convolved), dtype=self.dtype, device=device)
+        if isinstance(found, Mamba):
+            state = torch.zeros((self.batch, found.heads, found.state_dim, found.head_dim), device=device)
+            return products[0], BoundMamba(found, mamba_weights(model, found), ring, state)
+        state = torch.zeros((self.batch, found.value_heads, found.key_dim, found.value_dim), device=device)
+        weights = self._delta_weights(model, found)
+        return products[0], BoundDelta(found, products[1], weights, ring, state)
+
+    def _delta_weights(self, model: nn.Module, net: DeltaNet) -> DeltaWeights:
         norm = row_norm(model, net.norm, self.dtype)
         assert norm is not None
         assert norm.weight is not None
         taps = model.get_submodule(net.convolution).get_parameter("weight").detach()
-        weights = DeltaWeights(
+        return DeltaWeights(
             weight=taps[:, 0].float().contiguous(),
             decay=model.get_parameter(net.decay).detach().float().contiguous(),
             step_bias=model.get_parameter(net.step_bias).detach().float().contiguous(),
@@ -162,26 +192,16 @@ class BoundForward(Forward):
             key_dim=net.key_dim,
             turns=net.inputs.turns,
         )
-        device = self.lengths.device
-        shape = (self.batch, net.value_heads, net.key_dim, net.value_dim)
-        ring = torch.zeros((self.batch, net.taps, net.convolved), dtype=self.dtype, device=device)
-        delta = BoundDelta(net, products[1], weights, ring, torch.zeros(shape, device=device))
-        empty = torch.empty(0, dtype=self.dtype, device=device)
-        return self._bound_layer(
-            model, layer, apart, products[0], heads=HeadWork(), keys=empty, values=empty, delta=delta
-        )
 
     def _bound_layer(
-        self, model: nn.Module, layer: Layer, apart: dict[str, None], qkv: Product, **mixing: Any
+        self, model: nn.Module, layer: Layer, apart: dict[str, None], qkv: Product | None, **mixing: Any
     ) -> BoundLayer:
         """The layer with its norms and products; ``mixing`` are the other fields."""
-        assert layer.attention is not None
-        assert layer.mlp is not None
         return BoundLayer(
             anatomy=layer,
             qkv=qkv,
-            output=single_product(model, layer.attention.output),
-            mlp=_bound(model, layer.mlp, apart),
+            output=None if layer.attention is None else single_product(model, layer.attention.output),
+            mlp=None if layer.mlp is None else _bound(model, layer.mlp, apart),
             attention_norm=row_norm(model, layer.attention_norm, self.dtype),
             mlp_norm=row_norm(model, layer.mlp_norm, self.dtype),
             post_attention_norm=row_norm(model, layer.post_attention_norm, self.dtype),
@@ -196,12 +216,12 @@ class BoundForward(Forward):
 
     def _divide_attention(self) -> None:
         self.divisions = [
-            Division(1) if layer.delta is not None else self._divide(layer.attention) for layer in self.layers
+            self._divide(layer.attention) if layer.attends else Division(1) for layer in self.layers
         ]
         divided = [
             (self._shape(layer.attention), division)
             for layer, division in zip(self.layers, self.divisions, strict=True)
-            if layer.delta is None
+            if layer.attends
         ]
         self.workspace = Workspace.of(divided, self.lengths.device)
 

@@ -80,8 +80,8 @@ class ChainForward(BoundForward):
         self.reason = f"{len(self.recorded.starts)} dependent launches a step"
         self._progress = progress
         self._verification: RecordedStep | None = None
-        # A delta net's state can't return to an earlier token.
-        if batch == 1 and not any(layer.delta is not None or _wide(layer) for layer in self.layers):
+        # A recurrent mixer's state can't return to an earlier token.
+        if batch == 1 and not any(layer.mixer is not None or _wide(layer) for layer in self.layers):
             routed = any(isinstance(layer.mlp, BoundMixture) for layer in self.layers)
             self.most_verified, self.verification_cost = _ROUTED_VERIFIED if routed else _VERIFIED
             if routed:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.whole_rows import Added, Normed, RowVariant
 from marlinq.kernels.launch.precompile import precompile_instantiations
 from marlinq.kernels.step import RowNorm
-from marlinq.runtime.step.bound import BoundLayer, BoundMLP
+from marlinq.runtime.step.bound import BoundDelta, BoundLayer, BoundMLP
 from marlinq.runtime.step.products import Product
 
 
@@ -129,20 +130,39 @@ class RowLinks:
         return product.row_variant(problems[0], self._index, normed=normed, adds=adds)
 
 
+class _Part(NamedTuple):
+    """Attention or the MLP of a layer.
+
+    Attributes:
+        norm: norm before it, or None.
+        reads: the only product that reads the norm; None if there are several or other readers.
+        adds: the only product that adds to the residual stream behind, without a norm; or None.
+    """
+
+    norm: RowNorm | None
+    reads: Product | None
+    adds: Product | None
+
+
+def _parts(layer: BoundLayer) -> Iterable[_Part]:
+    if layer.anatomy.parallel:
+        yield _Part(None, None, None)
+        return
+    if layer.output is not None:
+        # Two products read the norm before a delta net.
+        reads = None if isinstance(layer.mixer, BoundDelta) else layer.qkv
+        adds = layer.output if layer.post_attention_norm is None else None
+        yield _Part(layer.attention_norm, reads, adds)
+    if isinstance(layer.mlp, BoundMLP):
+        adds = layer.mlp.down if layer.post_mlp_norm is None else None
+        yield _Part(layer.mlp_norm, layer.mlp.inputs, adds)
+    elif layer.mlp is not None:
+        # A router reads that norm, and experts add to the stream behind.
+        yield _Part(None, None, None)
+
+
 def _pairs(layers: Sequence[BoundLayer]) -> Iterable[tuple[Product, RowNorm, Product]]:
     """Norms of sums that a single product adds to and a single product reads."""
-    for layer, following in itertools.zip_longest(layers, layers[1:]):
-        if layer.anatomy.parallel:
-            continue
-        if not isinstance(layer.mlp, BoundMLP):
-            # A router reads that norm, and experts add to the stream behind.
-            continue
-        if layer.post_attention_norm is None and layer.mlp_norm is not None:
-            yield layer.output, layer.mlp_norm, layer.mlp.inputs
-        if following is None or following.anatomy.parallel:
-            continue
-        if following.delta is not None:
-            # Two products read that norm.
-            continue
-        if layer.post_mlp_norm is None and following.attention_norm is not None:
-            yield layer.mlp.down, following.attention_norm, following.qkv
+    for before, behind in itertools.pairwise(part for layer in layers for part in _parts(layer)):
+        if before.adds is not None and behind.norm is not None and behind.reads is not None:
+            yield before.adds, behind.norm, behind.reads

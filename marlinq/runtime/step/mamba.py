@@ -2,58 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from marlinq.kernels.step import MambaWeights
 from marlinq.models.mamba import Mamba, gated, scan, tokens_of
 from marlinq.runtime.step.convolution import ShortConvolution
 
 
-@dataclass(frozen=True, eq=False)
-class MambaWeights:
-    """Parameters of a Mamba-2 mixer besides its projections, all in float32.
+def mamba_weights(model: nn.Module, mixer: Mamba) -> MambaWeights:
+    """The parameters of ``mixer`` in ``model``. Factors on the convolution's inputs are in its weights."""
+    convolution = model.get_submodule(mixer.convolution)
+    weight = convolution.get_parameter("weight").detach()[:, 0].float()
+    bias = getattr(convolution, "bias", None)
+    scales, keys = mixer.scales, mixer.groups * mixer.state_dim
+    counts = torch.tensor([mixer.width, keys, keys], device=weight.device)
+    factors = torch.tensor([scales.value, scales.key, scales.query], device=weight.device)
 
-    Attributes:
-        weight: weights of the convolution, [channels, taps], with the factors on its inputs.
-        bias: bias of the convolution, [channels].
-        rates: A, [heads].
-        step_bias: numbers added to the steps, [heads].
-        skip: D, [heads].
-        norm: weight of the norm, [width]; or None without one.
-    """
+    def parameter(name: str) -> Tensor:
+        return model.get_parameter(name).detach().float().contiguous()
 
-    weight: Tensor
-    bias: Tensor
-    rates: Tensor
-    step_bias: Tensor
-    skip: Tensor
-    norm: Tensor | None
-
-    @classmethod
-    def of(cls, model: nn.Module, mixer: Mamba) -> MambaWeights:
-        """The parameters of ``mixer`` in ``model``."""
-        convolution = model.get_submodule(mixer.convolution)
-        weight = convolution.get_parameter("weight").detach()[:, 0].float()
-        bias = getattr(convolution, "bias", None)
-        scales, keys = mixer.scales, mixer.groups * mixer.state_dim
-        counts = torch.tensor([mixer.width, keys, keys], device=weight.device)
-        factors = torch.tensor([scales.value, scales.key, scales.query], device=weight.device)
-
-        def parameter(name: str) -> Tensor:
-            return model.get_parameter(name).detach().float().contiguous()
-
-        return cls(
-            (weight * factors.repeat_interleave(counts)[:, None]).contiguous(),
-            weight.new_zeros(len(weight)) if bias is None else bias.detach().float().contiguous(),
-            -parameter(mixer.decay).exp(),
-            parameter(mixer.step_bias),
-            parameter(mixer.skip),
-            None if mixer.norm is None else parameter(f"{mixer.norm.module}.weight"),
-        )
+    return MambaWeights(
+        weight=(weight * factors.repeat_interleave(counts)[:, None]).contiguous(),
+        bias=weight.new_zeros(len(weight)) if bias is None else bias.detach().float().contiguous(),
+        rates=-parameter(mixer.decay).exp(),
+        step_bias=parameter(mixer.step_bias),
+        skip=parameter(mixer.skip),
+        norm=None if mixer.norm is None else parameter(f"{mixer.norm.module}.weight"),
+        norm_width=mixer.width if mixer.norm is None else mixer.norm.width,
+        norm_first=mixer.norm_first,
+        eps=0.0 if mixer.norm is None else mixer.norm.eps,
+        heads=mixer.heads,
+        head_dim=mixer.head_dim,
+        groups=mixer.groups,
+        state_dim=mixer.state_dim,
+        least_step=mixer.least_step,
+        most_step=math.inf if mixer.most_step is None else mixer.most_step,
+        gate_scale=scales.gate,
+        step_scale=scales.step,
+    )
 
 
 class MambaLayer:
@@ -77,7 +68,7 @@ class MambaLayer:
         dtype: torch.dtype,
     ) -> None:
         self.mixer, self._inputs = mixer, inputs
-        self._weights = MambaWeights.of(model, mixer)
+        self._weights = mamba_weights(model, mixer)
         self._convolution = ShortConvolution(self._weights.weight, self._weights.bias, batch, dtype)
         shape = (batch, mixer.heads, mixer.state_dim, mixer.head_dim)
         self.state = torch.zeros(shape, device=self._weights.weight.device)

@@ -142,8 +142,10 @@ def _halves(table: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _model(layer: BoundLayer) -> Model:
-    if layer.delta is not None or layer.attention.gated or layer.sinks is not None:
-        raise _UnknownPartError("gated delta nets, gated heads, or attention sinks")
+    if not layer.attends:
+        raise _UnknownPartError("layers without attention")
+    if layer.attention.gated or layer.sinks is not None:
+        raise _UnknownPartError("gated heads, or attention sinks")
     anatomy, attention = layer.anatomy, layer.attention
     if not isinstance(layer.mlp, BoundMLP):
         raise _UnknownPartError("experts")

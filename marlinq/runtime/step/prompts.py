@@ -54,11 +54,15 @@ def read_prompts(
     chosen = torch.tensor(places, device=ids.device)
     ends = torch.tensor(counts, device=ids.device)
     for index, layer in enumerate(forward.layers):
-        if layer.delta is not None:
+        if layer.qkv is None:
+            for walk in walks:
+                walk.without_attention(index)
+            continue
+        if layer.mixer is not None:
             made = []
             for walk, rows in zip(walks, pieces, strict=True):
                 start = rows.start if len(pieces) > 1 else 0
-                made.append(walk.read_delta(layer.delta, walk.before_attention(index), start, ends))
+                made.append(walk.read_mixer(layer.mixer, walk.before_attention(index), start, ends))
             for walk, given in zip(walks, made, strict=True):
                 walk.after_attention(index, given)
             del made

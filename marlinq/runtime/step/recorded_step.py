@@ -99,7 +99,7 @@ class RecordedStep(Walk):
                 forward.batch, mlp.anatomy.activation, forward.device_index
             )
             for layer in forward.layers
-            for mlp in (layer.mlp if isinstance(layer.mlp, BoundMLP) else layer.mlp.shared,)
+            for mlp in (layer.mlp.shared if isinstance(layer.mlp, BoundMixture) else layer.mlp,)
             if mlp is not None
         }
         return {product: problem for product, problem in found.items() if problem is not None}

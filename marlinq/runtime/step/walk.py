@@ -11,9 +11,9 @@ from marlinq.kernels import step as kernels
 from marlinq.kernels.experts import routed_experts
 from marlinq.kernels.step import ROUTER_WIDEST, Addition, Gather, Prepared, RoutedRows, RowNorm
 from marlinq.models.anatomy import Anatomy, Groups
-from marlinq.runtime.step.bound import BoundDelta, BoundLayer, BoundMixture, BoundMLP
+from marlinq.runtime.step.bound import BoundDelta, BoundLayer, BoundMamba, BoundMixture, BoundMLP
 from marlinq.runtime.step.bound_forward import BoundForward
-from marlinq.runtime.step.delta_prompts import read_delta
+from marlinq.runtime.step.mixer_prompts import read_delta, read_mamba
 from marlinq.runtime.step.products import Product
 
 # Rows up to which the router's kernel also adds and normalises its input, which every block of a row repeats.
@@ -159,31 +159,50 @@ class Walk:
 
     def layers(self) -> tuple[Tensor, Pending]:
         """The residual stream behind the last layer, and what is still to be added to it; T is 1."""
-        for index in range(len(self.forward.layers)):
-            self.after_attention(index, self._attend(index, self.before_attention(index)))
+        for index, layer in enumerate(self.forward.layers):
+            if layer.qkv is None:
+                self.without_attention(index)
+            else:
+                self.after_attention(index, self._attend(index, self.before_attention(index)))
         return self.end()
 
     def before_attention(self, index: int) -> Tensor:
-        """Queries, keys and values of a layer: [M, columns of the product]."""
-        forward, layer = self.forward, self.forward.layers[index]
-        if not index and forward.embedding_norm is not None:
-            _, self._x = self.add(self._x, None, forward.embedding_norm)
-        x, normed = self.add(self._x, self._pending, layer.attention_norm)
-        self._x, self._pending = x, None
-        if index:
-            self.observed(index - 1, x)
+        """Queries, keys and values of a layer, or a mixer's inputs: [M, columns of the product]."""
+        layer = self.forward.layers[index]
+        assert layer.qkv is not None
+        normed = self._enter(index, layer.attention_norm)
         anatomy = layer.anatomy
         if anatomy.parallel and anatomy.mlp_norm == anatomy.attention_norm:
             self._both = normed
-        if layer.delta is not None:
-            self._rates = self.multiply("rates", layer.delta.rates, normed)
+        if isinstance(layer.mixer, BoundDelta):
+            self._rates = self.multiply("rates", layer.mixer.rates, normed)
         return self.multiply("qkv", layer.qkv, normed)
+
+    def without_attention(self, index: int) -> None:
+        """A layer of an MLP alone."""
+        layer = self.forward.layers[index]
+        given, shared, gates = self._mlp(index, layer, self._enter(index, layer.mlp_norm))
+        self._pending = Pending(given, shared, layer.post_mlp_norm, layer.anatomy.residual_scale, gates)
+
+    def _enter(self, index: int, norm: RowNorm | None) -> Tensor:
+        """What enters a layer, normalised, with what was pending added."""
+        if not index and self.forward.embedding_norm is not None:
+            _, self._x = self.add(self._x, None, self.forward.embedding_norm)
+        x, normed = self.add(self._x, self._pending, norm)
+        self._x, self._pending = x, None
+        if index:
+            self.observed(index - 1, x)
+        return normed
 
     def after_attention(self, index: int, attended: Tensor) -> None:
         """The rest of the layer, from attention's results [M, H * D]."""
         layer = self.forward.layers[index]
         factor = layer.anatomy.residual_scale
+        assert layer.output is not None
         mixed = self.multiply("output", layer.output, attended)
+        if layer.mlp is None:
+            self._pending = Pending(mixed, None, layer.post_attention_norm, factor)
+            return
         if layer.anatomy.parallel:
             normed = self._both
             if normed is None:
@@ -256,8 +275,10 @@ class Walk:
     def _attend(self, index: int, joined: Tensor) -> Tensor:
         """The new tokens appended, and their attention: [M, columns of the product] to [M, H * D]."""
         forward, layer = self.forward, self.forward.layers[index]
-        if layer.delta is not None:
-            return self._delta(layer.delta, joined)
+        if isinstance(layer.mixer, BoundDelta):
+            return self._delta(layer.mixer, joined)
+        if layer.mixer is not None:
+            return self._mamba(layer.mixer, joined)
         attention = layer.attention
         out = self.empty("attended", joined.shape[0], attention.heads * attention.head_dim)
         self.launch(
@@ -288,14 +309,24 @@ class Walk:
         self.launch(kernels.delta(joined, rates, out, ring, state, self.lengths, delta.weights))
         return out
 
-    def read_delta(self, delta: BoundDelta, joined: Tensor, start: int, ends: Tensor) -> Tensor:
-        """The results of a delta net for prompts' tokens from position ``start`` on; ``ends`` [b] are the
-        tokens of each prompt."""
+    def _mamba(self, bound: BoundMamba, joined: Tensor) -> Tensor:
+        """The results of a Mamba-2 mixer, [M, width]."""
+        out = self.empty("attended", joined.shape[0], bound.mixer.width)
+        ring, state = bound.ring[self.part], bound.state[self.part]
+        workspace = self.forward.mamba_workspace
+        self.launch(kernels.mamba(joined, out, ring, state, self.lengths, bound.weights, workspace))
+        return out
+
+    def read_mixer(self, mixer: BoundDelta | BoundMamba, joined: Tensor, start: int, ends: Tensor) -> Tensor:
+        """The results of a recurrent mixer for prompts' tokens from position ``start`` on; ``ends`` [b] are
+        the tokens of each prompt."""
+        rows, each = joined.shape[0] // self.tokens_each, self.tokens_each
+        given = joined.reshape(rows, each, -1)
+        if isinstance(mixer, BoundMamba):
+            return read_mamba(mixer, given, self.part, start, ends).flatten(0, 1)
         assert self._rates is not None
-        rates, self._rates = self._rates, None
-        rows, each = rates.shape[0] // self.tokens_each, self.tokens_each
-        given = joined.reshape(rows, each, -1), rates.reshape(rows, each, -1)
-        return read_delta(delta, *given, self.part, start, ends).flatten(0, 1)
+        rates, self._rates = self._rates.reshape(rows, each, -1), None
+        return read_delta(mixer, given, rates, self.part, start, ends).flatten(0, 1)
 
     def append(self, index: int, joined: Tensor, q: Tensor) -> None:
         """The new tokens' keys and values put into the cache, and their queries into ``q`` [M, H * D]."""
@@ -316,6 +347,7 @@ class Walk:
         factor for each row."""
         if isinstance(layer.mlp, BoundMLP):
             return self._dense(layer.mlp, normed), None, None
+        assert layer.mlp is not None
         chosen = self._choose(index, layer.mlp, normed)
         return *self._mixture(layer.mlp, normed, chosen), chosen.gates
 

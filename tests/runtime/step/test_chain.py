@@ -31,10 +31,12 @@ from tests.testing.tiny_models import tiny_model
 TOLERANCE = 4e-3
 
 DELTA_NETS = ("qwen3.5", "qwen3-next")
+MIXERS = ("bamba", "granite-4", "nemotron-h")
 MODELS = [
     *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3"),
     *("gpt_neox", "opt", "stablelm", "gpt2", "starcoder2", "olmo2", "cohere"),
     *DELTA_NETS,
+    *MIXERS,
 ]
 
 
@@ -69,6 +71,8 @@ def tiny(name: str) -> PreTrainedModel:
         # Heads that the kernel of delta nets takes.
         sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
         return random_decoder(replace(KNOWN[name], config={**KNOWN[name].config, **sizes}))
+    if name in MIXERS:
+        return random_decoder(KNOWN[name])
     if name == "padded":
         # 96 columns are a tile and a half, and every linear has a bias.
         return tiny_model("llama", intermediate_size=96, mlp_bias=True, attention_bias=True)
@@ -200,7 +204,7 @@ def test_weights_of_eight_bits_are_joined_and_multiplied() -> None:
     assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "opt", "cohere", "qwen3-next"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "opt", "cohere", "qwen3-next", "nemotron-h"])
 def test_prompts_in_pieces_give_the_same(name: str) -> None:
     half, wide = halved(tiny(name))
     anatomy = recognised(wide)

@@ -17,7 +17,7 @@ from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.probe import compare
 from marlinq.runtime.step.products import Product
 from marlinq.runtime.step.reference import ReferenceForward
-from tests.runtime.step.test_chain import DELTA_NETS, error, halved, quantized, recognised, tiny
+from tests.runtime.step.test_chain import DELTA_NETS, MIXERS, error, halved, quantized, recognised, tiny
 from tests.runtime.step.test_mixtures import PACKED, grouped_mixture
 from tests.testing.tiny_models import tiny_model
 
@@ -63,7 +63,7 @@ def run(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma2", "gemma3", "phi", "starcoder2", "opt", "olmo2", *DELTA_NETS]
+    "name", ["llama", "qwen3", "gemma2", "gemma3", "phi", "starcoder2", "opt", "olmo2", *DELTA_NETS, *MIXERS]
 )
 @torch.no_grad()
 def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:

@@ -21,6 +21,8 @@ from marlinq.kernels.step import (
     Division,
     Gather,
     HeadWork,
+    MambaWeights,
+    MambaWorkspace,
     RoutedRows,
     RowNorm,
     Workspace,
@@ -30,6 +32,7 @@ from tests.kernels.step_problems import (
     expected_attention,
     expected_delta,
     expected_groups,
+    expected_mamba,
     expected_norm,
     expected_rotation,
 )
@@ -41,6 +44,7 @@ __all__ = [
     "attend",
     "bind",
     "delta",
+    "mamba",
     "precompile_prepared",
     "residual",
     "router",
@@ -220,6 +224,24 @@ def delta(
 ) -> Prepared:
     def run(_: Prepared) -> None:
         mixed, last, kept = expected_delta(x, rates, ring, state, lengths, weights)
+        out.copy_(mixed)
+        state.copy_(last)
+        ring.copy_(kept)
+
+    return Prepared(run)
+
+
+def mamba(
+    x: Tensor,
+    out: Tensor,
+    ring: Tensor,
+    state: Tensor,
+    lengths: Tensor,
+    weights: MambaWeights,
+    workspace: MambaWorkspace,
+) -> Prepared:
+    def run(_: Prepared) -> None:
+        mixed, last, kept = expected_mamba(x, ring, state, lengths, weights)
         out.copy_(mixed)
         state.copy_(last)
         ring.copy_(kept)
