@@ -102,18 +102,9 @@ std::string nearest_range(uintptr_t address) {
     return nearest;
 }
 
-// Every plain access of the kernel comes through here, before it is made.
-void plain_access(const void* pointer, uint32_t bytes, bool write) {
-    if (!self) return;  // the library's own entry
+// A plain access of the kernel, before it is made, to other memory than its thread's stack.
+void check_plain_access(const void* pointer, uint32_t bytes, bool write) {
     const auto* byte = static_cast<const unsigned char*>(pointer);
-    const size_t on_stack = static_cast<size_t>(static_cast<const char*>(pointer) - self->stack);
-    if (on_stack < STACK_BYTES) {
-        // As long as there was no fence, all stamps are zero, as in a fresh stack.
-        if (write && machine.fences)
-            for (size_t word = on_stack / 4; word < (on_stack + bytes + 3) / 4; ++word)
-                self->stamps[word] = machine.fences;
-        return;
-    }
     const size_t in_windows = static_cast<size_t>(byte - windows);
     if (in_windows < WINDOW_BYTES * WINDOWS) {
         if (in_windows / WINDOW_BYTES != self->block->place)
@@ -130,6 +121,25 @@ void plain_access(const void* pointer, uint32_t bytes, bool write) {
     if (!write && pointer >= machine.image.begin && pointer < machine.image.end) return;
     check_global(reinterpret_cast<uintptr_t>(pointer), bytes, write ? Access::WRITE : Access::READ,
                  write ? "a store" : "a load");
+}
+
+// Every plain access comes through here, most of them to the stack: inlined into each hook. `alignment` is that of the
+// accessed type, a power of two; 1 where the type says nothing.
+inline __attribute__((always_inline)) void plain_access(const void* pointer, uint32_t bytes, bool write,
+                                                        uint32_t alignment = 1) {
+    Fiber* const fiber = self;
+    if (!fiber) return;  // the library's own entry
+    const size_t on_stack = static_cast<size_t>(static_cast<const char*>(pointer) - fiber->stack);
+    if (on_stack < STACK_BYTES) {
+        // As long as there was no fence, all stamps are zero, as in a fresh stack.
+        if (write && machine.fences)
+            for (size_t word = on_stack / 4; word < (on_stack + bytes + 3) / 4; ++word)
+                fiber->stamps[word] = machine.fences;
+        return;
+    }
+    if (reinterpret_cast<uintptr_t>(pointer) % alignment)
+        fail("an access to %p, which is not aligned for its type", pointer);
+    check_plain_access(pointer, bytes, write);
 }
 
 }  // namespace
@@ -416,11 +426,12 @@ unsigned __float_as_uint(float value) {
     return bits;
 }
 
-// The hooks that the compiler puts before every access of the kernel (-fsanitize=thread) and where alignments and array
-// bounds are violated (-fsanitize=alignment,bounds); the sanitizers' own libraries are not linked.
+// The hooks that the compiler puts before every access of the kernel (-fsanitize=thread) and where array bounds are
+// violated (-fsanitize=bounds); the sanitizers' own libraries are not linked. A name without "unaligned" says that the
+// accessed type is aligned to its size.
 #define HOOKS(BYTES)                                                                                          \
-    extern "C" void __tsan_read##BYTES(void* p) { emulation::plain_access(p, BYTES, false); }                 \
-    extern "C" void __tsan_write##BYTES(void* p) { emulation::plain_access(p, BYTES, true); }                 \
+    extern "C" void __tsan_read##BYTES(void* p) { emulation::plain_access(p, BYTES, false, BYTES); }          \
+    extern "C" void __tsan_write##BYTES(void* p) { emulation::plain_access(p, BYTES, true, BYTES); }          \
     extern "C" void __tsan_unaligned_read##BYTES(void* p) { emulation::plain_access(p, BYTES, false); }       \
     extern "C" void __tsan_unaligned_write##BYTES(void* p) { emulation::plain_access(p, BYTES, true); }
 HOOKS(1)
