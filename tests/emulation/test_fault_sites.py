@@ -14,6 +14,7 @@ from tests.emulation import (
     test_delta,
     test_eight_bits,
     test_expert_faults,
+    test_latent,
     test_mamba,
     test_other_elements,
     test_panel,
@@ -45,6 +46,8 @@ PLANTED: list[Planted] = [
     *(planted for planted, _ in test_other_elements.SPARSE_FAULTS.values()),
     *test_delta.FAULTS,
     *test_mamba.FAULTS,
+    *(planted for _, planted in test_latent.FAULTS.values()),
+    test_latent.UNMASKED,
     *test_tuned.FAULTS.values(),
 ]
 """Every fault that a test plants into the shipped sources."""

@@ -6,7 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marlinq.kernels.step import DeltaWeights, HeadNorm, HeadWork, MambaWeights, RowNorm
+from marlinq.kernels.step import (
+    DeltaWeights,
+    HeadNorm,
+    HeadWork,
+    LatentWeights,
+    MambaWeights,
+    RowNorm,
+)
 from marlinq.models.anatomy import Slices
 
 # Relative error over a whole result. Rounding it once gives 2^-11 / sqrt(3) = 2.8e-4 in float16 and
@@ -156,6 +163,35 @@ def expected_mamba(
     rows = rows * (rows.square().mean(-1, keepdim=True) + weights.eps).rsqrt()
     result = rows.flatten(1) * weights.norm.double()
     return result * gates if weights.norm_first else result, state, ring
+
+
+def expected_latent_rows(latent: Tensor, lengths: Tensor, weights: LatentWeights) -> Tensor:
+    """New rows of the cache, [M, width] in float64."""
+    parts = torch.split(latent.double()[:, : weights.width], [weights.latent_dim, weights.rotated_dim], 1)
+    key = expected_rotation(parts[1][:, None], weights.table, lengths.long(), interleaved=weights.interleaved)
+    return torch.cat((expected_norm(parts[0], weights.norm), key[:, 0]), 1)
+
+
+def expected_latent_queries(q: Tensor, lengths: Tensor, weights: LatentWeights) -> Tensor:
+    """Absorbed queries, [M, H, width] in float64."""
+    by_head = q.double().unflatten(1, (weights.heads, -1))
+    plain, turning = torch.split(by_head, [weights.plain_dim, weights.rotated_dim], 2)
+    turned = expected_rotation(turning, weights.table, lengths.long(), interleaved=weights.interleaved)
+    return torch.cat((torch.einsum("mhn,hln->mhl", plain, weights.keys.double()), turned), 2)
+
+
+def expected_latent(
+    queries: Tensor, cache: Tensor, lengths: Tensor, weights: LatentWeights, scale: float
+) -> Tensor:
+    """The result [M, H * V] in float64, from queries [M, H, width] and caches that hold the new rows."""
+    rows = cache.double().expand(len(queries), -1, -1)
+    results = []
+    for m, length in enumerate(lengths.tolist()):
+        seen = rows[m, : length + 1]
+        shares = (queries[m].double() @ seen.T * scale).softmax(-1)
+        mixed = shares @ seen[:, : weights.latent_dim]
+        results.append(torch.einsum("hl,hvl->hv", mixed, weights.values.double()).flatten())
+    return torch.stack(results)
 
 
 def expected_delta(

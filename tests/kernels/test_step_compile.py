@@ -21,6 +21,9 @@ from marlinq.kernels.step import (
     Gather,
     HeadNorm,
     HeadWork,
+    LatentDivision,
+    LatentWeights,
+    LatentWorkspace,
     MambaWeights,
     MambaWorkspace,
     Prepared,
@@ -31,6 +34,9 @@ from marlinq.kernels.step import (
     append,
     attend,
     delta,
+    latent_attend,
+    latent_queries,
+    latent_values,
     mamba,
     residual,
     router,
@@ -190,6 +196,58 @@ def mambas() -> list[Prepared]:
     return prepared
 
 
+def latents() -> list[list[Prepared]]:
+    """The three kernels of latent attention, of DeepSeek-V3's heads, GLM-4.7-Flash's and MiniCPM3's."""
+    prepared = []
+    for heads, plain, value, latent, rotated, dtype, tile, stages in (
+        (32, 128, 128, 512, 64, BFLOAT16, 32, 3),
+        (24, 192, 256, 512, 64, HALF, 16, 2),
+        (8, 64, 64, 256, 32, BFLOAT16, 32, 3),
+    ):
+        weights = LatentWeights(
+            keys=empty(heads, latent, plain, dtype=dtype),
+            values=empty(heads, value, latent, dtype=dtype),
+            norm=RowNorm("RMS", empty(latent, dtype=dtype), None, 1e-6),
+            table=torch.empty(32, rotated // 2, 2),
+            interleaved=heads > 8,
+        )
+        division = LatentDivision(1, heads, tile, stages)
+        workspace = LatentWorkspace.of(1, [(weights, division)], dtype)
+        assert workspace is not None
+        queries, cache = (
+            empty(1, heads, latent + rotated, dtype=dtype),
+            empty(1, 32, latent + rotated, dtype=dtype),
+        )
+        lengths, q = torch.zeros(1, dtype=torch.int32), empty(1, heads * (plain + rotated), dtype=dtype)
+        prepared.append(
+            [
+                latent_queries(q, cache[:, 0], cache, lengths, weights, queries),
+                latent_attend(queries, cache, lengths, weights, workspace, scale=1.0, division=division),
+                latent_values(
+                    empty(1, heads * value, dtype=dtype),
+                    lengths,
+                    weights,
+                    workspace,
+                    capacity=32,
+                    division=division,
+                ),
+            ]
+        )
+    return prepared
+
+
+def absorbing() -> list[Prepared]:
+    return [each[0] for each in latents()]
+
+
+def latent_attentions() -> list[Prepared]:
+    return [each[1] for each in latents()]
+
+
+def latent_results() -> list[Prepared]:
+    return [each[2] for each in latents()]
+
+
 def activations() -> list[Prepared]:
     return [
         activate(empty(1, 256), empty(1, 128), name, arrangement)
@@ -242,6 +300,9 @@ def cluster_routers() -> list[Prepared]:
 
 
 KERNELS = (residuals, appends, attentions, runs, deltas, mambas, activations, routers)
+KERNELS = (
+    *(absorbing, latent_attentions, latent_results),
+)
 CLUSTERED = (cluster_attentions, cluster_routers)
 
 

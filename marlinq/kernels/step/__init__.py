@@ -12,6 +12,16 @@ from marlinq.kernels.step.append import append
 from marlinq.kernels.step.attend import AttentionShape, Division, Workspace, attend, divide
 from marlinq.kernels.step.delta import DeltaWeights, delta, delta_refusal
 from marlinq.kernels.step.heads import HeadNorm, HeadWork
+from marlinq.kernels.step.latent import (
+    LatentDivision,
+    LatentWeights,
+    LatentWorkspace,
+    divide_latent,
+    latent_attend,
+    latent_queries,
+    latent_refusal,
+    latent_values,
+)
 from marlinq.kernels.step.mamba import MambaWeights, MambaWorkspace, mamba, mamba_refusal
 from marlinq.kernels.step.residual import Gather, RoutedRows, RowNorm, residual
 from marlinq.kernels.step.router import ROUTER_WIDEST, Addition, router
@@ -26,6 +36,9 @@ __all__ = [
     "Gather",
     "HeadNorm",
     "HeadWork",
+    "LatentDivision",
+    "LatentWeights",
+    "LatentWorkspace",
     "MambaWeights",
     "MambaWorkspace",
     "Prepared",
@@ -39,6 +52,11 @@ __all__ = [
     "delta",
     "delta_refusal",
     "divide",
+    "divide_latent",
+    "latent_attend",
+    "latent_queries",
+    "latent_refusal",
+    "latent_values",
     "mamba",
     "mamba_refusal",
     "precompile_prepared",

@@ -1,0 +1,75 @@
+// Results of latent attention: the splits added, and multiplied by the values' half of the expansion.
+//
+//   x = sum over splits of 2^(maximum - most) sums / sum over splits of 2^(maximum - most) total      [L] of a row and a head
+//   out[m, h] = V_h x                                                                                  V_h is [V, L]
+//
+// A block takes 8 rows of a head and some of the V outputs (step/latent_product.cuh). It adds the splits itself: for few splits
+// that is less than a kernel of its own costs.
+//
+// Configuration: Element, IN (L), OUT (V), TILE (of step/latent_attend.cuh).
+#pragma once
+#include "fault_site.cuh"
+#include "step/latent_product.cuh"
+#include "step/latent_split.cuh"
+
+// Mirrored in kernels/step/latent.py.
+struct LatentValues {
+    const float* sums;     // [rows, splits, heads, IN]
+    const float2* totals;  // [rows, splits, heads]: maximum and total
+    const u16* weight;
+    u16* out;
+    const int* lengths;
+    i64 out_stride;
+    int rows, heads, splits, capacity;
+};
+
+template <typename C>
+__device__ __forceinline__ void latent_values(const LatentValues& given) {
+    typedef typename C::Element E;
+    typedef LatentProduct<C> Product;
+    constexpr int PITCH = C::IN + 32;  // rows begin 16 banks apart
+    __shared__ LatentSums sums;
+    __shared__ __align__(16) u16 merged[LATENT_ROWS][PITCH];
+    launch_dependents();
+    const int tile = blockIdx.x % Product::TILES, head = blockIdx.x / Product::TILES % given.heads;
+    const int first = blockIdx.x / (Product::TILES * given.heads) * LATENT_ROWS, rows = min(LATENT_ROWS, given.rows - first);
+    const Product product(given.weight + (i64)head * C::OUT * C::IN, tile * Product::COLUMNS);
+    FAULT_SITE(latent_values_wait, wait_for_previous_kernel();)
+    for (int i = threadIdx.x; i < LATENT_ROWS * (C::IN / 4); i += LATENT_THREADS) {
+        const int row = i / (C::IN / 4), channel = i % (C::IN / 4) * 4;
+        u32* to = reinterpret_cast<u32*>(merged[row] + channel);
+        if (row >= rows) {
+            to[0] = to[1] = 0;
+            continue;
+        }
+        const int tokens = min(load_scalar(given.lengths + first + row) + 1, given.capacity);
+        const int active = latent_split<C::TILE>(tokens, given.splits, 0).active;
+        const i64 slot = (i64)(first + row) * given.splits * given.heads + head;
+        float most = __uint_as_float(0xff800000u), whole = 0.f, x[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
+        for (int split = 0; split < active; ++split) {
+            const i64 at = slot + (i64)split * given.heads;
+            const u32* numbers = reinterpret_cast<const u32*>(given.totals + at);
+            const float their = __uint_as_float(load_l2_word(numbers)), total = __uint_as_float(load_l2_word(numbers + 1));
+            const uint4 found = load_l2(given.sums + at * C::IN + channel);
+            const float higher = their > most ? their : most, shrink = exp2f(most - higher), share = exp2f(their - higher);
+            most = higher;
+            whole = whole * shrink + total * share;
+            x[0] = x[0] * shrink + share * __uint_as_float(found.x), x[1] = x[1] * shrink + share * __uint_as_float(found.y);
+            x[2] = x[2] * shrink + share * __uint_as_float(found.z), x[3] = x[3] * shrink + share * __uint_as_float(found.w);
+        }
+        to[0] = E::narrow(x[0] / whole, x[1] / whole), to[1] = E::narrow(x[2] / whole, x[3] / whole);
+    }
+    FAULT_SITE(latent_merged_there, __syncthreads();)
+    const u32 mine = shared_address(merged[product.u]) + 16 * product.v;
+    product.multiply(sums, [&](int chunk) { return load_shared(mine + 64 * chunk); });
+    Product::finish(sums, [&](int row, int column, u32 pair) {
+        u16* to = given.out + (first + row) * given.out_stride + head * C::OUT + tile * Product::COLUMNS + column;
+        if (row < rows) *reinterpret_cast<u32*>(to) = pair;
+    });
+}
+
+#define INSTANTIATE_STEP_LATENT_VALUES(NAME, CONFIGURATION)                                     \
+    extern "C" __global__ void __launch_bounds__(LATENT_THREADS) NAME(LatentValues given) {     \
+        latent_values<CONFIGURATION>(given);                                                    \
+    }
