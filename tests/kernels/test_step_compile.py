@@ -300,9 +300,7 @@ def cluster_routers() -> list[Prepared]:
 
 
 KERNELS = (residuals, appends, attentions, runs, deltas, mambas, activations, routers)
-KERNELS = (
-    *(absorbing, latent_attentions, latent_results),
-)
+KERNELS = (*(absorbing, latent_attentions, latent_results),)
 CLUSTERED = (cluster_attentions, cluster_routers)
 
 

@@ -109,8 +109,8 @@ def latent_refusal(
     """Why the kernels can't compute latent attention of these sizes, in one clause; None if they can."""
     if latent_dim % 128 or not 0 < latent_dim <= 512 or (latent_dim + rotated_dim) % 32 or rotated_dim % 8:
         return (
-            f"latents of {latent_dim} channels with {rotated_dim} rotated ones; the kernels take multiples of "
-            "128 to 512, with multiples of 32"
+            f"latents of {latent_dim} channels with {rotated_dim} rotated ones; the kernels take multiples "
+            "of 128 to 512, with multiples of 32"
         )
     if plain_dim % 32 or value_dim % 32:
         return f"heads of {plain_dim} plain and {value_dim} value channels; the kernels take multiples of 32"
@@ -227,7 +227,8 @@ def latent_queries(
     Args:
         q: [M, H * (N + rotated channels)], heads side by side.
         latent: [M, L + rotated channels], latents before their norm, keys before their rotation.
-        cache: [M, capacity, width], contiguous; or [1, capacity, width] for neighbouring tokens of one sequence.
+        cache: [M, capacity, width], contiguous; or [1, capacity, width] for neighbouring tokens of one
+            sequence.
         lengths: int32 [M], position of each token.
         weights: parameters and sizes.
         queries: [M, H, width], contiguous; written.

@@ -14,9 +14,11 @@ from marlinq.kernels.step import (
     DeltaWeights,
     HeadNorm,
     HeadWork,
+    LatentWeights,
     MambaWeights,
     RowNorm,
     delta_refusal,
+    latent_refusal,
     mamba_refusal,
 )
 from marlinq.kernels.step.residual import WIDEST
@@ -66,8 +68,8 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
     attention, mlp = layer.attention, layer.mlp
     refused = None
     if isinstance(attention, LatentAttention):
-        return Unrecognised(layer.name, "latent attention, for which there are no kernels")
-    if isinstance(attention, Attention):
+        refused = _latent_refusal(attention)
+    elif isinstance(attention, Attention):
         refused = _attention_refusal(layer.name, attention)
     elif attention is not None:
         refused = _mixer_refusal(attention)
@@ -87,12 +89,18 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
         *(layer.attention_norm, layer.mlp_norm, layer.post_attention_norm, layer.post_mlp_norm),
         # A Mamba-2 mixer's norm keeps its weight in float32.
         *((attention.norm,) if isinstance(attention, DeltaNet) else ()),
-        *(_head_norms(attention) if isinstance(attention, Attention) else ()),
+        *(_head_norms(attention) if isinstance(attention, Attention | LatentAttention) else ()),
     )
     for norm in norms:
         if norm is not None and (reason := _norm_refusal(model, norm, dtype)) is not None:
             return Unrecognised(norm.module, reason)
     return None
+
+
+def _latent_refusal(attention: LatentAttention) -> Unrecognised | None:
+    sizes = attention.latent_dim, attention.plain_dim, attention.rotated_dim, attention.value_dim
+    reason = latent_refusal(*sizes, attention.latent_norm.kind)
+    return None if reason is None else Unrecognised(attention.expansion, reason)
 
 
 def _mixer_refusal(mixer: DeltaNet | Mamba) -> Unrecognised | None:
@@ -104,8 +112,9 @@ def _mixer_refusal(mixer: DeltaNet | Mamba) -> Unrecognised | None:
     return None if reason is None else Unrecognised(mixer.convolution, reason)
 
 
-def _head_norms(attention: Attention) -> tuple[Norm, ...]:
-    return tuple(norm for norm in (attention.query_norm, attention.key_norm) if norm is not None)
+def _head_norms(attention: Attention | LatentAttention) -> tuple[Norm, ...]:
+    second = attention.latent_norm if isinstance(attention, LatentAttention) else attention.key_norm
+    return tuple(norm for norm in (attention.query_norm, second) if norm is not None)
 
 
 def _attention_refusal(name: str, attention: Attention) -> Unrecognised | None:
@@ -262,19 +271,43 @@ class BoundMamba:
 
 
 @dataclass(frozen=True, eq=False)
+class BoundLatent:
+    """Latent attention with its weights and its cache.
+
+    Attributes:
+        attention: description of the attention.
+        query_norm: norm of compressed queries; None without one.
+        query: product that gives the queries behind that norm; None without one.
+        weights: both halves of the expansion, norm of latents and rotation.
+        cache: [B, L, width], latents and rotated keys.
+    """
+
+    attention: LatentAttention
+    query_norm: RowNorm | None
+    query: Product | None
+    weights: LatentWeights
+    cache: Tensor
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return () if self.query is None else (self.query,)
+
+
+@dataclass(frozen=True, eq=False)
 class BoundLayer:
     """A layer with its products, norms and cache.
 
     Attributes:
         anatomy: description of the layer.
-        qkv: product that gives queries, keys and values, or the inputs of a recurrent mixer; None without
-            attention.
+        qkv: product that gives queries, keys and values, or the inputs of latent attention or a recurrent
+            mixer; None without attention.
         output: product behind attention or the mixer; None without attention.
         mlp: the MLP or the routed experts; None without one.
         attention_norm, mlp_norm, post_attention_norm, post_mlp_norm: norms as in the anatomy.
-        heads: norms and rotation of queries and keys; none without attention.
-        keys, values: the cache [B, KV, L, D]; empty without attention.
+        heads: norms and rotation of queries and keys; none without ordinary attention.
+        keys, values: the cache [B, KV, L, D]; empty without ordinary attention.
         mixer: recurrent mixer in the place of attention, or None.
+        latent: latent attention in the place of the ordinary one, or None.
         sinks: float32 [H] of attention, or None.
     """
 
@@ -290,11 +323,12 @@ class BoundLayer:
     keys: Tensor
     values: Tensor
     mixer: BoundDelta | BoundMamba | None = None
+    latent: BoundLatent | None = None
     sinks: Tensor | None = None
 
     @property
     def attends(self) -> bool:
-        """Whether the layer has attention, not a mixer or nothing in its place."""
+        """Whether the layer has ordinary attention, not another mixer or nothing in its place."""
         return isinstance(self.anatomy.attention, Attention)
 
     @property
@@ -305,9 +339,9 @@ class BoundLayer:
 
     @property
     def products(self) -> tuple[Product, ...]:
-        mixer = () if self.mixer is None else self.mixer.products
+        inner = next((each.products for each in (self.mixer, self.latent) if each is not None), ())
         mlp = () if self.mlp is None else self.mlp.products
-        attention = () if self.qkv is None or self.output is None else (self.qkv, *mixer, self.output)
+        attention = () if self.qkv is None or self.output is None else (self.qkv, *inner, self.output)
         return *attention, *mlp
 
 

@@ -11,20 +11,36 @@ import torch
 from torch import nn
 
 from marlinq.kernels import device_numbers
+from marlinq.kernels.contract.device import H200
 from marlinq.kernels.driver.cuda_driver import on_device
 from marlinq.kernels.step import (
     AttentionShape,
     DeltaWeights,
     Division,
     HeadWork,
+    LatentDivision,
+    LatentWeights,
+    LatentWorkspace,
     MambaWorkspace,
     Workspace,
     divide,
+    divide_latent,
 )
-from marlinq.models.anatomy import MLP, Anatomy, Attention, DeltaNet, Layer, Mamba, Mixture, Rotary
+from marlinq.models.anatomy import (
+    MLP,
+    Anatomy,
+    Attention,
+    DeltaNet,
+    LatentAttention,
+    Layer,
+    Mamba,
+    Mixture,
+    Rotary,
+)
 from marlinq.runtime.grouped_experts import GroupedExperts
 from marlinq.runtime.step.bound import (
     BoundDelta,
+    BoundLatent,
     BoundLayer,
     BoundMamba,
     BoundMixture,
@@ -35,6 +51,7 @@ from marlinq.runtime.step.bound import (
     row_norm,
 )
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.latent import absorbed_weights
 from marlinq.runtime.step.mamba import mamba_weights
 from marlinq.runtime.step.products import Product, find_product, single_product
 from marlinq.runtime.step.reference import attention_sinks
@@ -62,9 +79,11 @@ class BoundForward(Forward):
         embedding_norm: norm behind the embedding, or None.
         final_norm: norm before the head, or None.
         head: product that gives the logits.
-        divisions: for each layer, how its attention is divided among blocks.
+        divisions: for each layer, how its attention is divided among blocks; one block without attention.
         workspace: memory through which the blocks of an attention exchange sums.
         mamba_workspace: memory through which the blocks of a Mamba-2 mixer exchange results.
+        latent_divisions: index of a layer -> how its latent attention is divided among blocks.
+        latent_workspace: memory between the kernels of latent attention; None without any.
         together: whether the rows are neighbouring tokens of one sequence.
         multiplied_apart: reasons why projections with the same input were not joined.
 
@@ -124,19 +143,20 @@ class BoundForward(Forward):
         attention = layer.attention
         empty = torch.empty(0, dtype=self.dtype, device=self.lengths.device)
         if not isinstance(attention, Attention):
-            qkv = mixer = None
-            # Latent attention is refused.
+            qkv = mixer = latent = None
             if isinstance(attention, DeltaNet | Mamba):
                 qkv, mixer = self._mixer(model, attention, apart)
+            elif attention is not None:
+                qkv, latent = self._latent(model, attention, tables, apart)
+            others: dict[str, Any] = {"mixer": mixer, "latent": latent}
             return self._bound_layer(
-                model, layer, apart, qkv, heads=HeadWork(), keys=empty, values=empty, mixer=mixer
+                model, layer, apart, qkv, heads=HeadWork(), keys=empty, values=empty, **others
             )
         qkv, reason = find_product(model, attention.qkv, interleave=False)
         if reason is not None:
             apart[reason] = None
         rotary = attention.rotary
-        if rotary is not None and rotary not in tables:
-            tables[rotary] = rotation_table(model, rotary, self.capacity)
+        table = None if rotary is None else self._table(model, rotary, tables)
         shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
         keys = torch.zeros(shape, dtype=self.dtype, device=self.lengths.device)
         return self._bound_layer(
@@ -145,7 +165,7 @@ class BoundForward(Forward):
             apart,
             qkv,
             heads=HeadWork(
-                table=None if rotary is None else tables[rotary],
+                table=table,
                 interleaved=rotary is not None and rotary.interleaved,
                 query_norm=head_norm(model, attention.query_norm, attention.head_dim, self.dtype),
                 key_norm=head_norm(model, attention.key_norm, attention.head_dim, self.dtype),
@@ -155,6 +175,37 @@ class BoundForward(Forward):
             keys=keys,
             values=torch.zeros_like(keys),
             sinks=attention_sinks(model, attention),
+        )
+
+    def _table(self, model: nn.Module, rotary: Rotary, tables: dict[Rotary, torch.Tensor]) -> torch.Tensor:
+        """Cosines and sines of a rotation, shared by the layers that have it."""
+        if rotary not in tables:
+            tables[rotary] = rotation_table(model, rotary, self.capacity)
+        return tables[rotary]
+
+    def _latent(
+        self,
+        model: nn.Module,
+        attention: LatentAttention,
+        tables: dict[Rotary, torch.Tensor],
+        apart: dict[str, None],
+    ) -> tuple[Product, BoundLatent]:
+        """The product of latent attention's inputs, and the attention with an empty cache."""
+        inputs, reason = find_product(model, attention.inputs, interleave=False)
+        if reason is not None:
+            apart[reason] = None
+        norm = row_norm(model, attention.latent_norm, self.dtype)
+        assert norm is not None
+        device, rotary = self.lengths.device, attention.rotary
+        keys, values = absorbed_weights(model, attention, self.dtype, device)
+        table = self._table(model, rotary, tables)
+        weights = LatentWeights(keys, values, norm, table, rotary.interleaved)
+        return inputs, BoundLatent(
+            attention,
+            query_norm=row_norm(model, attention.query_norm, self.dtype),
+            query=None if attention.query is None else single_product(model, attention.query),
+            weights=weights,
+            cache=torch.zeros((self.batch, self.capacity, weights.width), dtype=self.dtype, device=device),
         )
 
     def _mixer(
@@ -224,6 +275,18 @@ class BoundForward(Forward):
             if layer.attends
         ]
         self.workspace = Workspace.of(divided, self.lengths.device)
+        latents = {index: layer.latent.weights for index, layer in enumerate(self.layers) if layer.latent}
+        self.latent_divisions = {index: self._divide_latents(weights) for index, weights in latents.items()}
+        self.latent_workspace = LatentWorkspace.of(
+            self.batch,
+            [(weights, self.latent_divisions[index]) for index, weights in latents.items()],
+            self.dtype,
+        )
+
+    def _divide_latents(self, weights: LatentWeights) -> LatentDivision:
+        device = device_numbers(self.device_index) if self.lengths.is_cuda else H200
+        sizes = weights.heads, weights.width, self.capacity
+        return divide_latent(self.batch, *sizes, device.multiprocessors, device.shared_bytes)
 
     def neighbours(self, rows: int) -> BoundForward:
         """A forward over the layers and cache of this batch of one, whose rows are ``rows`` neighbouring

@@ -143,7 +143,7 @@ def _halves(table: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _model(layer: BoundLayer) -> Model:
     if not layer.attends:
-        raise _UnknownPartError("layers without attention")
+        raise _UnknownPartError("layers without ordinary attention")
     if layer.attention.gated or layer.sinks is not None:
         raise _UnknownPartError("gated heads, or attention sinks")
     anatomy, attention = layer.anatomy, layer.attention

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from marlinq.runtime.step.bound_forward import BoundForward
+from marlinq.runtime.step.latent_prompts import prompt_attention
 from marlinq.runtime.step.reference import causal_attention
 from marlinq.runtime.step.walk import Pending, Walk
 
@@ -66,6 +67,21 @@ def read_prompts(
             for walk, given in zip(walks, made, strict=True):
                 walk.after_attention(index, given)
             del made
+            continue
+        if layer.latent is not None:
+            found = []
+            for walk, rows in zip(walks, pieces, strict=True):
+                start = rows.start if len(pieces) > 1 else 0
+                found.append(walk.append_latents(layer.latent, walk.before_attention(index), start))
+            heads = torch.cat(found)
+            del found
+            mixed = prompt_attention(
+                layer.latent, heads.view(batch, width, *heads.shape[1:]), layer.latent.cache[part, :width]
+            )
+            del heads
+            for walk, rows in zip(walks, pieces, strict=True):
+                walk.after_attention(index, mixed[rows])
+            del mixed
             continue
         attention = layer.attention
         gates = []

@@ -11,8 +11,16 @@ from marlinq.kernels import step as kernels
 from marlinq.kernels.experts import routed_experts
 from marlinq.kernels.step import ROUTER_WIDEST, Addition, Gather, Prepared, RoutedRows, RowNorm
 from marlinq.models.anatomy import Anatomy, Groups
-from marlinq.runtime.step.bound import BoundDelta, BoundLayer, BoundMamba, BoundMixture, BoundMLP
+from marlinq.runtime.step.bound import (
+    BoundDelta,
+    BoundLatent,
+    BoundLayer,
+    BoundMamba,
+    BoundMixture,
+    BoundMLP,
+)
 from marlinq.runtime.step.bound_forward import BoundForward
+from marlinq.runtime.step.latent_prompts import append_latents
 from marlinq.runtime.step.mixer_prompts import read_delta, read_mamba
 from marlinq.runtime.step.products import Product
 
@@ -279,6 +287,8 @@ class Walk:
             return self._delta(layer.mixer, joined)
         if layer.mixer is not None:
             return self._mamba(layer.mixer, joined)
+        if layer.latent is not None:
+            return self._latent(index, layer.latent, joined)
         attention = layer.attention
         out = self.empty("attended", joined.shape[0], attention.heads * attention.head_dim)
         self.launch(
@@ -308,6 +318,50 @@ class Walk:
         ring, state = delta.ring[self.part], delta.state[self.part]
         self.launch(kernels.delta(joined, rates, out, ring, state, self.lengths, delta.weights))
         return out
+
+    def latent_queries(self, latent: BoundLatent, joined: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [M, H * (plain and rotated channels)] before their rotation, and latents with rotated keys
+        [M, width] before norm and rotation."""
+        widths = latent.attention.inputs.widths
+        q, rows = joined[:, : widths[0]], joined[:, widths[0] : sum(widths)]
+        if latent.query_norm is not None:
+            normed = self.empty("compressed", joined.shape[0], widths[0])
+            self.launch(kernels.residual(q, out=normed, norm=latent.query_norm))
+            q = normed
+        if latent.query is not None:
+            q = self.multiply("queries", latent.query, q)[:, : latent.query.features]
+        return q, rows
+
+    def _latent(self, index: int, latent: BoundLatent, joined: Tensor) -> Tensor:
+        """The new rows of the cache appended, and latent attention: [M, columns] to [M, H * V]."""
+        forward, weights, rows = self.forward, latent.weights, joined.shape[0]
+        workspace, division = forward.latent_workspace, forward.latent_divisions[index]
+        assert workspace is not None
+        q, new = self.latent_queries(latent, joined)
+        cache = latent.cache[self.part]
+        used = rows * weights.heads * weights.width
+        queries = workspace.queries[:used].view(rows, weights.heads, weights.width)
+        self.launch(kernels.latent_queries(q, new, cache, self.lengths, weights, queries))
+        self.launch(
+            kernels.latent_attend(
+                *(queries, cache, self.lengths, weights, workspace),
+                scale=latent.attention.scale,
+                division=division,
+            )
+        )
+        out = self.empty("attended", rows, weights.heads * weights.value_dim)
+        self.launch(
+            kernels.latent_values(
+                out, self.lengths, weights, workspace, capacity=cache.shape[1], division=division
+            )
+        )
+        return out
+
+    def append_latents(self, latent: BoundLatent, joined: Tensor, start: int) -> Tensor:
+        """The rows of prompts' tokens from position ``start`` on put into the cache, and their rotated
+        queries [M, H, plain and rotated channels]."""
+        q, rows = self.latent_queries(latent, joined)
+        return append_latents(latent, q, rows, self.part, start, self.tokens_each)
 
     def _mamba(self, bound: BoundMamba, joined: Tensor) -> Tensor:
         """The results of a Mamba-2 mixer, [M, width]."""

@@ -32,11 +32,13 @@ TOLERANCE = 4e-3
 
 DELTA_NETS = ("qwen3.5", "qwen3-next")
 MIXERS = ("bamba", "granite-4", "nemotron-h")
+LATENT = "deepseek-v3"
 MODELS = [
     *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3"),
     *("gpt_neox", "opt", "stablelm", "gpt2", "starcoder2", "olmo2", "cohere"),
     *DELTA_NETS,
     *MIXERS,
+    LATENT,
 ]
 
 
@@ -73,6 +75,10 @@ def tiny(name: str) -> PreTrainedModel:
         return random_decoder(replace(KNOWN[name], config={**KNOWN[name].config, **sizes}))
     if name in MIXERS:
         return random_decoder(KNOWN[name])
+    if name == LATENT:
+        # Sizes that the kernels of latent attention take.
+        sizes = {"kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+        return random_decoder(replace(KNOWN[name], config={**KNOWN[name].config, **sizes, "q_lora_rank": 64}))
     if name == "padded":
         # 96 columns are a tile and a half, and every linear has a bias.
         return tiny_model("llama", intermediate_size=96, mlp_bias=True, attention_bias=True)
@@ -119,7 +125,7 @@ def test_logits_are_the_references(name: str) -> None:
     assert max(found) < tolerance(name), found
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "padded"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "padded", LATENT])
 def test_verifications_are_steps(name: str) -> None:
     """A verification behind a step, a refused tail, and another one over what that has left."""
     half, wide = halved(tiny(name))
@@ -175,6 +181,7 @@ def quantized(
         ("opt", "", "", True),
         ("padded", "", "", True),
         ("padded", "", "up_proj", False),
+        (LATENT, "", "", True),
     ],
 )
 def test_packed_weights_joined_and_apart(name: str, act_order: str, apart: str, joined: bool) -> None:
@@ -204,7 +211,9 @@ def test_weights_of_eight_bits_are_joined_and_multiplied() -> None:
     assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "opt", "cohere", "qwen3-next", "nemotron-h"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "phi", "opt", "cohere", "qwen3-next", "nemotron-h", LATENT]
+)
 def test_prompts_in_pieces_give_the_same(name: str) -> None:
     half, wide = halved(tiny(name))
     anatomy = recognised(wide)

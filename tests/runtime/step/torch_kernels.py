@@ -21,6 +21,9 @@ from marlinq.kernels.step import (
     Division,
     Gather,
     HeadWork,
+    LatentDivision,
+    LatentWeights,
+    LatentWorkspace,
     MambaWeights,
     MambaWorkspace,
     RoutedRows,
@@ -32,6 +35,9 @@ from tests.kernels.step_problems import (
     expected_attention,
     expected_delta,
     expected_groups,
+    expected_latent,
+    expected_latent_queries,
+    expected_latent_rows,
     expected_mamba,
     expected_norm,
     expected_rotation,
@@ -44,6 +50,9 @@ __all__ = [
     "attend",
     "bind",
     "delta",
+    "latent_attend",
+    "latent_queries",
+    "latent_values",
     "mamba",
     "precompile_prepared",
     "residual",
@@ -211,6 +220,49 @@ def attend(
         out.copy_(mixed)
 
     return Prepared(run)
+
+
+def latent_queries(
+    q: Tensor, latent: Tensor, cache: Tensor, lengths: Tensor, weights: LatentWeights, queries: Tensor
+) -> Prepared:
+    def run(_: Prepared) -> None:
+        queries.copy_(expected_latent_queries(q, lengths, weights))
+        new = expected_latent_rows(latent, lengths, weights).to(cache.dtype)
+        for m, length in enumerate(lengths.tolist()):
+            cache[m % len(cache), length] = new[m]
+
+    return Prepared(run)
+
+
+def latent_attend(
+    queries: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    weights: LatentWeights,
+    workspace: LatentWorkspace,
+    *,
+    scale: float,
+    division: LatentDivision,
+) -> Prepared:
+    """The whole result, left in the memory of the sums for :func:`latent_values`."""
+
+    def run(_: Prepared) -> None:
+        found = expected_latent(queries, cache, lengths, weights, scale).flatten()
+        workspace.sums[: found.numel()] = found
+
+    return Prepared(run)
+
+
+def latent_values(
+    out: Tensor,
+    lengths: Tensor,
+    weights: LatentWeights,
+    workspace: LatentWorkspace,
+    *,
+    capacity: int,
+    division: LatentDivision,
+) -> Prepared:
+    return Prepared(lambda _: out.copy_(workspace.sums[: out.numel()].view(out.shape)))
 
 
 def delta(
