@@ -63,12 +63,14 @@ class Case:
 
     Attributes:
         refused: words of vLLM's message for formats that it does not take on a CPU.
+        plugin: layers that marlinq's plugin runs, comma-separated; others run in plain arithmetic.
     """
 
     model: str = "llama"
     settings: dict[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
+    plugin: str = ""
 
 
 SKIPPED = (Override(r"layers\.1\.mlp\.down_proj$", skip=True),)
@@ -86,8 +88,18 @@ CASES = {
     "skipped layer": Case(settings={"group_size": 64, "overrides": SKIPPED}, also=("gptq", "awq")),
     "head": Case(settings={"group_size": 64, "quantize_head": "int4"}, also=("gptq", "awq")),
     "one scale a channel": Case(settings={"group_size": -1}, also=("gptq",)),
-    "mixture": Case("qwen3_moe", {"group_size": 64}, also=("gptq", "awq")),
-    "mixture, zero points": Case("qwen3_moe", {"group_size": 32, "symmetric": False}, also=("awq",)),
+    "plugin": Case(settings={"group_size": 64}, also=("gptq", "awq"), plugin="linear"),
+    "plugin, zero points": Case(
+        settings={"group_size": 32, "symmetric": False}, also=("awq",), plugin="linear"
+    ),
+    "plugin, 8 bits": Case(
+        settings={"scheme": "int8", "group_size": 64, "symmetric": False}, plugin="linear"
+    ),
+    "mixture": Case("qwen3_moe", {"group_size": 64}, also=("gptq", "awq"), plugin="experts"),
+    "mixture, zero points": Case(
+        "qwen3_moe", {"group_size": 32, "symmetric": False}, also=("awq",), plugin="experts"
+    ),
+    "mixture, 8 bits": Case("qwen3_moe", {"scheme": "int8", "group_size": 64}, plugin="linear,experts"),
 }
 
 
@@ -124,10 +136,20 @@ TEXTS = torch.randint(3, VOCABULARY, (3, 40), generator=torch.Generator().manual
 
 
 @pytest.fixture(scope="session")
-def folders(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """Every case's checkpoints by case and format."""
+def selected(request: pytest.FixtureRequest) -> dict[str, Case]:
+    """The cases whose tests run."""
+    calls = (getattr(item, "callspec", None) for item in request.session.items)
+    names = {call.params.get("name") for call in calls if call is not None}
+    return {name: case for name, case in CASES.items() if name in names}
+
+
+@pytest.fixture(scope="session")
+def folders(
+    selected: dict[str, Case], bases: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Path]:
+    """Every selected case's checkpoints by case and format."""
     found = {}
-    for name, case in CASES.items():
+    for name, case in selected.items():
         root = tmp_path_factory.mktemp("checkpoints")
         recipe = Recipe(format=FIRST, method="rtn", **case.settings)
         quantize(bases / case.model, root / FIRST, recipe=recipe, progress=False)
@@ -150,7 +172,7 @@ def answers(
             "prompts": TEXTS[:, :8].tolist(),
             "forced": TEXTS.tolist(),
             "new": NEW,
-            "environment": {vllm_cpu_kernels.EXPERTS: "1"} if CASES[key[0]].model != "llama" else {},
+            "environment": {vllm_cpu_kernels.PLUGIN: CASES[key[0]].plugin},
             "out": str(outs[key]),
         }
         for key, folder in folders.items()

@@ -1,8 +1,8 @@
 """What vLLM for CPUs lacks to run 4- and 8-bit checkpoints on any processor, as a plugin.
 
-vLLM's own kernel for CPUs needs AVX-512, and it has none for 4-bit experts. Here are a linear layer in plain
-arithmetic, which shares no code with marlinq, and the switches that let marlinq's experts run on a CPU, as
-their reference. Loading, merging and everything else is vLLM's.
+vLLM's own kernel for CPUs needs AVX-512, and it has none for packed experts. Here are a linear layer in plain
+arithmetic, which shares no code with marlinq, and the switches that let the plugin's linear layers and
+experts run on a CPU, as their reference. Loading, merging and everything else is vLLM's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-EXPERTS = "MARLINQ_INTEROP_EXPERTS"
-"""Set where a mixture is to be run."""
+PLUGIN = "MARLINQ_INTEROP_PLUGIN"
+"""Names of the layers that marlinq's plugin runs: ``linear``, ``experts``."""
 
 
 def register() -> None:
@@ -23,11 +23,12 @@ def register() -> None:
     import vllm.model_executor.kernels.linear as kernels
 
     platform = kernels.PlatformEnum.CPU
-    taken = kernels._POSSIBLE_KERNELS[platform]
-    if all(kernel.__name__ != "PlainLinearKernel" for kernel in taken):
-        taken.insert(0, _plain_kernel())
-        if os.environ.get(EXPERTS):
-            _experts_on_a_cpu()
+    taken, plugin = kernels._POSSIBLE_KERNELS[platform], os.environ.get(PLUGIN, "").split(",")
+    if any(kernel.__name__ in ("PlainLinearKernel", "IntegerLinearKernel") for kernel in taken):
+        return
+    taken.insert(0, _linear_on_a_cpu() if "linear" in plugin else _plain_kernel())
+    if "experts" in plugin:
+        _experts_on_a_cpu()
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
@@ -79,6 +80,15 @@ def _plain_kernel() -> type:
             return of_groups.repeat_interleave(channels // len(of_groups), 0)
 
     return PlainLinearKernel
+
+
+def _linear_on_a_cpu() -> type:
+    import marlinq.kernels  # noqa: F401 - registers the operators
+    from marlinq.integrations.vllm import linear
+
+    linear.current_platform = SimpleNamespace(is_cuda=lambda: True)  # type: ignore[attr-defined]
+    linear.missing_package = lambda: None  # type: ignore[attr-defined]
+    return linear.IntegerLinearKernel
 
 
 def _experts_on_a_cpu() -> None:

@@ -249,7 +249,9 @@ def expert_weights(method: Any, layer: Any) -> ExpertWeights:
     """
     moe = layer.moe_config
     hidden, inner, dtype = moe.hidden_dim, moe.intermediate_size_per_partition, moe.in_dtype
-    group, element = _group_size(method), _ELEMENTS[_bits(method)]
+    group, bits = _group_size(method), _bits(method)
+    assert bits is not None, "experts_refusal says so"
+    element = _ELEMENTS[bits]
     gate_up = _parameters(layer, "w13", method)
     products = [_stored(gate_up.half(number), element, hidden, inner, group, dtype) for number in (0, 1)]
     products.append(_stored(_parameters(layer, "w2", method), element, inner, hidden, group, dtype))
