@@ -168,7 +168,7 @@ def test_rows_of_experts_are_summed(builder: Builder, dtype: torch.dtype, gated:
 
 
 FAULTS = {
-    "rows of pairs that are elsewhere": Planted("routed_row_elsewhere"),
+    "rows of pairs that are elsewhere": Planted("routed_row_elsewhere", "true"),
     "the first slot's weight for all": Planted("routing_of_slot", "routing[0]"),
     "the first row's places for all": Planted("places_of_row", "threadIdx.x"),
     "the first row's gate for all": Planted("gate_of_row", "gates"),

@@ -107,8 +107,17 @@ struct Route {
             if (to < 0) continue;
             const uint4* source = reinterpret_cast<const uint4*>(x + mine / T * x_stride);
             uint4* target = gathered + (i64)to * (H / 8);
-#pragma unroll 8
-            for (int v = lane; v < H / 8; v += 32) target[v] = source[v];
+            // Loaded together before the first is stored: the compiler does not move a load before a store that may alias it.
+            constexpr int TOGETHER = 8;
+            for (int from = lane; from < H / 8; from += 32 * TOGETHER) {
+                uint4 some[TOGETHER];
+#pragma unroll
+                for (int i = 0; i < TOGETHER; ++i)
+                    if (from + 32 * i < H / 8) some[i] = source[from + 32 * i];
+#pragma unroll
+                for (int i = 0; i < TOGETHER; ++i)
+                    if (from + 32 * i < H / 8) target[from + 32 * i] = some[i];
+            }
         }
     }
 };

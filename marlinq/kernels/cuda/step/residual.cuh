@@ -61,19 +61,31 @@ __device__ __forceinline__ void normalize(float (&x)[VECTORS][8], const uint4* w
     }
 }
 
-// A vector of what a row's experts gave.
+// A vector of what a row's experts gave. Eight rows are requested before the first is needed. Places below 0 have a routing of 0.
 template <typename E, int EXPERTS>
 __device__ __forceinline__ uint4 sum_of_experts(const uint4* rows, const int* places, const float* routing, i64 stride, int v) {
+    constexpr int TOGETHER = EXPERTS < 8 ? EXPERTS : 8;
     float sum[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum[j] = 0.f;
-#pragma unroll 8
-    for (int s = 0; s < EXPERTS; ++s) {
-        FAULT_SITE(routed_row_elsewhere, if (places[s] < 0) continue;)
-        float row[8];
-        widen_vector<E>(row, load_l2(rows + places[s] * (stride / 8) + v));
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum[j] = fmaf(FAULT_SITE(routing_of_slot, routing[s]), row[j], sum[j]);
+    for (int base = 0; base < EXPERTS; base += TOGETHER) {
+        uint4 some[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            const int s = base + i;
+            some[i] = make_uint4(0, 0, 0, 0);
+            if (s < EXPERTS && FAULT_SITE(routed_row_elsewhere, places[s] >= 0)) some[i] = load_l2(rows + places[s] * (stride / 8) + v);
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            const int s = base + i;
+            if (s >= EXPERTS) break;
+            float row[8];
+            widen_vector<E>(row, some[i]);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum[j] = fmaf(FAULT_SITE(routing_of_slot, routing[s]), row[j], sum[j]);
+        }
     }
     return narrow_vector<E>(sum);
 }
@@ -105,8 +117,9 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
     if constexpr (C::EXPERTS > 0) {
         static_assert(C::EXPERTS <= THREADS, "a thread a slot");
         if (threadIdx.x < C::EXPERTS) {
-            from[threadIdx.x] = load_scalar(places + FAULT_SITE(places_of_row, m * C::EXPERTS + threadIdx.x));
-            counts[threadIdx.x] = load_scalar(routing + m * C::EXPERTS + threadIdx.x);
+            const int place = load_scalar(places + FAULT_SITE(places_of_row, m * C::EXPERTS + threadIdx.x));
+            from[threadIdx.x] = place;
+            counts[threadIdx.x] = place < 0 ? 0.f : load_scalar(routing + m * C::EXPERTS + threadIdx.x);
         }
         __syncthreads();
     }
@@ -165,7 +178,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
 }
 
 #define INSTANTIATE_STEP_RESIDUAL(NAME, CONFIGURATION)                                                                   \
-    extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS)                                                 \
+    extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS, CONFIGURATION::EXPERTS > 0 ? 1 : 0)                \
     NAME(const i64* tokens, const uint4* embedding, const uint4* positions, const int* lengths, const uint4* residual,   \
          const uint4* first, const uint4* second, const float* gates, const int* places, const float* routing, const uint4* post_weight, \
          const uint4* post_bias, const uint4* weight,                                                                    \
