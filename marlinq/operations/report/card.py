@@ -23,6 +23,7 @@ from marlinq.core.plain_values import load_yaml
 from marlinq.core.safe_text import escaped, one_line
 from marlinq.core.schemes import SCHEMES
 from marlinq.core.sources import is_hub_id
+from marlinq.operations.inspect.servers import servers
 
 CARD = "README.md"
 
@@ -79,7 +80,7 @@ def model_card(
         "",
         "## Use",
         "",
-        *_use(str(recipe.get("format"))),
+        *use_section(str(recipe.get("format"))),
         "",
         "## Recipe",
         "",
@@ -196,9 +197,10 @@ def _errors(label: str, errors: Mapping[str, float]) -> list[str]:
     return [f"| {label}, squared, relative | median {median(known.values()):.2e}, {largest} |"]
 
 
-def _use(layout: str) -> list[str]:
+def use_section(layout: str) -> list[str]:
     """Commands that serve and load the checkpoint from the current folder."""
-    serve = ["vllm serve .", ""] if layout != "marlin" else []
+    vllm = next(each for each in servers() if each.name == "vLLM")
+    serve = [] if vllm.loading(layout) is None else ["vllm serve .", ""]
     commands = [*serve, "marlinq inspect .   # which servers load it", "marlinq generate . --prompt 'Hello'"]
     python = [
         "import marlinq",

@@ -12,6 +12,7 @@ from marlinq.checkpoint import Checkpoint
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe, read_recipe
 from marlinq.operations.report import CARD, hub_id
+from marlinq.operations.report.card import use_section
 from tests.testing.original_folders import RECIPE, ROWS, save_tiny
 
 ORIGINAL = """---
@@ -123,3 +124,8 @@ def test_the_base_model_is_what_the_hub_calls_it(tmp_path: Path) -> None:
     report = quantize(cached, tmp_path / "out", recipe=RECIPE.replace(method="rtn"), device="cpu")
     front = yaml.safe_load((report.out / CARD).read_text().split("---\n")[1])
     assert (front["base_model"], front["base_model_relation"]) == ("org/tiny", "quantized")
+
+
+def test_servers_are_named_only_for_layouts_that_they_load() -> None:
+    named = {layout: "vllm serve ." in use_section(layout) for layout in ("gptq", "marlin-24", "marlin")}
+    assert named == {"gptq": True, "marlin-24": False, "marlin": False}
