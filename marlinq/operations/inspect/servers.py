@@ -163,6 +163,11 @@ def servers() -> tuple[Server, ...]:
     return tuple(_server(entry) for entry in _read()["servers"])
 
 
+def loads(server: str, layout: str) -> bool:
+    """Whether the server of that name loads checkpoints in ``layout``."""
+    return any(each.name == server and each.loading(layout) is not None for each in servers())
+
+
 def built_plain(architecture: str, module: str) -> str | None:
     """Name and version of a server that always builds ``module`` in 16 bits; None where none does."""
     return next(

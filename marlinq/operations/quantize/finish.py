@@ -14,6 +14,7 @@ import torch
 from marlinq.checkpoint.manifest import manifest_of, source_of
 from marlinq.core import boundaries
 from marlinq.methods.quantity import ErrorQuantity
+from marlinq.operations.inspect.servers import loads
 from marlinq.operations.quantize.allocation.stored_allocation import forget_allocation
 from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.numerics import described_dtype
@@ -122,6 +123,7 @@ def _card(
             },
             calibration=solved.calibration,
             nbytes=_output_bytes(prepared),
+            vllm=loads("vLLM", str(manifest["recipe"]["format"])),
         )
     return made
 

@@ -23,7 +23,6 @@ from marlinq.core.plain_values import load_yaml
 from marlinq.core.safe_text import escaped, one_line
 from marlinq.core.schemes import SCHEMES
 from marlinq.core.sources import is_hub_id
-from marlinq.operations.inspect.servers import servers
 
 CARD = "README.md"
 
@@ -45,6 +44,7 @@ def model_card(
     errors: Mapping[str, Mapping[str, float]],
     calibration: Mapping[str, Any] | None,
     nbytes: int,
+    vllm: bool,
 ) -> str:
     """The text of the card.
 
@@ -57,6 +57,7 @@ def model_card(
         errors: label of a quantity -> module name -> relative squared error.
         calibration: documents, tokens and source of the text; None for a method without calibration.
         nbytes: bytes of the tensors.
+        vllm: whether vLLM loads the layout.
     """
     matter, body = _read_card(source.path / CARD) if CARD in source.side_files else ({}, "")
     front = _front_matter(matter, base_model, recipe)
@@ -80,7 +81,7 @@ def model_card(
         "",
         "## Use",
         "",
-        *use_section(str(recipe.get("format"))),
+        *_use(vllm),
         "",
         "## Recipe",
         "",
@@ -197,10 +198,9 @@ def _errors(label: str, errors: Mapping[str, float]) -> list[str]:
     return [f"| {label}, squared, relative | median {median(known.values()):.2e}, {largest} |"]
 
 
-def use_section(layout: str) -> list[str]:
+def _use(vllm: bool) -> list[str]:
     """Commands that serve and load the checkpoint from the current folder."""
-    vllm = next(each for each in servers() if each.name == "vLLM")
-    serve = [] if vllm.loading(layout) is None else ["vllm serve .", ""]
+    serve = ["vllm serve .", ""] if vllm else []
     commands = [*serve, "marlinq inspect .   # which servers load it", "marlinq generate . --prompt 'Hello'"]
     python = [
         "import marlinq",

@@ -45,6 +45,17 @@ def test_pruned_modules_are_sparse_and_said_to_be(tmp_path: Path, method: str) -
     assert len(view.config.raw["config_groups"]) == 1
 
 
+def test_the_card_names_no_server_that_lacks_the_layout(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    # Marlin-24 wants N in multiples of 64, which k and v are not.
+    narrow = Override.parse("self_attn=skip")
+    recipe = SPARSE.replace(method="rtn", format="marlin-24", overrides=(narrow,))
+    quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "marlinq generate ." in card
+    assert "vllm serve" not in card
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

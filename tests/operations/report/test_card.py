@@ -12,7 +12,6 @@ from marlinq.checkpoint import Checkpoint
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe, read_recipe
 from marlinq.operations.report import CARD, hub_id
-from marlinq.operations.report.card import use_section
 from tests.testing.original_folders import RECIPE, ROWS, save_tiny
 
 ORIGINAL = """---
@@ -63,6 +62,7 @@ def test_licence_and_languages_are_carried(tmp_path: Path) -> None:
     tokens = manifest["run"]["calibration"]["tokens"]
     assert f"| calibration | 8 documents, {tokens} tokens: text that the model wrote itself |" in text
     assert f"| quantised | {len(errors)} linears as int4, groups of 32, symmetric |" in text
+    assert "vllm serve ." in text
 
 
 def test_the_recipe_in_the_card_repeats_the_run(tmp_path: Path) -> None:
@@ -124,8 +124,3 @@ def test_the_base_model_is_what_the_hub_calls_it(tmp_path: Path) -> None:
     report = quantize(cached, tmp_path / "out", recipe=RECIPE.replace(method="rtn"), device="cpu")
     front = yaml.safe_load((report.out / CARD).read_text().split("---\n")[1])
     assert (front["base_model"], front["base_model_relation"]) == ("org/tiny", "quantized")
-
-
-def test_servers_are_named_only_for_layouts_that_they_load() -> None:
-    named = {layout: "vllm serve ." in use_section(layout) for layout in ("gptq", "marlin-24", "marlin")}
-    assert named == {"gptq": True, "marlin-24": False, "marlin": False}
