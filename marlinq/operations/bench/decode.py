@@ -420,6 +420,10 @@ def weight_bytes(model: nn.Module, batch: int) -> int:
 
 
 def cache_bytes_per_token(loaded: LoadedModel) -> int:
-    """Bytes of keys and values of one token in all layers; sliding windows are not considered."""
+    """Bytes of keys and values, or of latents, of one token in all layers; sliding windows are not
+    considered."""
     config = loaded.model.config.get_text_config()
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent:
+        return int(config.num_hidden_layers * (latent + config.qk_rope_head_dim)) * loaded.dtype.itemsize
     return 2 * key_channels(config, config.num_hidden_layers) * loaded.dtype.itemsize

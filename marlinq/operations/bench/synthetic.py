@@ -114,6 +114,28 @@ SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_attention_heads": 16,
         "num_key_value_heads": 2, "head_dim": 256, **_DELTA_NET, "linear_num_value_heads": 32,
     },
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6,
+        "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+        "topk_method": "greedy", "first_k_dense_replace": 1, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 163840, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+        },
+    },
+    "glm-4.7-flash": {
+        "model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
+        "moe_intermediate_size": 1536, "n_routed_experts": 64, "num_experts_per_tok": 4,
+        "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 47, "num_attention_heads": 20,
+        "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64, "v_head_dim": 256, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
+    },
     "gpt-oss-20b": {
         "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
         "num_local_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24,

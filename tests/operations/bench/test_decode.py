@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from marlinq.cli.bench import decode
 from marlinq.core.errors import UsageError
 from marlinq.models import build_blueprint
 from marlinq.operations.bench import SYNTHETIC, Synthetic, bench_decode, synthetic_model
-from marlinq.operations.bench.decode import weight_bytes
+from marlinq.operations.bench.decode import cache_bytes_per_token, weight_bytes
 from marlinq.operations.bench.synthetic import Head
 from marlinq.operations.bench.trace import summarise
-from marlinq.runtime import load
+from marlinq.runtime import LoadedModel, load
 from marlinq.runtime.decision import summarize
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized
 from tests.testing.tiny_models import tiny_model
@@ -145,6 +147,16 @@ def test_weight_bytes_are_those_of_the_linears_and_norms(folder: Path, operator:
         # Half a byte a code, and a float32 scale and zero for each group of 32; 32 columns grow to 64.
         linear_bytes = sum(k * max(n, 64) // 2 + 2 * 4 * (k // 32) * max(n, 64) for k, n in shapes)
     assert weight_bytes(model, 1) == linear_bytes + norms_and_head + rotary
+
+
+def test_a_token_in_the_cache_is_a_latent_or_keys_and_values() -> None:
+    def cached(name: str) -> int:
+        config = CONFIG_MAPPING[SYNTHETIC[name]["model_type"]](**SYNTHETIC[name])
+        model = SimpleNamespace(config=config)
+        return cache_bytes_per_token(cast(LoadedModel, SimpleNamespace(model=model, dtype=torch.float16)))
+
+    assert cached("glm-4.7-flash") == 47 * (512 + 64) * 2
+    assert cached("llama-3-8b") == 32 * 2 * 8 * 128 * 2
 
 
 def test_a_tied_head_is_read_once(tmp_path: Path) -> None:

@@ -17,7 +17,16 @@ from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.probe import compare
 from marlinq.runtime.step.products import Product
 from marlinq.runtime.step.reference import ReferenceForward
-from tests.runtime.step.test_chain import DELTA_NETS, MIXERS, error, halved, quantized, recognised, tiny
+from tests.runtime.step.test_chain import (
+    DELTA_NETS,
+    LATENT,
+    MIXERS,
+    error,
+    halved,
+    quantized,
+    recognised,
+    tiny,
+)
 from tests.runtime.step.test_mixtures import PACKED, grouped_mixture
 from tests.testing.tiny_models import tiny_model
 
@@ -63,7 +72,8 @@ def run(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma2", "gemma3", "phi", "starcoder2", "opt", "olmo2", *DELTA_NETS, *MIXERS]
+    "name",
+    ["llama", "qwen3", "gemma2", "gemma3", "phi", "starcoder2", "opt", "olmo2", *DELTA_NETS, *MIXERS, LATENT],
 )
 @torch.no_grad()
 def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
@@ -81,7 +91,7 @@ def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "starcoder2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "starcoder2", LATENT])
 @torch.no_grad()
 def test_captured_verifications_are_steps(name: str, dtype: torch.dtype) -> None:
     model = tiny(name)
