@@ -3,8 +3,7 @@
 They were read in vLLM 0.26.0 and 0.32.0, for linear layers also in 0.33.0. Private parts are:
 
 * ``_POSSIBLE_KERNELS``, the list of linear kernels. vLLM's ``register_linear_kernel`` would append, and a
-kernel
-  after Machete is never asked on Hopper. Version 0.33 sorts classes whose name contains "marlin" or
+  kernel after Machete is never asked on Hopper. Version 0.33 sorts classes whose name contains "marlin" or
   "humming".
 * ``vllm.envs.environment_variables``, whose values are part of the key of compiled graphs.
 * Names of the classes in :data:`EXPERT_METHODS`, which vLLM's loader compares too, and of their parameters.
@@ -46,6 +45,7 @@ __all__ = [
     "key_compiled_graphs",
     "max_batched_tokens",
     "missing_package",
+    "own_linear_kernel",
     "permute_param_layout_",
     "put_first",
     "quantization_config_class",
@@ -83,6 +83,22 @@ def put_first(kernel: type) -> None:
         )
     if kernel not in kernels:
         kernels.insert(0, kernel)
+
+
+def own_linear_kernel(config: MPLinearLayerConfig, kernel: type) -> type[MPLinearKernel]:
+    """The kernel that vLLM chooses for a linear layer if ``kernel`` is not in its list.
+
+    Raises:
+        ValueError: vLLM has no kernel for the layer.
+    """
+    kernels = linear_kernels._POSSIBLE_KERNELS[linear_kernels.PlatformEnum.CUDA]
+    place = kernels.index(kernel)
+    del kernels[place]
+    try:
+        chosen: type[MPLinearKernel] = linear_kernels.choose_mp_linear_kernel(config)
+    finally:
+        kernels.insert(place, kernel)
+    return chosen
 
 
 def key_compiled_graphs(mode: str) -> None:

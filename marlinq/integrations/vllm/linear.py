@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.core.dtypes import dtype_name
+from marlinq.core.errors import MarlinqError
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, INT8, Element, Scheme
 from marlinq.formats import LAYOUTS, StoredWeight
@@ -26,6 +27,7 @@ from marlinq.integrations.vllm.interface import (
     current_platform,
     max_batched_tokens,
     missing_package,
+    own_linear_kernel,
     permute_param_layout_,
     replace_parameter,
     scalar_types,
@@ -91,12 +93,26 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
         reason = refusal(c) or missing_package()
         return reason is None, reason
 
+    _own: MPLinearKernel | None = None
+
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Replaces the layer's parameters by the kernel's operand, and compiles kernels for its shape."""
-        stored = self._stored(layer)
+        """Replaces the layer's parameters by the kernel's operand, and compiles kernels for its shape.
+
+        If either fails, vLLM's own choice takes the layer.
+        """
         from marlinq.runtime.operand import stored_operand
 
-        operand = stored_operand(stored, self.config.act_type, stored.words.device)
+        try:
+            stored = self._stored(layer)
+            operand = stored_operand(stored, self.config.act_type, stored.words.device)
+            self._prepare(operand)
+        except MarlinqError as error:
+            kernel = own_linear_kernel(self.config, type(self))
+            logger.warning("marlinq: %s; %s runs a layer", error, kernel.__name__)
+            names = [self.w_q_name, self.w_s_name, self.w_zp_name]
+            self._own = kernel(self.config, *names, *filter(None, [self._g_idx_name]))
+            self._own.process_weights_after_loading(layer)
+            return
         self._product = getattr(torch.ops.marlinq, operand.format.operator)
         self._group_size = operand.granularity.group_size
         self._out_features = operand.out_features
@@ -106,9 +122,11 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
         self._replace(layer, self.w_s_name, operand.scales)
         self._zeros_name = self._replace(layer, self.w_zp_name or "marlinq_zeros", operand.zeros)
         self._order_name = self._replace(layer, self._g_idx_name or "marlinq_order", operand.order)
-        self._prepare(operand)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._own is not None:
+            found: Tensor = self._own.apply_weights(layer, x, bias)
+            return found
         order = getattr(layer, self._order_name) if self._order_name else None
         if self._padding and order is None:
             x = F.pad(x, (0, self._padding))

@@ -50,7 +50,19 @@ class MPLinearKernel:
 
 
 class OtherKernel(MPLinearKernel):
-    """Stands for the kernels that vLLM has itself."""
+    """Stands for the kernels that vLLM has itself; a layer's result is 7."""
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        return True, None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.parameters = sorted(name for name, _ in layer.named_parameters())
+
+    def apply_weights(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.full((*x.shape[:-1], self.config.partition_weight_shape[1]), 7, dtype=x.dtype)
 
 
 class Parameter(nn.Parameter):
@@ -206,7 +218,11 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.Modu
     modules["vllm.envs"].environment_variables = {"VLLM_PORT": lambda: None}
     kernels = modules["vllm.model_executor.kernels.linear"]
     kernels.PlatformEnum = PlatformEnum
-    kernels._POSSIBLE_KERNELS = {PlatformEnum.CUDA: [OtherKernel], PlatformEnum.CPU: [OtherKernel]}
+    possible = {PlatformEnum.CUDA: [OtherKernel], PlatformEnum.CPU: [OtherKernel]}
+    kernels._POSSIBLE_KERNELS = possible
+    kernels.choose_mp_linear_kernel = lambda config: next(
+        kernel for kernel in possible[PlatformEnum.CUDA] if kernel.can_implement(config)[0]
+    )
     interface = modules["vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel"]
     interface.MPLinearKernel, interface.MPLinearLayerConfig = MPLinearKernel, MPLinearLayerConfig
     quantization = modules["vllm.model_executor.layers.quantization"]

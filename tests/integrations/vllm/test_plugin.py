@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.scheme import INT4, INT8, Element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats.packing import pack_rows
@@ -312,3 +313,38 @@ def test_the_operand_takes_the_parameters_place(kernel: Any) -> None:
     assert held["weight_packed"].shape == (128 // 16, 2 * 64)
     assert held["weight_scale"].shape == held["weight_zero_point"].shape == (4, 64)
     assert all(type(each) is nn.Parameter for name, each in held.items() if name != "weight_g_idx")
+
+
+def no_compiler(kernel: Any, layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any, operand: object) -> None:
+        raise EnvironmentProblem("no NVRTC")
+
+    monkeypatch.setattr(kernel, "_prepare", fails)
+
+
+def large_scale(kernel: Any, layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer.weight_scale.data = layer.weight_scale.data.float().fill_(1e6)
+
+
+@pytest.mark.parametrize("breaks", [no_compiler, large_scale])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_a_layer_that_fails_is_vllms_own(
+    kernel: Any,
+    kernels: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    act_order: bool,
+    breaks: Callable[..., None],
+) -> None:
+    layer = as_gptq(weight(128, 64, 32, zeros=True, act_order=act_order), zeros=True)
+    before = sorted(name for name, _ in layer.named_parameters())
+    names = ["weight_packed", "weight_scale", "weight_zero_point", *["weight_g_idx"] * act_order]
+    made = kernel(config(zero_points=True, has_g_idx=act_order), *names)
+    breaks(kernel, layer, monkeypatch)
+    made.process_weights_after_loading(layer)
+    assert made._own.parameters == before
+    assert bool((made.apply_weights(layer, torch.zeros(3, 128)) == 7).all())
+    (record,) = caplog.records
+    assert "OtherKernel runs" in record.getMessage()
+    # The next layer is asked about again.
+    assert kernels == [kernel, stub.OtherKernel]
