@@ -142,19 +142,21 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class MLP:
-    """``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))`` without a gate.
+    """``down(activation(gate_scale * gate(x)) * up(x))``, or ``down(activation(up(x)))`` without a gate.
 
     Attributes:
         inputs: gate and up, or up alone.
         gated: whether there is a gate.
         down: full name of the last projection.
         activation: ``silu``, ``gelu``, ``gelu_tanh``, ``relu`` or ``relu2``.
+        gate_scale: factor on the gate, or on ``up`` without a gate.
     """
 
     inputs: Slices
     gated: bool
     down: str
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+    gate_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -245,11 +247,12 @@ class Layer:
 
     With x the residual stream::
 
-        a = attention(attention_norm(x));  x = x + residual_scale * post_attention_norm(a)
-        m = mlp(mlp_norm(x));              x = x + residual_scale * post_mlp_norm(m)
+        a = attention(attention_norm(x));  x = x + attention_scale * post_attention_norm(a)
+        m = mlp(mlp_norm(x));              x = x + mlp_scale * post_mlp_norm(m)
 
-    In a parallel block both read the same x, and the result is ``x + a + m``. A norm that is None is left
-    out, and a part that is None with its line; one of both parts is always there.
+    In a parallel block both read the same x and have one factor. A norm that is None is left out, and a part
+    that is None with its line; one of both parts is always there. A mixer beside attention reads what
+    attention reads, and its result is added to x too, with a factor of its own.
 
     Attributes:
         name: full module name of the block.
@@ -258,7 +261,9 @@ class Layer:
         mlp: MLP, or routed experts; None without one.
         attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: norms of the formulas above.
         parallel: whether attention and MLP read the same x.
-        residual_scale: factor on the results of attention and MLP before they are added.
+        attention_scale, mlp_scale: factors on the results of attention and MLP before they are added.
+        beside: mixer beside attention, or None.
+        beside_scale: factor on the result of that mixer.
     """
 
     name: str
@@ -269,7 +274,10 @@ class Layer:
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
     parallel: bool = False
-    residual_scale: float = 1.0
+    attention_scale: float = 1.0
+    mlp_scale: float = 1.0
+    beside: Mamba | None = None
+    beside_scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
@@ -28,6 +28,7 @@ from marlinq.models.anatomy import (
     Groups,
     LatentAttention,
     Layer,
+    Mamba,
     Mixture,
     Norm,
     Router,
@@ -330,7 +331,7 @@ def _anatomy(
         calls = [call for call in recording.calls if call.block == index]
         layers.append(
             _Block(
-                *(name, calls, norms, rotary, experts, mixers, recording.corrections, groups),
+                *(model, name, calls, norms, rotary, experts, mixers, recording.corrections, groups),
                 *(entered, recording.outputs[index]),
             ).layer(recording.positions)
         )
@@ -438,6 +439,17 @@ def _exit(
     raise Refusal(head.name, "logits are neither a multiple of the head's product nor capped by tanh")
 
 
+def _numbers(values: object) -> Iterator[float]:
+    """All numbers of a config that may be factors: neither whole nor near zero."""
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _numbers(value)
+    elif isinstance(values, float) and not values.is_integer() and 1e-3 < abs(values) < 1e3:
+        yield values
+
+
 @dataclass(frozen=True, eq=False)
 class _Part(Generic[T]):
     """Attention or the MLP of a recorded block.
@@ -449,6 +461,8 @@ class _Part(Generic[T]):
         norm, post: norms before and behind it, or None.
         reads: input of ``norm``.
         output: result, behind ``post``.
+        input_scale: factor on the input, in the anatomy of attention already, and still on its result.
+        beside: mixer beside attention, or None.
     """
 
     what: str
@@ -459,6 +473,16 @@ class _Part(Generic[T]):
     post: Norm | None
     reads: Tensor
     output: Tensor
+    input_scale: float = 1.0
+    beside: _Beside | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Beside:
+    """A mixer beside attention, and its result."""
+
+    anatomy: Mamba
+    output: Tensor
 
 
 class _Block:
@@ -466,6 +490,7 @@ class _Block:
 
     def __init__(
         self,
+        model: PreTrainedModel,
         name: str,
         calls: list[Call],
         norms: dict[str, Norm],
@@ -477,6 +502,7 @@ class _Block:
         entered: Tensor,
         left: Tensor,
     ) -> None:
+        self.model = model
         self.name = name
         self.calls = calls
         self.norms = norms
@@ -501,20 +527,22 @@ class _Block:
                     raise Refusal(name, f"{list(x.shape)} where the block has {list(self.entered.shape)}")
         both = attended is not None and behind is not None
         parallel = both and all(torch.equal(part.reads, self.entered) for part in parts)
+        beside = None if attended is None else attended.beside
+        beside_scale = 1.0
         if parallel:
+            if beside is not None:
+                raise Refusal(beside.anatomy.output, "a mixer beside attention in a parallel block")
             total = sum((part.output for part in parts), torch.zeros_like(self.entered))
-            scale = self._scale(self.left - self.entered, total, "sum of attention and MLP")
+            scales = [self._scale(self.left - self.entered, total, "sum of attention and MLP")] * 2
         else:
             between = [self.entered, *(part.reads for part in parts[1:]), self.left]
-            scales = [
-                self._scale(end - start, part.output, part.what)
-                for part, start, end in zip(parts, between[:-1], between[1:], strict=True)
-            ]
-            scale = scales[0]
-            if abs(scales[-1] - scale) > 1e-5 * abs(scale):
-                raise Refusal(
-                    self.name, f"attention is added with factor {scale:g}, the MLP with {scales[-1]:g}"
-                )
+            scales = []
+            for part, start, end in zip(parts, between[:-1], between[1:], strict=True):
+                added = end - start
+                if part is attended and beside is not None:
+                    beside_scale = self._share(added, beside.output, part.output)
+                    added = added - beside_scale * beside.output
+                scales.append(self._scale(added, part.output, part.what))
         return Layer(
             name=self.name,
             attention=None if attended is None else attended.anatomy,
@@ -524,13 +552,17 @@ class _Block:
             post_attention_norm=None if attended is None else attended.post,
             post_mlp_norm=None if behind is None else behind.post,
             parallel=parallel,
-            residual_scale=scale,
+            attention_scale=1.0 if attended is None else tidy(scales[0] * attended.input_scale),
+            mlp_scale=1.0 if behind is None else scales[-1],
+            beside=None if beside is None else beside.anatomy,
+            beside_scale=beside_scale,
         )
 
     def _attended(self, positions: Tensor) -> _Part[Attention | LatentAttention | Mixer] | None:
         """Attention or a mixer in its place; None in a block of a single MLP."""
         mixed = [call for call in self.calls if isinstance(call, AttentionCall) or call.kind == "mixer"]
-        if len(mixed) > 1:
+        attending = [call for call in mixed if isinstance(call, AttentionCall)]
+        if len(mixed) > 2 or (len(mixed) == 2 and len(attending) != 1):
             raise Refusal(self.name, "computes attention more than once")
         if not mixed:
             linears = [call for call in self.calls if call.kind == "linear"]
@@ -538,7 +570,7 @@ class _Block:
                 reason = "does not compute attention through transformers' attention interface"
                 raise Refusal(self.name, reason)
             return None
-        (call,) = mixed
+        call = (attending or mixed)[0]
         attention: Attention | LatentAttention | Mixer
         if isinstance(call, AttentionCall):
             place = self.calls.index(call)
@@ -562,10 +594,42 @@ class _Block:
         for each in (call, *used):
             self.unexplained.remove(each)
         result, post = self._post_norm(result)
+        given, input_scale = self._unscaled(given)
         norm, reads = self._source(given, reader)
         if not self._enters(reads):
             raise Refusal(reader, "attention does not read what enters the block, nor a norm of it")
-        return _Part("attention", attention, reader, attention.output, norm, post, reads, result)
+        if input_scale != 1:
+            attention = self._of_scaled(attention, input_scale)
+        part = _Part("attention", attention, reader, attention.output, norm, post, reads, result)
+        beside = next((each for each in mixed if each is not call), None)
+        if beside is None:
+            return replace(part, input_scale=input_scale)
+        found = self.mixers[beside.name]
+        if not isinstance(found, Mamba) or post is not None or not torch.equal(beside.input, given):
+            raise Refusal(beside.name, "is no Mamba-2 mixer that reads what attention reads")
+        self.unexplained.remove(beside)
+        return replace(part, input_scale=input_scale, beside=_Beside(found, beside.output))
+
+    def _unscaled(self, x: Tensor) -> tuple[Tensor, float]:
+        """(output of a norm of the block, factor) whose product is ``x``; ``x`` and 1 without such a norm."""
+        outputs = [call.output for call in self.calls if call.kind == "norm"]
+        if not any(torch.equal(output, x) for output in outputs):
+            for output in outputs:
+                scale = factor(x, output)
+                if scale is not None:
+                    return output, scale
+        return x, 1.0
+
+    def _of_scaled(self, attention: Attention | LatentAttention | Mixer, scale: float) -> Attention:
+        """The attention whose result times ``scale`` is that of ``attention`` for inputs times ``scale``.
+
+        Queries and keys are linear in the input, without biases and norms of heads, and so are values."""
+        if not isinstance(attention, Attention) or attention.query_norm or attention.key_norm:
+            raise Refusal(attention.output, f"its input is multiplied by {scale:g}")
+        for name in attention.qkv.modules:
+            if getattr(self.model.get_submodule(name), "bias", None) is not None:
+                raise Refusal(name, f"has a bias, and its input is multiplied by {scale:g}")
+        return replace(attention, scale=tidy(attention.scale * scale**2))
 
     def _mlp_part(self, attended: _Part[Attention | LatentAttention | Mixer] | None) -> _Part[MLP | Mixture]:
         routed = [call for call in self.unexplained if isinstance(call, ExpertsCall)]
@@ -594,6 +658,11 @@ class _Block:
         if float((wide - value * narrow).abs().max()) > 2e-6 * size or not value:
             raise Refusal(self.name, f"what is added to the residual stream is no multiple of the {what}")
         return value
+
+    def _share(self, total: Tensor, first: Tensor, second: Tensor) -> float:
+        """The factor of ``first`` in ``total``, a sum of multiples of ``first`` and ``second``."""
+        both = torch.stack((first.flatten(), second.flatten()), 1).double()
+        return tidy(float(torch.linalg.lstsq(both, total.flatten().double()[:, None]).solution[0]))
 
     def _post_norm(self, x: Tensor) -> tuple[Tensor, Norm | None]:
         for call in self.unexplained:
@@ -694,10 +763,15 @@ class _Block:
             candidates = [(names, list(torch.split(outputs[0], width, -1)))]
         else:
             candidates = [(names, outputs)]
-        for activation, function in ACTIVATIONS.items():
-            for modules, parts in candidates:
-                activated = function(parts[0]) * parts[1] if len(parts) == 2 else function(parts[0])
-                if activated.shape == down.input.shape and close(down.input, activated):
-                    slices = Slices(tuple(modules), (width,) * len(parts))
-                    return MLP(slices, len(parts) == 2, down.name, activation), inputs[0].input, down.output
+        scales = (1.0, *_numbers(self.model.config.get_text_config().to_dict()))
+        for scale, (activation, function), (modules, parts) in product(
+            scales, ACTIVATIONS.items(), candidates
+        ):
+            activated = function(scale * parts[0])
+            if len(parts) == 2:
+                activated = activated * parts[1]
+            if activated.shape == down.input.shape and close(down.input, activated):
+                slices = Slices(tuple(modules), (width,) * len(parts))
+                mlp = MLP(slices, len(parts) == 2, down.name, activation, scale)
+                return mlp, inputs[0].input, down.output
         raise Refusal(down.name, f"reads no known activation of {' and '.join(names)}")

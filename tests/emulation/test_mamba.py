@@ -31,13 +31,13 @@ class Case(NamedTuple):
     lengths: tuple[int, ...]
     least: float = 0.0
     most: float = math.inf
-    scales: tuple[float, float] = (1.0, 1.0)
+    scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
 
 MIXERS = [
     Case(4, 2, 16, 32, 4, "behind", 64, (0, 5)),
-    Case(3, 1, 30, 16, 4, "first", 48, (7,), 0.5, 0.9),
-    Case(2, 1, 70, 64, 2, "none", 128, (1, 0, 3), scales=(0.5, 2.0)),
+    Case(3, 1, 30, 16, 4, "first", 48, (7,), 0.5, 0.9, (1.0, 1.0, 1.5)),
+    Case(2, 1, 70, 64, 2, "none", 128, (1, 0, 3), scales=(0.5, 2.0, 0.75)),
 ]
 
 
@@ -62,6 +62,7 @@ def mixer(case: Case, dtype: torch.dtype) -> tuple[MambaWeights, dict[str, Tenso
         most_step=case.most,
         gate_scale=case.scales[0],
         step_scale=case.scales[1],
+        result_scale=case.scales[2],
     )
     columns = width + channels + case.heads
     workspace = MambaWorkspace.of([weights], batch, torch.device("cpu"))

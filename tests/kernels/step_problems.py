@@ -158,10 +158,10 @@ def expected_mamba(
     mixed = torch.einsum("bhnp,bhn->bhp", state, query) + weights.skip.double()[:, None] * values
     gates, result = F.silu(gate.double() * weights.gate_scale), mixed.flatten(1)
     if weights.norm is None:
-        return result * gates, state, ring
+        return weights.result_scale * result * gates, state, ring
     rows = (result if weights.norm_first else result * gates).unflatten(-1, (-1, weights.norm_width))
     rows = rows * (rows.square().mean(-1, keepdim=True) + weights.eps).rsqrt()
-    result = rows.flatten(1) * weights.norm.double()
+    result = weights.result_scale * rows.flatten(1) * weights.norm.double()
     return result * gates if weights.norm_first else result, state, ring
 
 

@@ -48,6 +48,8 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
             named = {*mixer.qkv.modules, mixer.output}
         if mlp is not None:
             named |= {*mlp.inputs.modules, mlp.down}
+        if layer.beside is not None:
+            named |= {*layer.beside.inputs.modules, layer.beside.output}
         assert named - {None} == {projection.name for projection in block.projections}
     # The model is as it was.
     assert all("forward" not in vars(module) for module in model.modules())
@@ -107,7 +109,7 @@ def test_rotations_are_those_of_the_layers() -> None:
 def test_scales_and_softcaps_are_recognised() -> None:
     granite = tiny("granite")
     assert (granite.embedding_scale, granite.logit_scale) == (12.0, 0.125)
-    assert {layer.residual_scale for layer in granite.layers} == {0.22}
+    assert {(layer.attention_scale, layer.mlp_scale) for layer in granite.layers} == {(0.22, 0.22)}
     assert {layer.attention.scale for layer in granite.layers} == {0.1}
     gemma = tiny("gemma-2")
     assert (gemma.embedding_scale, gemma.logit_softcap) == (8.0, 3.0)

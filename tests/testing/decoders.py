@@ -232,6 +232,22 @@ KNOWN |= {
             "logits_scaling": 8.0,
         },
     ),
+    "falcon-h1": Decoder(
+        "falcon_h1",
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 128,
+            "ssm_multipliers": [0.5, 1.25, 0.75, 1.5, 2.0],
+            "mlp_multipliers": [0.75, 0.4],
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.3,
+            "attention_in_multiplier": 0.8,
+            "attention_out_multiplier": 0.6,
+            "key_multiplier": 0.7,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.125,
+        },
+    ),
     "nemotron-h": Decoder(
         "nemotron_h",
         {

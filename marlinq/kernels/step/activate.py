@@ -26,11 +26,14 @@ class _Arguments(ctypes.Structure):
         ("up_offset", ctypes.c_int),
         ("x_stride", ctypes.c_longlong),
         ("out_stride", ctypes.c_longlong),
+        ("scale", ctypes.c_float),
     )
 
 
-def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) -> Prepared:
-    """``out = activation(gate) * up``, or ``activation(x)`` where the arrangement is plain.
+def activate(
+    x: Tensor, out: Tensor, activation: str, arrangement: Arrangement, scale: float = 1.0
+) -> Prepared:
+    """``out = activation(scale * gate) * up``, or ``activation(scale * x)`` where the arrangement is plain.
 
     Args:
         x: [M, 2 * I] (I a multiple of 64 for tiles), or [M, I] where it is plain; further columns are
@@ -38,6 +41,7 @@ def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) 
         out: [M, I].
         activation: name as in :attr:`marlinq.models.anatomy.MLP.activation`.
         arrangement: order of gate and up in ``x``.
+        scale: factor on the gate.
 
     Raises:
         ValueError: a tensor is not 16-bit or not aligned to 16 bytes, or shapes don't fit each other.
@@ -56,7 +60,8 @@ def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) 
         ("GATED", arrangement != "plain"),
         ("TILES", arrangement == "tiles"),
     )
-    arguments = _Arguments(x.data_ptr(), out.data_ptr(), m, columns, columns, x.stride(0), out.stride(0))
+    strides = x.stride(0), out.stride(0)
+    arguments = _Arguments(x.data_ptr(), out.data_ptr(), m, columns, columns, *strides, scale)
     grid = -(-m * (columns // VECTOR) // _THREADS)
     return Prepared(
         Instantiation("step/activate.cuh", "step_activate", parameters), grid, _THREADS, arguments

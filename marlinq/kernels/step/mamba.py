@@ -41,7 +41,7 @@ class MambaWeights:
         heads, head_dim: number of heads, and channels of a value.
         groups, state_dim: groups of heads, which share keys and queries, and channels of a key.
         least_step, most_step: bounds of a step, the upper one maybe infinite.
-        gate_scale, step_scale: factors on the projected gates and steps.
+        gate_scale, step_scale, result_scale: factors on the projected gates and steps, and on the result.
     """
 
     weight: Tensor
@@ -61,6 +61,7 @@ class MambaWeights:
     most_step: float = math.inf
     gate_scale: float = 1.0
     step_scale: float = 1.0
+    result_scale: float = 1.0
 
     @property
     def width(self) -> int:
@@ -118,7 +119,10 @@ class _Mixer(ctypes.Structure):
         ),
         *((name, ctypes.c_longlong) for name in ("x_stride", "out_stride")),
         *((name, ctypes.c_int) for name in ("heads", "groups", "norm_width")),
-        *((name, ctypes.c_float) for name in ("eps", "least_step", "most_step", "gate_scale", "step_scale")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("eps", "least_step", "most_step", "gate_scale", "step_scale", "result_scale")
+        ),
     )
 
 
@@ -215,6 +219,7 @@ def mamba(
         most_step=weights.most_step,
         gate_scale=weights.gate_scale,
         step_scale=weights.step_scale,
+        result_scale=weights.result_scale,
     )
     instantiation = Instantiation("step/mamba.cuh", "step_mamba", parameters)
     grid = batch * heads * (size // columns)

@@ -73,6 +73,10 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
         refused = _attention_refusal(layer.name, attention)
     elif attention is not None:
         refused = _mixer_refusal(attention)
+    if refused is None and layer.beside is not None:
+        refused = _mixer_refusal(layer.beside)
+        if getattr(model.get_submodule(layer.beside.output), "bias", None) is not None:
+            return Unrecognised(layer.beside.output, "a bias behind a mixer beside attention")
     if refused is not None:
         return refused
     if layer.parallel and (layer.post_attention_norm or layer.post_mlp_norm):
@@ -294,6 +298,24 @@ class BoundLatent:
 
 
 @dataclass(frozen=True, eq=False)
+class BoundBeside:
+    """A Mamba-2 mixer beside attention with its products.
+
+    Attributes:
+        mixer: the mixer, whose results are multiplied by its factor relative to attention's.
+        inputs, output: products before and behind it.
+    """
+
+    mixer: BoundMamba
+    inputs: Product
+    output: Product
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.inputs, self.output
+
+
+@dataclass(frozen=True, eq=False)
 class BoundLayer:
     """A layer with its products, norms and cache.
 
@@ -309,6 +331,7 @@ class BoundLayer:
         mixer: recurrent mixer in the place of attention, or None.
         latent: latent attention in the place of the ordinary one, or None.
         sinks: float32 [H] of attention, or None.
+        beside: mixer beside attention, or None.
     """
 
     anatomy: Layer
@@ -325,6 +348,7 @@ class BoundLayer:
     mixer: BoundDelta | BoundMamba | None = None
     latent: BoundLatent | None = None
     sinks: Tensor | None = None
+    beside: BoundBeside | None = None
 
     @property
     def attends(self) -> bool:
@@ -342,7 +366,7 @@ class BoundLayer:
         inner = next((each.products for each in (self.mixer, self.latent) if each is not None), ())
         mlp = () if self.mlp is None else self.mlp.products
         attention = () if self.qkv is None or self.output is None else (self.qkv, *inner, self.output)
-        return *attention, *mlp
+        return *attention, *(() if self.beside is None else self.beside.products), *mlp
 
 
 def row_norm(model: nn.Module, norm: Norm | None, dtype: torch.dtype) -> RowNorm | None:

@@ -39,6 +39,7 @@ from marlinq.models.anatomy import (
 )
 from marlinq.runtime.grouped_experts import GroupedExperts
 from marlinq.runtime.step.bound import (
+    BoundBeside,
     BoundDelta,
     BoundLatent,
     BoundLayer,
@@ -120,7 +121,12 @@ class BoundForward(Forward):
         self.final_norm = row_norm(model, anatomy.final_norm, self.dtype)
         self.head = single_product(model, anatomy.head)
         self._divide_attention()
-        mixers = [layer.mixer.weights for layer in self.layers if isinstance(layer.mixer, BoundMamba)]
+        mixers = [
+            mixer.weights
+            for layer in self.layers
+            for mixer in (layer.mixer, None if layer.beside is None else layer.beside.mixer)
+            if isinstance(mixer, BoundMamba)
+        ]
         self.mamba_workspace = MambaWorkspace.of(mixers, batch, device)
 
     @property
@@ -175,6 +181,7 @@ class BoundForward(Forward):
             keys=keys,
             values=torch.zeros_like(keys),
             sinks=attention_sinks(model, attention),
+            beside=self._beside(model, layer, apart),
         )
 
     def _table(self, model: nn.Module, rotary: Rotary, tables: dict[Rotary, torch.Tensor]) -> torch.Tensor:
@@ -208,8 +215,19 @@ class BoundForward(Forward):
             cache=torch.zeros((self.batch, self.capacity, weights.width), dtype=self.dtype, device=device),
         )
 
+    def _beside(self, model: nn.Module, layer: Layer, apart: dict[str, None]) -> BoundBeside | None:
+        if layer.beside is None:
+            return None
+        inputs, mixer = self._mixer(model, layer.beside, apart, layer.beside_scale / layer.attention_scale)
+        assert isinstance(mixer, BoundMamba)
+        return BoundBeside(mixer, inputs, single_product(model, layer.beside.output))
+
     def _mixer(
-        self, model: nn.Module, found: DeltaNet | Mamba, apart: dict[str, None]
+        self,
+        model: nn.Module,
+        found: DeltaNet | Mamba,
+        apart: dict[str, None],
+        result_scale: float = 1.0,
     ) -> tuple[Product, BoundDelta | BoundMamba]:
         """The product of a recurrent mixer's inputs, and the mixer with an empty state."""
         products = []
@@ -222,7 +240,7 @@ class BoundForward(Forward):
         ring = torch.zeros((self.batch, found.taps, found.convolved), dtype=self.dtype, device=device)
         if isinstance(found, Mamba):
             state = torch.zeros((self.batch, found.heads, found.state_dim, found.head_dim), device=device)
-            return products[0], BoundMamba(found, mamba_weights(model, found), ring, state)
+            return products[0], BoundMamba(found, mamba_weights(model, found, result_scale), ring, state)
         state = torch.zeros((self.batch, found.value_heads, found.key_dim, found.value_dim), device=device)
         weights = self._delta_weights(model, found)
         return products[0], BoundDelta(found, products[1], weights, ring, state)

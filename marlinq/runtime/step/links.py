@@ -149,9 +149,10 @@ def _parts(layer: BoundLayer) -> Iterable[_Part]:
         yield _Part(None, None, None)
         return
     if layer.output is not None:
-        # Two products read the norm before a delta net.
-        reads = None if isinstance(layer.mixer, BoundDelta) else layer.qkv
-        adds = layer.output if layer.post_attention_norm is None else None
+        # Two products read the norm before a delta net, or before attention and a mixer beside it.
+        several = isinstance(layer.mixer, BoundDelta) or layer.beside is not None
+        reads = None if several else layer.qkv
+        adds = layer.output if layer.post_attention_norm is None and layer.beside is None else None
         yield _Part(layer.attention_norm, reads, adds)
     if isinstance(layer.mlp, BoundMLP):
         adds = layer.mlp.down if layer.post_mlp_norm is None else None

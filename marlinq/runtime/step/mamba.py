@@ -14,8 +14,9 @@ from marlinq.models.mamba import Mamba, gated, scan, tokens_of
 from marlinq.runtime.step.convolution import ShortConvolution
 
 
-def mamba_weights(model: nn.Module, mixer: Mamba) -> MambaWeights:
-    """The parameters of ``mixer`` in ``model``. Factors on the convolution's inputs are in its weights."""
+def mamba_weights(model: nn.Module, mixer: Mamba, result_scale: float = 1.0) -> MambaWeights:
+    """The parameters of ``mixer`` in ``model``, with a factor on its result. Factors on the convolution's
+    inputs are in its weights."""
     convolution = model.get_submodule(mixer.convolution)
     weight = convolution.get_parameter("weight").detach()[:, 0].float()
     bias = getattr(convolution, "bias", None)
@@ -44,6 +45,7 @@ def mamba_weights(model: nn.Module, mixer: Mamba) -> MambaWeights:
         most_step=math.inf if mixer.most_step is None else mixer.most_step,
         gate_scale=scales.gate,
         step_scale=scales.step,
+        result_scale=result_scale,
     )
 
 

@@ -59,7 +59,7 @@ def read_mamba(bound: BoundMamba, joined: Tensor, part: slice, start: int, ends:
     # Padding must neither decay nor change the state.
     tokens = tokens._replace(steps=tokens.steps.masked_fill(_padding(joined, there), 0.0))
     mixed = scan(tokens, weights.rates, weights.skip, state)
-    return gated(mixer, mixed, gate, weights.norm).to(joined.dtype)
+    return (weights.result_scale * gated(mixer, mixed, gate, weights.norm)).to(joined.dtype)
 
 
 def _emptied(state: Tensor, start: int) -> Tensor:

@@ -150,7 +150,8 @@ def _model(layer: BoundLayer) -> Model:
     if not isinstance(layer.mlp, BoundMLP):
         raise _UnknownPartError("experts")
     mlp = layer.mlp.anatomy
-    if anatomy.parallel or anatomy.residual_scale != 1:
+    scales = anatomy.attention_scale, anatomy.mlp_scale, mlp.gate_scale
+    if anatomy.parallel or anatomy.beside is not None or any(scale != 1 for scale in scales):
         raise _UnknownPartError("parallel blocks, or a factor on what is added")
     activation = _ACTIVATIONS.get(mlp.activation)
     if activation is None or layer.mlp.arrangement != "tiles":

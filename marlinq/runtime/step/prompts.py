@@ -88,6 +88,7 @@ def read_prompts(
         q = walks[0].empty("queries", total, attention.heads * attention.head_dim)
         for walk, rows in zip(walks, pieces, strict=True):
             joined = walk.before_attention(index)
+            walk.mix_beside(index, rows.start if len(pieces) > 1 else 0, ends)
             walk.append(index, joined, q[rows])
             if attention.gated:
                 pairs = joined[:, : attention.qkv.widths[0]].reshape(

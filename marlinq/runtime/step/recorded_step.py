@@ -100,7 +100,7 @@ class RecordedStep(Walk):
             )
             for layer in forward.layers
             for mlp in (layer.mlp.shared if isinstance(layer.mlp, BoundMixture) else layer.mlp,)
-            if mlp is not None
+            if mlp is not None and mlp.anatomy.gate_scale == 1
         }
         return {product: problem for product, problem in found.items() if problem is not None}
 

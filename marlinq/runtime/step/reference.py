@@ -79,6 +79,7 @@ class ReferenceForward(Forward):
         self._rotations = _Rotations(model, anatomy)
         self._layers = [_LayerParts.of(model, layer, self._dtype, self._chosen) for layer in anatomy.layers]
         self._mixers = [_mixer(model, layer.attention, batch, self._dtype) for layer in anatomy.layers]
+        self._beside = [_mixer(model, layer.beside, batch, self._dtype) for layer in anatomy.layers]
         self._latents = [
             _latent(model, layer.attention, batch, capacity, self._embedding) for layer in anatomy.layers
         ]
@@ -89,7 +90,7 @@ class ReferenceForward(Forward):
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._shortest = self._longest = 0
         # A mixer's state can't return to an earlier token, so drafts can't be verified.
-        has_states = any(mixer is not None for mixer in self._mixers)
+        has_states = any(mixer is not None for mixer in (*self._mixers, *self._beside))
         self.most_verified = MOST_VERIFIED if batch == 1 and not has_states else 0
         self.verification_cost = _VERIFICATION_COST
         self._routing = 0
@@ -124,7 +125,8 @@ class ReferenceForward(Forward):
         turns = self._rotations.at(positions)
         for index, parts in enumerate(self._layers):
             self._routing = index
-            x = parts.forward(x, self._prompt_attention(index, parts, turns))
+            beside = self._prompt_mixer(self._beside[index])
+            x = parts.forward(x, self._prompt_attention(index, parts, turns), beside)
             if self.observe is not None:
                 self.observe(index, x)
         last = x[self._rows, self.lengths.long() - 1]
@@ -164,7 +166,9 @@ class ReferenceForward(Forward):
                 window = parts.window
                 if window not in masks:
                     masks[window] = self._visible(positions, window)
-                x = parts.forward(x, self._step_attention(index, parts, turns, positions, *masks[window]))
+                beside = self._beside[index]
+                attend = self._step_attention(index, parts, turns, positions, *masks[window])
+                x = parts.forward(x, attend, None if beside is None else beside.step)
             if self.observe is not None:
                 self.observe(index, x)
         self._shortest += 1
@@ -204,10 +208,13 @@ class ReferenceForward(Forward):
             logits = logits * self.anatomy.logit_scale
         return _capped(logits, self.anatomy.logit_softcap)
 
+    def _prompt_mixer(self, mixer: DeltaLayer | MambaLayer | None) -> Function | None:
+        return None if mixer is None else lambda x: mixer.prompts(x, self.lengths)
+
     def _prompt_attention(self, index: int, parts: _LayerParts, turns: _Turns) -> Function | None:
-        mixer = self._mixers[index]
+        mixer = self._prompt_mixer(self._mixers[index])
         if mixer is not None:
-            return lambda x: mixer.prompts(x, self.lengths)
+            return mixer
         latent = self._latents[index]
         if latent is not None:
             return lambda x: latent.prompts(x, turns[latent.attention.rotary])
@@ -378,6 +385,7 @@ class _LayerParts:
     key_norm: Function | None
     qkv: Callable[[Tensor], Sequence[Tensor]] | None
     output: Function | None
+    beside_output: Function | None
     mlp: Function | None
     sinks: Tensor | None
 
@@ -399,6 +407,7 @@ class _LayerParts:
             key_norm=_norm(model, norms[1], dtype),
             qkv=_parts(model, attention.qkv) if isinstance(attention, Attention) else None,
             output=None if attention is None else _linear(model, attention.output),
+            beside_output=None if layer.beside is None else _linear(model, layer.beside.output),
             mlp=_mixture(model, layer.mlp, chosen)
             if isinstance(layer.mlp, Mixture)
             else None
@@ -417,9 +426,9 @@ class _LayerParts:
         """Positions that a query sees at most; None for all."""
         return self.layer.attention.window if isinstance(self.layer.attention, Attention) else None
 
-    def forward(self, x: Tensor, attend: Function | None) -> Tensor:
+    def forward(self, x: Tensor, attend: Function | None, beside: Function | None = None) -> Tensor:
         """x [B, T, hidden] through the block; ``attend`` makes [B, T, H, D] of normalised hidden states, None
-        in a layer without attention."""
+        in a layer without attention, and so does ``beside`` for the mixer beside attention."""
         layer = self.layer
         if attend is not None and self.output is not None:
             normed = x if self.attention_norm is None else self.attention_norm(x)
@@ -429,11 +438,13 @@ class _LayerParts:
             if layer.parallel:
                 shared = layer.mlp_norm == layer.attention_norm
                 m = self._mlp(normed if shared else x if self.mlp_norm is None else self.mlp_norm(x))
-                return x.add(a + m, alpha=layer.residual_scale)
-            x = x.add(a, alpha=layer.residual_scale)
+                return x.add(a + m, alpha=layer.attention_scale)
+            x = x.add(a, alpha=layer.attention_scale)
+            if beside is not None and self.beside_output is not None:
+                x = x.add(self.beside_output(beside(normed).flatten(-2)), alpha=layer.beside_scale)
         if self.mlp is None:
             return x
-        return x.add(self._mlp(x if self.mlp_norm is None else self.mlp_norm(x)), alpha=layer.residual_scale)
+        return x.add(self._mlp(x if self.mlp_norm is None else self.mlp_norm(x)), alpha=layer.mlp_scale)
 
     def _mlp(self, x: Tensor) -> Tensor:
         assert self.mlp is not None
@@ -615,7 +626,7 @@ def _mlp(model: nn.Module, mlp: MLP) -> Function:
 
     def run(x: Tensor) -> Tensor:
         first, *rest = inputs(x)
-        result = activation(first)
+        result = activation(first if mlp.gate_scale == 1 else first * mlp.gate_scale)
         return down(result * rest[0] if rest else result)
 
     return run

@@ -108,6 +108,8 @@ class Walk:
         self._both: Tensor | None = None
         # Betas and steps of a delta net.
         self._rates: Tensor | None = None
+        # Inputs of a mixer beside attention, and then its results.
+        self._beside: Tensor | None = None
 
     # Methods that a recorded step overrides (marlinq.runtime.step.recorded_step).
 
@@ -134,7 +136,8 @@ class Walk:
         # With padding of whole tiles, or without.
         columns = x.shape[1] // 2 if mlp.arrangement == "tiles" else mlp.anatomy.inputs.widths[0]
         active = self.empty("active", x.shape[0], columns)
-        self.launch(kernels.activate(x, active, mlp.anatomy.activation, mlp.arrangement))
+        anatomy = mlp.anatomy
+        self.launch(kernels.activate(x, active, anatomy.activation, mlp.arrangement, anatomy.gate_scale))
         return active
 
     def whole(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -184,13 +187,15 @@ class Walk:
             self._both = normed
         if isinstance(layer.mixer, BoundDelta):
             self._rates = self.multiply("rates", layer.mixer.rates, normed)
+        if layer.beside is not None:
+            self._beside = self.multiply("beside", layer.beside.inputs, normed)
         return self.multiply("qkv", layer.qkv, normed)
 
     def without_attention(self, index: int) -> None:
         """A layer of an MLP alone."""
         layer = self.forward.layers[index]
         given, shared, gates = self._mlp(index, layer, self._enter(index, layer.mlp_norm))
-        self._pending = Pending(given, shared, layer.post_mlp_norm, layer.anatomy.residual_scale, gates)
+        self._pending = Pending(given, shared, layer.post_mlp_norm, layer.anatomy.mlp_scale, gates)
 
     def _enter(self, index: int, norm: RowNorm | None) -> Tensor:
         """What enters a layer, normalised, with what was pending added."""
@@ -205,11 +210,14 @@ class Walk:
     def after_attention(self, index: int, attended: Tensor) -> None:
         """The rest of the layer, from attention's results [M, H * D]."""
         layer = self.forward.layers[index]
-        factor = layer.anatomy.residual_scale
+        factor, mlp_factor = layer.anatomy.attention_scale, layer.anatomy.mlp_scale
         assert layer.output is not None
         mixed = self.multiply("output", layer.output, attended)
+        beside = None
+        if layer.beside is not None and self._beside is not None:
+            beside, self._beside = self.multiply("beside output", layer.beside.output, self._beside), None
         if layer.mlp is None:
-            self._pending = Pending(mixed, None, layer.post_attention_norm, factor)
+            self._pending = Pending(mixed, beside, layer.post_attention_norm, factor)
             return
         if layer.anatomy.parallel:
             normed = self._both
@@ -221,17 +229,17 @@ class Walk:
             assert isinstance(given, Tensor)
             self._pending = Pending(mixed, given, None, factor)
             return
-        pending = Pending(mixed, None, layer.post_attention_norm, factor)
+        pending = Pending(mixed, beside, layer.post_attention_norm, factor)
         if isinstance(layer.mlp, BoundMixture) and self._router_adds(pending, layer.mlp_norm):
             normed = self.empty("normed", mixed.shape[0], self.forward.hidden)
             chosen = self._choose(index, layer.mlp, normed, pending, layer.mlp_norm)
             given, shared = self._mixture(layer.mlp, normed, chosen)
-            self._pending = Pending(given, shared, layer.post_mlp_norm, factor, chosen.gates)
+            self._pending = Pending(given, shared, layer.post_mlp_norm, mlp_factor, chosen.gates)
             return
         self._x, normed = self.add(self._x, pending, layer.mlp_norm)
-        del mixed, pending  # the widest tensors come now
+        del mixed, beside, pending  # the widest tensors come now
         given, shared, gates = self._mlp(index, layer, normed)
-        self._pending = Pending(given, shared, layer.post_mlp_norm, factor, gates)
+        self._pending = Pending(given, shared, layer.post_mlp_norm, mlp_factor, gates)
 
     def end(self) -> tuple[Tensor, Pending]:
         """The residual stream behind the last layer, and what is still to be added to it."""
@@ -289,6 +297,7 @@ class Walk:
             return self._mamba(layer.mixer, joined)
         if layer.latent is not None:
             return self._latent(index, layer.latent, joined)
+        self.mix_beside(index)
         attention = layer.attention
         out = self.empty("attended", joined.shape[0], attention.heads * attention.head_dim)
         self.launch(
@@ -371,6 +380,18 @@ class Walk:
         self.launch(kernels.mamba(joined, out, ring, state, self.lengths, bound.weights, workspace))
         return out
 
+    def mix_beside(self, index: int, start: int = 0, ends: Tensor | None = None) -> None:
+        """Run the mixer beside a layer's attention, if there is one: for a new token, or for prompts' tokens
+        from position ``start`` on as :meth:`read_mixer`."""
+        beside = self.forward.layers[index].beside
+        if beside is None:
+            return
+        assert self._beside is not None
+        if ends is None:
+            self._beside = self._mamba(beside.mixer, self._beside)
+        else:
+            self._beside = self.read_mixer(beside.mixer, self._beside, start, ends)
+
     def read_mixer(self, mixer: BoundDelta | BoundMamba, joined: Tensor, start: int, ends: Tensor) -> Tensor:
         """The results of a recurrent mixer for prompts' tokens from position ``start`` on; ``ends`` [b] are
         the tokens of each prompt."""
@@ -420,6 +441,7 @@ class Walk:
         return (
             norm is not None
             and pending.post is None
+            and pending.second is None
             and rows <= _JOINED_ROWS
             and self.forward.hidden <= ROUTER_WIDEST
             and isinstance(self._x, Tensor)

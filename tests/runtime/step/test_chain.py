@@ -31,7 +31,7 @@ from tests.testing.tiny_models import tiny_model
 TOLERANCE = 4e-3
 
 DELTA_NETS = ("qwen3.5", "qwen3-next")
-MIXERS = ("bamba", "granite-4", "nemotron-h")
+MIXERS = ("bamba", "granite-4", "nemotron-h", "falcon-h1")
 LATENT = "deepseek-v3"
 MODELS = [
     *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3"),
@@ -212,7 +212,8 @@ def test_weights_of_eight_bits_are_joined_and_multiplied() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "phi", "opt", "cohere", "qwen3-next", "nemotron-h", LATENT]
+    "name",
+    ["llama", "gemma2", "phi", "opt", "cohere", "qwen3-next", "nemotron-h", "falcon-h1", LATENT],
 )
 def test_prompts_in_pieces_give_the_same(name: str) -> None:
     half, wide = halved(tiny(name))

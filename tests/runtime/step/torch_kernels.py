@@ -134,7 +134,9 @@ def _positions(lengths: Tensor, rows: int, tokens_each: int) -> Tensor:
     return lengths.long().repeat_interleave(tokens_each) + new
 
 
-def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) -> Prepared:
+def activate(
+    x: Tensor, out: Tensor, activation: str, arrangement: Arrangement, scale: float = 1.0
+) -> Prepared:
     def run(_: Prepared) -> None:
         columns = out.shape[1]
         wide = x.double()
@@ -144,7 +146,7 @@ def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) 
             gate, up = wide[:, :columns], wide[:, columns : 2 * columns]
         else:
             gate, up = wide[:, :columns], torch.ones(())
-        out.copy_(expected_activation(activation, gate) * up)
+        out.copy_(expected_activation(activation, scale * gate) * up)
 
     return Prepared(run)
 

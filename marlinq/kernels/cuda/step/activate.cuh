@@ -1,4 +1,4 @@
-// Between the products of an MLP:  out[m, j] = activation(gate[m, j]) * up[m, j],  or  activation(up[m, j])  without a gate.
+// Between the products of an MLP:  out[m, j] = activation(scale * gate[m, j]) * up[m, j],  or  activation(scale * up[m, j])  without a gate.
 //
 // Gate and up are parts of one row of x. With TILES, 64 columns of gate and 64 of up alternate; otherwise up begins
 // `up_offset` elements behind gate. Eight elements a thread.
@@ -11,7 +11,7 @@
 
 template <typename C>
 __device__ __forceinline__ void activate(const uint4* x, uint4* out, int M, int columns, int up_offset, i64 x_stride,
-                                         i64 out_stride) {
+                                         i64 out_stride, float scale) {
     typedef typename C::Element E;
     launch_dependents();
     const i64 vector = (i64)blockIdx.x * C::THREADS + threadIdx.x;
@@ -29,12 +29,12 @@ __device__ __forceinline__ void activate(const uint4* x, uint4* out, int M, int 
     widen_vector<E>(gate, first);
     widen_vector<E>(up, second);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) gate[i] = activation<C::ACTIVATION>(gate[i]) * (C::GATED ? up[i] : 1.f);
+    for (int i = 0; i < 8; ++i) gate[i] = activation<C::ACTIVATION>(scale * gate[i]) * (C::GATED ? up[i] : 1.f);
     out[m * (out_stride / 8) + j] = narrow_vector<E>(gate);
 }
 
 #define INSTANTIATE_STEP_ACTIVATE(NAME, CONFIGURATION)                                                        \
     extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS)                                      \
-    NAME(const uint4* x, uint4* out, int M, int columns, int up_offset, i64 x_stride, i64 out_stride) { \
-        activate<CONFIGURATION>(x, out, M, columns, up_offset, x_stride, out_stride);                         \
+    NAME(const uint4* x, uint4* out, int M, int columns, int up_offset, i64 x_stride, i64 out_stride, float scale) { \
+        activate<CONFIGURATION>(x, out, M, columns, up_offset, x_stride, out_stride, scale);                  \
     }

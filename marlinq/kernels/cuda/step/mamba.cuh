@@ -38,7 +38,7 @@ struct MambaMixer {
     u32* counters;
     i64 x_stride, out_stride;
     int heads, groups, norm_width;
-    float eps, least_step, most_step, gate_scale, step_scale;
+    float eps, least_step, most_step, gate_scale, step_scale, result_scale;
 };
 
 template <typename C>
@@ -115,7 +115,7 @@ __device__ __forceinline__ void mamba(const MambaMixer& mixer, u16* out) {
         if (NORMS)
             mixer.results[row * width + first + threadIdx.x] = y;
         else
-            out[row * mixer.out_stride + first + threadIdx.x] = (u16)E::narrow(y, 0.f);
+            out[row * mixer.out_stride + first + threadIdx.x] = (u16)E::narrow(mixer.result_scale * y, 0.f);
     }
     if constexpr (NORMS) {
         const int blocks = mixer.norm_width / COLUMNS, norm_group = first / mixer.norm_width;
@@ -133,7 +133,8 @@ __device__ __forceinline__ void mamba(const MambaMixer& mixer, u16* out) {
         const u32* squares = reinterpret_cast<const u32*>(mixer.squares + row * (width / COLUMNS) + from / COLUMNS);
         float total = 0.f;
         for (int i = threadIdx.x; i < blocks; i += THREADS) total += __uint_as_float(load_l2_word(squares + i));
-        const float scale = fast_reciprocal_root(block_sum(total, group_sums) / mixer.norm_width + mixer.eps);
+        const float mean = block_sum(total, group_sums) / mixer.norm_width;
+        const float scale = mixer.result_scale * fast_reciprocal_root(mean + mixer.eps);
 #pragma unroll 4
         for (int channel = from + 4 * threadIdx.x; channel < from + mixer.norm_width; channel += 4 * THREADS) {
             const uint4 found = load_l2(mixer.results + row * width + channel);
