@@ -176,12 +176,12 @@ def _method_with_kernels(method: Any) -> Any:
             """Replaces the parameters by the kernels' operands; if that fails, does what vLLM does."""
             try:
                 weights = expert_weights(self, layer)
+                prepare(weights, _activation(layer), layer.moe_config.experts_per_token)
             except (MarlinqError, AttributeError, KeyError) as error:
                 logger.warning("marlinq: %s: %s; vLLM's kernels run", layer.layer_name, error)
                 super().process_weights_after_loading(layer)
                 return
             self._operands = put_operands(layer, weights)
-            prepare(weights, self._operands.activation, layer.moe_config.experts_per_token)
 
         def get_fused_moe_quant_config(self, layer: Any) -> Any:
             """None, because no kernel of vLLM reads the parameters."""
@@ -236,9 +236,13 @@ def put_operands(layer: Any, weights: ExpertWeights) -> Operands:
             names.append(f"{_PREFIX}{product}_{kind}")
             parameter = None if value is None else nn.Parameter(value, requires_grad=False)
             layer.register_parameter(names[-1], parameter)
-    activation = _ACTIVATIONS[getattr(layer.activation, "value", layer.activation)]
     stored = weights.down
-    return Operands(tuple(names), stored.format.name, stored.granularity.group_size, activation)
+    return Operands(tuple(names), stored.format.name, stored.granularity.group_size, _activation(layer))
+
+
+def _activation(layer: Any) -> str:
+    """The kernels' name for the layer's activation; a ``KeyError`` where they have none."""
+    return _ACTIVATIONS[getattr(layer.activation, "value", layer.activation)]
 
 
 def expert_weights(method: Any, layer: Any) -> ExpertWeights:

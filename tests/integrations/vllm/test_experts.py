@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.scheme import INT4, INT8, Element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import LAYOUTS
@@ -296,26 +297,33 @@ def test_vllms_parameters_are_gone(config_class: Any) -> None:
     ]
 
 
-def overflowing_scale(layer: nn.Module) -> None:
+def overflowing_scale(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     scales = layer.w2_scales
     assert isinstance(scales, nn.Parameter)
     layer.w2_scales = nn.Parameter(scales.float().fill_(1e6), requires_grad=False)
 
 
-def unknown_shape(layer: nn.Module) -> None:
+def unknown_shape(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     layer.w2_qweight = nn.Parameter(torch.zeros(EXPERTS, 3, 5, dtype=torch.int32), requires_grad=False)
 
 
-def no_parameter(layer: nn.Module) -> None:
+def no_parameter(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     del layer.w13_qweight
 
 
-@pytest.mark.parametrize("breaks", [overflowing_scale, unknown_shape, no_parameter])
-def test_experts_that_can_not_be_converted_stay_vllms(
-    config_class: Any, caplog: pytest.LogCaptureFixture, breaks: Any
+def no_compiler(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise EnvironmentProblem("no NVRTC")
+
+    monkeypatch.setattr(sys.modules["marlinq.integrations.vllm.experts"], "prepare", fails)
+
+
+@pytest.mark.parametrize("breaks", [overflowing_scale, unknown_shape, no_parameter, no_compiler])
+def test_experts_that_can_not_be_loaded_stay_vllms(
+    config_class: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks: Any
 ) -> None:
     layer, method, _ = filled(config_class, "gptq", 32, zeros=False)
-    breaks(layer)
+    breaks(layer, monkeypatch)
     method.process_weights_after_loading(layer)
     assert method.ran
     (record,) = caplog.records
