@@ -163,24 +163,25 @@ class MLP:
 class Groups:
     """Groups of neighbouring experts. A token chooses some groups first, and experts only inside them.
 
-    The value of a group is the sum of its two highest ``score + correction``.
-
     Attributes:
         count: number of groups, all of one size.
         kept: number of groups with the highest values, in which a token's experts are chosen.
         zeroed: whether experts of the other groups take part with 0 instead of being excluded, which matters
             where all remaining ``score + correction`` are negative.
+        summed: number of highest ``score + correction`` of a group that are summed to its value: 2 with a
+            correction, 1 without.
     """
 
     count: int
     kept: int
     zeroed: bool = False
+    summed: int = 2
 
     def limited(self, decisive: Tensor) -> Tensor:
         """``decisive``, the ``score + correction`` [..., experts], with -inf or 0 for experts of groups that
         are not kept."""
         apart = decisive.view(*decisive.shape[:-1], self.count, -1)
-        kept = apart.topk(2, -1).values.sum(-1).topk(self.kept, -1).indices
+        kept = apart.topk(self.summed, -1).values.sum(-1).topk(self.kept, -1).indices
         left_out = torch.ones_like(apart[..., 0], dtype=torch.bool).scatter_(-1, kept, False)
         return apart.masked_fill(left_out[..., None], 0.0 if self.zeroed else -torch.inf).flatten(-2)
 
@@ -203,7 +204,7 @@ class Router:
         scale: factor on the weights.
         correction: full name of the buffer [experts] that is added to scores for the choice; None without
             one.
-        groups: groups that limit the choice (only with a correction); None without groups.
+        groups: groups that limit the choice; None without groups.
         wide: whether logits are computed and kept in float32, without rounding to the activations' dtype.
         bias: full name of the parameter [experts] that is added to the logits; None without one.
     """

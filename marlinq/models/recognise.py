@@ -110,10 +110,14 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
             return _anatomy(model, names, norms, rotary, experts, mixers, groups, recording)
 
         try:
-            # More recordings, because a router with groups mostly makes the same choices as one without.
-            again = 0 if not corrections else -(-_CHOICES // (TOKENS * len(corrections)))
-            recordings = [recorded(0), *(recorded(0, seed) for seed in range(again))]
-            groups = find_groups(recordings, corrections)
+            choosing = {name: found.correction for name, found in experts.items()}
+            recordings = [recorded(0)]
+            # More recordings, because a router with groups mostly makes the same choices as one without: if
+            # it has a correction, and without one if the first recording shows groups.
+            if corrections or find_groups(recordings, choosing) is not None:
+                again = -(-_CHOICES // (TOKENS * len(experts)))
+                recordings += [recorded(0, seed) for seed in range(again)]
+            groups = find_groups(recordings, choosing)
             anatomy = anatomy_in(recordings[0])
             if far is not None and anatomy != anatomy_in(recorded(far)):
                 reason = f"its forward pass is another one at position {far} than at 0"
@@ -316,7 +320,7 @@ def _anatomy(
     groups: Groups | None,
     recording: Recording,
 ) -> Anatomy:
-    """The anatomy from one recording; ``groups`` are those that corrected routers choose first."""
+    """The anatomy from one recording; ``groups`` are those that routers choose first."""
     called = {call.name: call.input.shape[-1] for call in recording.calls if call.kind == "norm"}
     norms = {name: replace(norms[name], width=width) for name, width in called.items()}
     if len(recording.outputs) != len(names):
@@ -721,7 +725,7 @@ class _Block:
                 continue
             scored = (("softmax", logits.softmax(-1)), ("sigmoid", logits.sigmoid()))
             for (scoring, scores), correction in product(scored, corrections):
-                decisive, groups = scores, None
+                decisive, groups = scores, self.groups if found.correction is None else None
                 if correction is not None:
                     decisive, groups = scores + self.corrections[correction], self.groups
                 if not chosen_by(decisive if groups is None else groups.limited(decisive), routed.index):

@@ -123,10 +123,12 @@ class ExpertsCall(Call):
     Attributes:
         index: numbers of the chosen experts, [T, top].
         weights: weight of each chosen expert, [T, top].
+        count: number of experts.
     """
 
     index: Tensor
     weights: Tensor
+    count: int
 
 
 @dataclass(eq=False)
@@ -300,6 +302,7 @@ class _Recorder:
                     output.clone()[None],
                     index=index.detach().clone(),
                     weights=weights.detach().clone(),
+                    count=self.experts[name],
                 )
             )
             return output

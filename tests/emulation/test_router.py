@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -184,6 +185,36 @@ def test_groups_of_experts(
     check_correction(builder, experts=experts, top=top, groups=groups, shift=shift, clusters=clusters)
 
 
+def check_best_of_groups(builder: Builder, planted: Planted | None = None) -> None:
+    """Without a correction a group's value is its highest logit."""
+    torch.manual_seed(8)
+    x = apart(torch.randn(6, 128).half())
+    weight = apart(torch.randn(96, 128).div(8).half())
+    ids, weights = route(
+        builder,
+        x,
+        weight,
+        6,
+        "softmax",
+        normalised=False,
+        scale=16.0,
+        groups=(8, 3, False),
+        wide=True,
+        planted=planted,
+    )
+    logits = x.double() @ weight.double().T
+    taken = expected_groups(logits, 8, 3, zeroed=False, summed=1).sort(-1, descending=True).indices[:, :6]
+    for other in (logits, expected_groups(logits, 8, 3, zeroed=False)):
+        assert not torch.equal(taken, other.sort(-1, descending=True).indices[:, :6])
+    assert torch.equal(ids.long(), taken)
+    # Sums of 128 products in float32, and exponentials of 2 ulp.
+    assert relative_error(weights, 16 * logits.softmax(-1).gather(1, taken)) < 2e-6
+
+
+def test_groups_are_valued_by_their_best_expert_without_a_correction(builder: Builder) -> None:
+    check_best_of_groups(builder)
+
+
 @pytest.mark.parametrize(
     ("groups", "kept", "corrected"),
     [(3, 1, True), (8, 4, True), (4, 5, True), (4, 1, True), (4, 2, False)],
@@ -199,6 +230,7 @@ def test_groups_that_do_not_fit_are_refused(groups: int, kept: int, corrected: b
             correction=torch.zeros(8) if corrected else None,
             groups=groups,
             kept=kept,
+            zeroed=not corrected,
         )
 
 
@@ -251,13 +283,14 @@ def test_a_fault_of_corrections_is_reported(builder: Builder, name: str) -> None
         check_correction(builder, scoring, experts=100, normalised=False, planted=planted)
 
 
-# Name: True if experts of other groups count as 0 (else they are left out), fault.
+# Name: True if experts of other groups count as 0 (else they are left out), None without a correction; fault.
 GROUP_FAULTS = {
     "the smallest for the second largest": (
         False,
         Planted("second_of_group", "fminf(second, fminf(best, value))"),
     ),
     "the largest alone": (False, Planted("group_score", "best")),
+    "two largest without a correction": (None, Planted("group_score", "best + second")),
     "the first group's logits for all": (False, Planted("group_logits", "at")),
     "a group too many kept": (False, Planted("groups_kept", "before <= C::KEPT")),
     "groups that take turns": (False, Planted("group_of_expert", "expert % C::GROUPS")),
@@ -271,8 +304,10 @@ GROUP_FAULTS = {
 @pytest.mark.parametrize("name", slow_but(GROUP_FAULTS, *list(GROUP_FAULTS)[:3]))
 def test_a_fault_of_groups_is_reported(builder: Builder, name: str) -> None:
     zeroed, planted = GROUP_FAULTS[name]
+    corrected = {"experts": 128, "rows": 8, "groups": (4, 2, zeroed), "shift": -4.0}
+    check = check_best_of_groups if zeroed is None else partial(check_correction, **corrected)
     with pytest.raises((AssertionError, KernelFault)):
-        check_correction(builder, experts=128, rows=8, groups=(4, 2, zeroed), shift=-4.0, planted=planted)
+        check(builder, planted=planted)
 
 
 CHOICE_FAULTS = {

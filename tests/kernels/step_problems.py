@@ -27,10 +27,11 @@ def random(*shape: int, dtype: torch.dtype, size: float = 1.0) -> Tensor:
     return (torch.randn(*shape) * size).to(dtype)
 
 
-def expected_groups(decisive: Tensor, groups: int, kept: int, *, zeroed: bool) -> Tensor:
-    """``decisive`` [M, experts] without what groups leave out: those whose two best are together least."""
+def expected_groups(decisive: Tensor, groups: int, kept: int, *, zeroed: bool, summed: int = 2) -> Tensor:
+    """``decisive`` [M, experts] without what groups leave out: those whose ``summed`` best are together
+    least."""
     apart = decisive.unflatten(-1, (groups, -1))
-    worth = apart.sort(-1, descending=True).values[..., :2].sum(-1)
+    worth = apart.sort(-1, descending=True).values[..., :summed].sum(-1)
     places = (-worth).sort(dim=-1, stable=True).indices.argsort(-1)
     return torch.where(places[..., None] < kept, apart, 0.0 if zeroed else -torch.inf).flatten(-2)
 

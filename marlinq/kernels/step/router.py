@@ -90,9 +90,10 @@ def router(
         bias: float32 [E], added to logits before they are rounded; or None.
         correction: float32 [E], added to scores to choose experts; weights are made of scores alone. Or None.
         groups: number of groups of neighbouring experts, equal in size, two experts or more each; 1 without
-            groups. A group's score is the sum of its two highest ``score + correction``.
+            groups. A group's score is the sum of its two highest ``score + correction``, or its highest score
+            without a correction.
         kept: groups with the highest scores, whose experts may be chosen; they have at least T experts.
-        zeroed: whether experts of other groups take part with a score of 0, instead of not at all.
+        zeroed: whether experts of other groups take part with a corrected score of 0, instead of not at all.
         wide: whether logits stay in float32 instead of being rounded to the dtype of ``x``.
         gate: gate of a shared expert, [H] in the dtype of ``x``; or None.
         gates: float32 [M, 1]; written: ``sigmoid(x @ gate)``. None without ``gate``.
@@ -122,15 +123,15 @@ def router(
                 f"{name}: expected float32 {[experts]}, found {vector.dtype} {list(vector.shape)}"
             )
     if groups > 1 and (
-        correction is None
+        (zeroed and correction is None)
         or experts % groups
         or experts // groups < 2
         or groups > MOST_GROUPS
         or not top * groups <= kept * experts <= groups * experts
     ):
         raise ValueError(
-            f"{kept} of {groups} groups, {top} of {experts} experts: expected a correction, up to "
-            f"{MOST_GROUPS} groups of two or more experts, and as many in those kept as are chosen"
+            f"{kept} of {groups} groups, {top} of {experts} experts: expected up to {MOST_GROUPS} groups "
+            "of two or more experts, as many in those kept as are chosen, and a correction for zeros"
         )
     if (gate is None) != (gates is None):
         raise ValueError("gate and gates: expected both or none")

@@ -161,9 +161,14 @@ def _mixture_refusal(model: nn.Module, mixture: Mixture, dtype: torch.dtype) -> 
             router.module,
             f"{router.top} of {router.experts} experts; the kernel takes {MOST_CHOSEN} of {MOST_EXPERTS}",
         )
-    if router.groups is not None and router.groups.count > MOST_GROUPS:
+    groups = router.groups
+    if groups is not None and groups.count > MOST_GROUPS:
         return Unrecognised(
-            router.module, f"{router.groups.count} groups of experts; the kernel takes {MOST_GROUPS}"
+            router.module, f"{groups.count} groups of experts; the kernel takes {MOST_GROUPS}"
+        )
+    if groups is not None and groups.summed != (1 if router.correction is None else 2):
+        return Unrecognised(
+            router.module, f"groups of experts, valued by their {groups.summed} highest scores"
         )
     if mixture.shared_gate is not None:
         held = dict(model.get_submodule(mixture.shared_gate).named_parameters())

@@ -209,6 +209,24 @@ def test_groups_of_experts_are_found(experts: int, groups: int, kept: int) -> No
     assert (found.count, found.kept) == (groups, kept)
 
 
+BEST_OF_GROUPS = {
+    "n_routed_experts": 16, "num_experts_per_tok": 4, "topk_method": "group_limited_greedy", "n_group": 4,
+    "topk_group": 2,
+}  # fmt: skip
+
+
+def test_groups_valued_by_their_best_expert_are_found() -> None:
+    model = tiny("deepseek-v2", **BEST_OF_GROUPS)
+    anatomy = found_in(model)
+    assert isinstance(anatomy, Anatomy)
+    mixture = anatomy.layers[-1].mlp
+    assert isinstance(mixture, Mixture)
+    router = mixture.router
+    assert router.groups == Groups(4, 2, summed=1)
+    assert (router.scoring, router.normalised, router.correction) == ("softmax", False, None)
+    assert not differing(model, anatomy)
+
+
 def grouped_router(
     model: PreTrainedModel, choose: Callable[[Tensor, Tensor], Tensor], *, corrected_weights: bool = False
 ) -> None:

@@ -339,7 +339,8 @@ def router(
         scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
         decisive = logits if correction is None else scores + correction
         if groups > 1:
-            decisive = expected_groups(decisive, groups, kept, zeroed=zeroed)
+            summed = 1 if correction is None else 2
+            decisive = expected_groups(decisive, groups, kept, zeroed=zeroed, summed=summed)
         taken = (-decisive).sort(dim=-1, stable=True).indices[:, : ids.shape[1]]
         found = scores.gather(1, taken)
         ids.copy_(taken)

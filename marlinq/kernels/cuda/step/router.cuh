@@ -3,9 +3,9 @@
 //   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, with logit_bias[e] if BIASED, then, unless WIDE, rounded to Element,
 //               as a product of the model's is
 //   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number first.
-//               If CORRECTED, of the highest score(logits[e]) + correction[e]. Of GROUPS of as many neighbours then only the KEPT
-//               take part whose two highest such sums are together greatest; experts of the others are left out, or, if ZEROED,
-//               take part with 0
+//               If CORRECTED, of the highest score(logits[e]) + correction[e]. Of GROUPS of as many neighbours only the KEPT take
+//               part whose highest logit, or whose two highest such sums together, are greatest; experts of the others are
+//               left out, or, if ZEROED, take part with 0
 //   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED
 //   gates[m] = sigmoid(sum_k x[m, k] * gate[k])          if GATED: how much a shared expert counts; rounded as logits are
 //
@@ -168,7 +168,7 @@ struct RouterRow {
                 at = at + 1 < size ? at + 1 : 0;
             }
         }
-        const u32 key = lane < C::GROUPS ? ordered(FAULT_SITE(group_score, best + second)) : 0u;
+        const u32 key = lane < C::GROUPS ? ordered(FAULT_SITE(group_score, C::CORRECTED ? best + second : best)) : 0u;
         int before = 0;
 #pragma unroll
         for (int g = 0; g < C::GROUPS; ++g) {
@@ -197,7 +197,7 @@ struct RouterRow {
             for (int i = 0; i < PER; ++i)
                 if (lane + 32 * i < experts) mine[i] = FAULT_SITE(corrected_scores, score(mine[i], highest, all) + correction[lane + 32 * i]) + 0.f;
         }
-        static_assert(C::GROUPS == 1 || C::CORRECTED, "groups are compared by corrected scores");
+        static_assert(!C::ZEROED || C::CORRECTED, "a score of zero has no logit");
         if constexpr (C::GROUPS > 1) {
             const u32 groups = kept_groups(mine);
             const int size = experts / C::GROUPS;
