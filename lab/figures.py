@@ -14,7 +14,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,14 @@ _OURS = "marlinq"
 _SHOWN_BATCHES = (1, 16, 64, 256, 1024, 4096)
 """Batches of the tables of products; result files have more."""
 _SHOWN_EXPERT_BATCHES = (1, 16, 64, 1024, 16384)
+_PEER = "AutoRound"
+_OTHER_RUN = "AutoRound, rows without the start token (an earlier run)"
+_COMPARED = (
+    ("default", _PEER, ""),
+    ("default", _OTHER_RUN, ", without start token"),
+    ("default, --output-hessian", _PEER, ", `--output-hessian`"),
+)
+"""rows of the table of divergences: (recipe, peer that it is divided by, what the row's name adds)"""
 READ_BYTES_PER_SECOND = 4.58e12
 """What a kernel that only reads device memory reaches on an H200."""
 
@@ -71,9 +79,9 @@ def over_floor(found: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def speed_plot() -> str:
-    """Time over floor by batch, both axes logarithmic."""
-    found = result("kernels-h200")
-    means = over_floor(found)
+    """Time over floor by batch without rests, both axes logarithmic."""
+    found = result("kernels-sustained-h200")
+    means = {name.partition(" (")[0]: values for name, values in found["ratios"].items()}
     batches = found["batches"]
     left, top, width, height = 60, 84, 560, 300
 
@@ -85,7 +93,7 @@ def speed_plot() -> str:
 
     parts = [
         _text("title", 26, "4-bit matrix product, time over the hardware floor (lower is better)"),
-        _text("small", 46, f"{found['hardware']}, eight Llama-3 layers, geometric mean;"),
+        _text("small", 46, f"{found['hardware']}, eight Llama-3 layers, geometric mean, without rests;"),
         _text("small", 62, _versions(found)),
     ]
     parts += [
@@ -100,12 +108,12 @@ def speed_plot() -> str:
     parts.append(
         f'<text x="{middle}" y="{top + height + 44}" text-anchor="middle">batch (rows of activations)</text>'
     )
-    for kind, contender in zip(("ours", "first", "second"), means, strict=False):
+    # Labels stand at the left end, where the curves are at least a line of text apart.
+    for kind, contender in zip(("ours", "first", *["second"] * len(means)), means, strict=False):
         points = " ".join(f"{x(m):.1f},{y(r):.1f}" for m, r in zip(batches, means[contender], strict=True))
         parts.append(f'<polyline class="{kind}" points="{points}"/>')
-        name = f"{contender} {found['versions'][contender]}" if contender == "Humming" else contender
         at = y(means[contender][0]) - 8
-        parts.append(f'<text class="{kind} label" x="{x(1.15):.1f}" y="{at:.1f}">{name}</text>')
+        parts.append(f'<text class="{kind} label" x="{x(1.15):.1f}" y="{at:.1f}">{contender}</text>')
     return _svg(680, top + height + 62, parts)
 
 
@@ -266,27 +274,71 @@ def _named(row: dict[str, Any]) -> str:
 
 
 def quality_texts_table() -> str:
-    """KL divergence on four kinds of text."""
-    return _texts_table(result("quality-smollm2")["texts"])
-
-
-def quality_gemma_table() -> str:
-    """KL divergence of Gemma 3 270M on four kinds of text, groups of 64."""
-    return _texts_table(result("quality-models")["models"][0])
-
-
-def quality_qwen_table() -> str:
-    """KL divergence of Qwen2.5-Coder-0.5B on four kinds of text, groups of 128, and the ratio of its rows."""
-    found = result("quality-models")["models"][1]
-    ours, peer = (row["measured"] for row in found["rows"])
-    ratios = [f"{a[0] / b[0]:.2f}" for a, b in zip(ours, peer, strict=True)]
-    return "\n".join([_texts_table(found), f"| ratio | {' | '.join(ratios)} |"])
-
-
-def _texts_table(found: dict[str, Any]) -> str:
-    rows = [["package: method", *found["names"]]]
-    rows += [[_named(row), *(f"{kl:.4f}" for kl, _ in row["measured"])] for row in found["rows"]]
+    """KL divergence of two models on four kinds of text, groups of 64."""
+    models = {"SmolLM2": result("quality-smollm2")["texts"], "Gemma": result("quality-models")["models"][0]}
+    rows = [["model: method", "novels", "C4", "documentation", "source"]]
+    for name, found in models.items():
+        for row in found["rows"]:
+            method = row["method"] if row["package"] == _OURS else _named(row).replace(":", ",")
+            rows.append([f"{name}: {method}", *(f"{kl:.4f}" for kl, _ in row["measured"])])
     return _table(rows)
+
+
+def quality_worst_table() -> str:
+    """KL divergence of ``default`` over AutoRound's on five kinds of text, by model."""
+    found = result("quality-worst-h200")
+    rows = [["KL over AutoRound's", *found["texts"]]]
+    for run in found["runs"]:
+        name = f"{run['model']}, {run['group_size']}{', scaled' if run['scaled'] else ''}"
+        for ours, peer, suffix in _COMPARED:
+            if ours in run["rows"] and peer in run["rows"]:
+                mine, theirs = (run["rows"][row]["kl"] for row in (ours, peer))
+                cells = (f"{a / b:.2f}" for a, b in zip(mine, theirs, strict=True))
+                rows.append([name + suffix, *cells])
+    return _table(rows)
+
+
+def quality_ratios_table() -> str:
+    """Smallest and largest ratio to AutoRound's divergence by model; those of ``best`` are of older runs."""
+    runs = [run for run in result("quality-worst-h200")["runs"] if not run["scaled"]]
+    best = {
+        "SmolLM2": _ratios_of_best(result("quality-smollm2")["texts"]),
+        "Gemma 3 270M": _ratios_of_best(result("quality-models")["models"][0]),
+    }
+    rows = [["mean KL divergence over AutoRound's, 200 iterations", "`default`", "`best`"]]
+    for model in dict.fromkeys(run["model"] for run in runs):
+        of_model = [run for run in runs if run["model"] == model]
+        sizes = " and ".join(map(str, sorted({run["group_size"] for run in of_model})))
+        rows.append(
+            [
+                f"{model}, groups of {sizes}",
+                _span(_ratios(run, _PEER) for run in of_model),
+                f"{_span([best[model]])} (groups of 64)" if model in best else "not measured",
+            ]
+        )
+        other = [_ratios(run, _OTHER_RUN) for run in of_model if _OTHER_RUN in run["rows"]]
+        if other:
+            rows.append(["the same, over AutoRound's better run", f"**{_span(other)}**", ""])
+    scaled = [_ratios(run, _PEER) for run in result("quality-worst-h200")["runs"] if run["scaled"]]
+    rows.append(["first and third made harder: channels scaled", _span(scaled), "not measured"])
+    return _table(rows)
+
+
+def _ratios(run: dict[str, Any], peer: str) -> list[float]:
+    """``default``'s divergence over the peer's on each text."""
+    return [a / b for a, b in zip(run["rows"]["default"]["kl"], run["rows"][peer]["kl"], strict=True)]
+
+
+def _ratios_of_best(found: dict[str, Any]) -> list[float]:
+    """``best``'s divergence over that of each run of AutoRound, on each text."""
+    ours = next(row["measured"] for row in found["rows"] if row["method"] == "`--quality best`")
+    peers = [row["measured"] for row in found["rows"] if row["package"] == _PEER]
+    return [a[0] / b[0] for peer in peers for a, b in zip(ours, peer, strict=True)]
+
+
+def _span(ratios: Iterable[list[float]]) -> str:
+    every = [ratio for listed in ratios for ratio in listed]
+    return f"{min(every):.2f} to {max(every):.2f}"
 
 
 def head_table() -> str:
@@ -368,8 +420,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": experts_table,
     "quality": quality_table,
     "quality-texts": quality_texts_table,
-    "quality-gemma": quality_gemma_table,
-    "quality-qwen": quality_qwen_table,
+    "quality-worst": quality_worst_table,
+    "quality-ratios": quality_ratios_table,
     "head": head_table,
     "decode": decode_table,
     "plugin": plugin_table,

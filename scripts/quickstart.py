@@ -77,10 +77,10 @@ STEPS = (
         makes=MARLIN,
     ),
     Step(
-        "What 4 bits cost in quality, on the text of the user guide.",
+        "What 4 bits cost in quality, on the text of the licence.",
         (
             *("eval", str(MARLIN), "--against", str(MODEL)),
-            *("--text", "docs/guide.md", "--windows", "4", "--length", "256"),
+            *("--text", "LICENSE", "--windows", "4", "--length", "256"),
         ),
     ),
     Step(

@@ -37,7 +37,7 @@ from marlinq.core.errors import UsageError
     metavar="TASK,TASK,...",
     callback=names,
     default="",
-    help="Also score tasks of lm-evaluation-harness (the extra marlinq[eval]), by name or YAML file.",
+    help="Also score tasks of lm-evaluation-harness (the extra [eval]), by name or YAML file.",
 )
 @click.option(
     "--task-limit",

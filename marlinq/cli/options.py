@@ -89,6 +89,6 @@ dtype_option = click.option(
     type=OneOf(("auto", "float16", "bfloat16", "float32"), {"fp16": "float16", "bf16": "bfloat16"}),
     default="auto",
     show_default=True,
-    help="Type of activations and unquantised weights; auto is the checkpoint's own.",
+    help="Type of activations and unquantised weights; auto is the checkpoint's own, on a CPU float32.",
 )
 """``--dtype``: type of activations and unquantised weights."""

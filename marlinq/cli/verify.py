@@ -21,6 +21,11 @@ from marlinq.core.errors import VerificationFailed
 @click.option(
     "--logits", is_flag=True, help="Also run both models and compare the output of each layer and the logits."
 )
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Let warnings fail too, such as one about a single word or zero point.",
+)
 @revision_option
 @device_option
 @trust_remote_code_option
@@ -29,6 +34,7 @@ def command(
     checkpoint: str,
     against: str | None,
     logits: bool,
+    strict: bool,
     revision: str | None,
     device: str,
     trust_remote_code: bool,
@@ -36,7 +42,7 @@ def command(
 ) -> int:
     """Check the quantised checkpoint CKPT: structure, hashes, round trips, values, and kernels on a GPU.
 
-    The exit code is 0 only if no check fails.
+    The exit code is 0 only if no check fails; with --strict, only if there is no warning either.
     """
     from marlinq.operations.verify import verify
 
@@ -51,4 +57,5 @@ def command(
             progress=progress,
         )
     print_report(report, as_json=as_json)
-    return 0 if report.ok else VerificationFailed.exit_code
+    passed = report.ok and not (strict and report.warnings)
+    return 0 if passed else VerificationFailed.exit_code

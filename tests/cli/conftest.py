@@ -61,6 +61,7 @@ class Recorder:
 
     error: BaseException | None = None
     ok: bool = True
+    warnings: int = 0
     arguments: tuple[Any, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -81,8 +82,10 @@ class Recorder:
 def operation(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:
     """A function that replaces ``module.name`` with a recorder, without importing the real module."""
 
-    def replace(module: str, name: str, error: BaseException | None = None, *, ok: bool = True) -> Recorder:
-        recorder = Recorder(error=error, ok=ok)
+    def replace(
+        module: str, name: str, error: BaseException | None = None, *, ok: bool = True, warnings: int = 0
+    ) -> Recorder:
+        recorder = Recorder(error=error, ok=ok, warnings=warnings)
         stand_in = ModuleType(module)
         # Modules beside the operation, which commands import early, stay themselves.
         stand_in.__path__ = [str(PACKAGE / module.replace(".", "/"))]

@@ -176,7 +176,10 @@ def test_failed_verification_has_its_exit_code(marlinq: Callable, operation: Cal
     operation("marlinq.operations.verify", "verify", ok=False)
     assert marlinq("verify", "folder").code == errors.VerificationFailed.exit_code
     operation("marlinq.operations.verify", "verify", ok=True)
+    assert marlinq("verify", "folder", "--strict").code == 0
+    operation("marlinq.operations.verify", "verify", ok=True, warnings=1)
     assert marlinq("verify", "folder").code == 0
+    assert marlinq("verify", "folder", "--strict").code == errors.VerificationFailed.exit_code
 
 
 def test_warnings_are_one_line(marlinq: Callable, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
 from marlinq.core.errors import MarlinqError, UnsupportedError
-from marlinq.core.version import __version__
+from marlinq.core.version import CUDA_PACKAGES, __version__
 
 __all__ = [
     "EXPERT_METHODS",
@@ -137,7 +137,7 @@ def missing_package() -> str | None:
 
         import marlinq.kernels  # noqa: F401
     except (ImportError, MarlinqError) as error:
-        return f"{error}; install marlinq[cuda13], or marlinq[cuda12] for CUDA 12"
+        return f"{error}; {CUDA_PACKAGES}"
     return None
 
 

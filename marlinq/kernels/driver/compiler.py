@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.version import CUDA_PACKAGES
 from marlinq.kernels.contract.instantiation import CUDA_SOURCES, Instantiation
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
@@ -63,9 +64,7 @@ def _nvrtc() -> Any:
     try:
         from cupy_backends.cuda.libs import nvrtc
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"CuPy is not installed ({error}); install marlinq[cuda12] or [cuda13], matching the driver"
-        ) from None
+        raise EnvironmentProblem(f"CuPy is not installed ({error}); {CUDA_PACKAGES}") from None
     return nvrtc
 
 

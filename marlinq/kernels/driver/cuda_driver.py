@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.version import CUDA_PACKAGES
 from marlinq.kernels.contract.arguments import TENSOR_MAP_BYTES
 from marlinq.kernels.contract.device import GpuProperties
 
@@ -153,9 +154,7 @@ def load_function(cubin: Path, name: str, device_index: int, shared_bytes: int =
     try:
         import cupy
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"CuPy is not installed ({error}); install marlinq[cuda12] or [cuda13], matching the driver"
-        ) from None
+        raise EnvironmentProblem(f"CuPy is not installed ({error}); {CUDA_PACKAGES}") from None
     with torch.cuda.device(device_index), cupy.cuda.Device(device_index):
         try:
             function = cupy.RawModule(path=str(cubin)).get_function(name)

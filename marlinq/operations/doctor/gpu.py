@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+from marlinq.core.version import install_command
 from marlinq.operations.doctor.diagnosis import Finding, State
 from marlinq.operations.doctor.packages import installed_version
 
@@ -100,7 +101,7 @@ def cupy_finding(driver: Driver | None) -> Finding:
     fitting = "cuda13" if driver is None or driver.cuda[0] >= 13 else "cuda12"
     if not found:
         state = State.ABSENT if driver is None else State.PROBLEM
-        return Finding("CuPy", state, "not installed", f"pip install 'marlinq[{fitting}]'" if driver else "")
+        return Finding("CuPy", state, "not installed", install_command(fitting) if driver else "")
     if len(found) > 1:
         keep = {"cuda12": "cupy-cuda12x", "cuda13": "cupy-cuda13x"}[fitting]
         fix = f"pip uninstall {' '.join(found)}, then pip install {keep}"
@@ -111,7 +112,7 @@ def cupy_finding(driver: Driver | None) -> Finding:
         problem = (
             f"{listed} needs a driver for CUDA {built_for}, found one for {driver.cuda[0]}.{driver.cuda[1]}"
         )
-        fix = f"update the driver, or pip uninstall {name} and pip install 'marlinq[cuda12]'"
+        fix = f"update the driver, or pip uninstall {name} and {install_command('cuda12')}"
         return Finding("CuPy", State.PROBLEM, problem, fix)
     return Finding("CuPy", State.OK, listed)
 
@@ -122,14 +123,12 @@ def bindings_finding(driver: Driver | None) -> Finding:
     if version is None:
         state = State.ABSENT if driver is None else State.PROBLEM
         extra = "cuda13" if driver is None or driver.cuda[0] >= 13 else "cuda12"
-        return Finding(
-            "cuda-bindings", state, "not installed", f"pip install 'marlinq[{extra}]'" if driver else ""
-        )
+        return Finding("cuda-bindings", state, "not installed", install_command(extra) if driver else "")
     major = int(version.split(".")[0])
     builds = {build for name, build in CUPY_BUILDS.items() if installed_version(name)}
     if len(builds) == 1 and major not in builds:
         (build,) = builds
-        fix = f"pip install 'marlinq[cuda{build}]'"
+        fix = install_command(f"cuda{build}")
         return Finding("cuda-bindings", State.PROBLEM, f"{version} beside CuPy for CUDA {build}", fix)
     return Finding("cuda-bindings", State.OK, version)
 

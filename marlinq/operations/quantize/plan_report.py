@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, check_place
-from marlinq.checkpoint.header import TensorInfo
+from marlinq.checkpoint import check_place
 from marlinq.core.devices import resolve_device
 from marlinq.core.display import Block, Facts, Shown, Table, lines, size_text
 from marlinq.core.granularity import Granularity
@@ -25,6 +24,7 @@ from marlinq.operations.quantize.allocation.chosen import Allocation
 from marlinq.operations.quantize.budget import tuning_work, writing_dtype
 from marlinq.operations.quantize.counting import local_tokens
 from marlinq.operations.quantize.estimate import Estimate, estimate
+from marlinq.operations.quantize.loaders import planned_checkpoint
 from marlinq.operations.quantize.numerics import described_dtype
 from marlinq.operations.quantize.planned_text import (
     PlannedText,
@@ -239,7 +239,7 @@ def plan_quantize(
             tuning_bytes(plan, tuning, chosen, work.longest(recipe)),
         ),
     )
-    quantized = _planned_checkpoint(checkpoint, plan)
+    quantized = planned_checkpoint(checkpoint, plan)
     gpu = device_numbers(chosen.index or 0) if chosen.type == "cuda" else H200
     return PlanReport(
         model=str(checkpoint.path),
@@ -286,17 +286,6 @@ def _fates(plan: OutputPlan) -> tuple[Fate, ...]:
     ]
     kept = [Fate(name, None, None, "kept", keep.reason, None) for name, keep in plan.kept.items()]
     return (*quantised, *kept)
-
-
-def _planned_checkpoint(checkpoint: Checkpoint, plan: OutputPlan) -> QuantizedCheckpoint:
-    """The output folder as loaders will see it, made from its planned config and headers."""
-    tensors = {
-        each.name: TensorInfo(each.name, each.dtype, each.shape, "", 0, each.nbytes) for each in plan.tensors
-    }
-    planned = QuantizedCheckpoint.of(replace(checkpoint, config=dict(plan.config), tensors=tensors))
-    if planned is None:
-        raise ValueError("the plan's config names no quantisation")
-    return planned
 
 
 def _kernels(modules: Iterable[PlannedModule], gpu: Device, *, bfloat16: bool) -> tuple[ShapeKernels, ...]:

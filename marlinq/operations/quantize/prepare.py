@@ -35,6 +35,7 @@ from marlinq.operations.quantize.allocation.sizes import check_allocation
 from marlinq.operations.quantize.allocation.stored_allocation import kept_allocation
 from marlinq.operations.quantize.allocation.units import fuses
 from marlinq.operations.quantize.budget import Work
+from marlinq.operations.quantize.loaders import loader_notes
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of
 from marlinq.operations.quantize.planned_text import PlannedText, longest, planned_text, writes_text
 from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_output, split_notes
@@ -143,14 +144,13 @@ def plan_run(
     message: ReportMessage,
     allocation: Allocation | None = None,
 ) -> Decisions:
-    """Decides how ``checkpoint`` is quantised; warns about overrides that match nothing and schemes that
-    servers load badly.
+    """Decides how ``checkpoint`` is quantised; warns about schemes that servers load badly or not at all.
 
     Where the recipe has a size or quality target and no ``allocation`` is given, the model is run on the
     device to choose each module's scheme.
 
     Raises:
-        MarlinqError: model and recipe don't go together.
+        MarlinqError: model and recipe don't go together, or an override matches nothing.
     """
     blueprint = build_blueprint(
         checkpoint.config,
@@ -161,6 +161,7 @@ def plan_run(
     conversions = find_conversions(blueprint, checkpoint.tensors, source=str(checkpoint.path))
     stored, checkpoint = checkpoint, converted(checkpoint, conversions)
     blueprint = without_false_ties(blueprint, checkpoint)
+    _check_overrides(blueprint, recipe)
     plan_of = partial(plan_output, checkpoint, blueprint, stored=stored, conversions=conversions)
     if recipe.wants_allocation:
         if allocation is None:
@@ -177,7 +178,9 @@ def plan_run(
         bits, nbytes = check_allocation(checkpoint, blueprint, recipe, plan)
         # Bits and bytes are counted again: an allocation read from an interrupted run may hold other values.
         allocation = allocation and replace(allocation, bits=bits, nbytes=nbytes)
-    _warn(checkpoint, blueprint, recipe, plan)
+    notes = [*_notes(checkpoint, blueprint, recipe, plan), *loader_notes(checkpoint, recipe, plan, plan_of)]
+    for note in notes:
+        warnings.warn(note, stacklevel=3)
     texts = planned_text(recipe, checkpoint, blueprint, device) if plan.method.calibrated else []
     tokens = sum(text.tokens for text in texts)
     work = Work.of(blueprint)
@@ -280,15 +283,25 @@ def prepare(
     return Prepared(decisions, ranks, instance, gatherer, max_length, environment)
 
 
-def _warn(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: OutputPlan) -> None:
+def _check_overrides(blueprint: Blueprint, recipe: Recipe) -> None:
+    """Refuses an override that matches no linear: its modules would be quantised as all others are.
+
+    Raises:
+        UsageError: it names the override and linears of the model.
+    """
     linears = [projection.name for projection in blueprint.projections()]
     if recipe.quantize_head != UNQUANTIZED and blueprint.head is not None:
         linears.append(blueprint.head)
-    notes = [
-        f"override {override.pattern!r} matches no linear of the model"
-        for override in recipe.unused_overrides(linears)
-    ]
-    notes += split_notes(blueprint, plan)
+    for override in recipe.unused_overrides(linears):
+        raise UsageError(
+            f"override {override.pattern!r}: matches no linear of the model, whose names are like "
+            f"{linears[0]}; correct it or leave it out"
+        )
+
+
+def _notes(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: OutputPlan) -> list[str]:
+    """Warnings about settings that do nothing or make servers load the output badly."""
+    notes = split_notes(blueprint, plan)
     if not (recipe.allocation and not fuses(recipe.served_by)):
         notes += fused_notes(blueprint, plan)
     if not (plan.method.calibrated and plan.method.sequential) and _is_rotated(checkpoint):
@@ -302,8 +315,7 @@ def _warn(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: Ou
         notes.append(
             "tokens choose experts, so the loss's gradients are left out (--no-output-hessian)",
         )
-    for note in notes:
-        warnings.warn(note, stacklevel=4)
+    return notes
 
 
 def _check_ranks(decisions: Decisions, ranks: Ranks) -> None:

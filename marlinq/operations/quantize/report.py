@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median_high
+from statistics import median
 from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown, size_text
@@ -151,8 +151,8 @@ class QuantizeReport(Shown):
         least = min(tokens, key=lambda name: tokens[name])
         most = max(tokens.values())
         if tokens[least] < most:
-            middle = sorted(tokens.values())[len(tokens) // 2]
-            seen = f"{middle} tokens (median), {most} at most, {tokens[least]} at least in {least}"
+            middle = median(tokens.values())
+            seen = f"{middle:.0f} tokens (median), {most} at most, {tokens[least]} at least in {least}"
             rows.append(("modules saw", seen))
         return rows
 
@@ -218,7 +218,7 @@ class QuantizeReport(Shown):
             if errors:
                 worst = max(errors, key=lambda name: errors[name])
                 some = f", of {len(errors)} modules" if len(errors) < len(self.modules) else ""
-                figures = f"median {median_high(errors.values()):.2e}, largest {errors[worst]:.2e} in {worst}"
+                figures = f"median {median(errors.values()):.2e}, largest {errors[worst]:.2e} in {worst}"
                 rows.append((quantity.label, f"relative, squared{some}: {figures}"))
         return rows
 
@@ -228,11 +228,11 @@ class QuantizeReport(Shown):
         for report in self.modules.values():
             errors.setdefault(report.sparsity, []).append(report.relative_error)
         dense = errors.pop(None, [])
-        beside = f"; median of the {len(dense)} dense ones {median_high(dense):.2e}" if dense else ""
+        beside = f"; median of the {len(dense)} dense ones {median(dense):.2e}" if dense else ""
         return [
             (
                 "pruned",
-                f"{len(listed)} linears to {name}: median error {median_high(listed):.2e}{beside}",
+                f"{len(listed)} linears to {name}: median error {median(listed):.2e}{beside}",
             )
             for name, listed in errors.items()
             if name is not None
@@ -254,7 +254,7 @@ class QuantizeReport(Shown):
             return []
         counts = sorted(tokens.values())
         layers = len({expert.rpartition(".")[0] for expert in tokens})
-        seen = f"{counts[0]} to {counts[-1]} tokens each, median {counts[len(counts) // 2]}"
+        seen = f"{counts[0]} to {counts[-1]} tokens each, median {median(counts):.0f}"
         if self.calibration is None:
             seen = "calibrated on no text"
         rows = [("experts", f"{len(tokens)} in {layers} layers, {seen}")]

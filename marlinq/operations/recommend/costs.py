@@ -36,7 +36,7 @@ _DENSE_SHARE = 0.767
 761 of 989.5 TFLOPS); taken for FP8 too"""
 _PIECE = 2048
 """rows of a prompt that run through a layer at once (runtime/step/prompts.py)"""
-_RESERVED_BYTES = 1.5e9
+RESERVED_BYTES = 1.5e9
 """bytes besides weights and cache: the driver's context, graphs, buffers for a piece of a prompt"""
 _USABLE = 0.97
 
@@ -163,7 +163,7 @@ def weight_bytes(shape: ModelShape, weights: Weights) -> float:
 def memory(shape: ModelShape, weights: Weights, rows: int, tokens: float) -> float:
     """Bytes of weights, of the cache of ``rows`` sequences with ``tokens`` tokens each, and of buffers."""
     cache = 2.0 * rows * shape.cached(tokens, windows=False)
-    return weight_bytes(shape, weights) + cache + 6.0 * rows * shape.vocabulary + _RESERVED_BYTES
+    return weight_bytes(shape, weights) + cache + 6.0 * rows * shape.vocabulary + RESERVED_BYTES
 
 
 def fits(gpu: Gpu, nbytes: float) -> bool:

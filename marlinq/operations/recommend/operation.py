@@ -98,7 +98,11 @@ def recommend(
         candidates=tuple(candidates),
         choice=None if choice is None else choice.name,
         until=until,
-        advice=(*_advice(candidates, choice, until, batch, found, servers), *_not_counted(shape)),
+        advice=(
+            *_advice(candidates, choice, until, batch, found, servers),
+            *_not_counted(shape),
+            *_too_long(shape, context),
+        ),
     )
 
 
@@ -108,6 +112,15 @@ def _not_counted(shape: ModelShape) -> list[str]:
         return []
     which = f"{shape.stateful} of {shape.depth} layers have no attention"
     return [f"{which}: what they keep and compute beside their linears is not counted"]
+
+
+def _too_long(shape: ModelShape, context: int) -> list[str]:
+    """Advice on a context that the model has no positions for."""
+    config = shape.config.get("text_config") or shape.config
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int) or context <= positions:
+        return []
+    return [f"the model has {positions} positions; pass --context {positions} or less"]
 
 
 def _candidate(

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown, Table, lines
+from marlinq.operations.recommend.costs import RESERVED_BYTES
 from marlinq.operations.recommend.quality import Quality
-from marlinq.operations.recommend.servers import Loader
+from marlinq.operations.recommend.servers import LAYOUT, Loader
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Candidate:
         name: name from ``quantize --scheme`` and ``--group-size``.
         bits: bits per weight, without scales.
         weight_bytes: bytes of all weights and scales.
-        memory_bytes: bytes of weights, cache and buffers.
+        memory_bytes: bytes of weights and cache, and 1.5 GB for the driver, graphs and buffers.
         fits: whether ``memory_bytes`` fit the GPU's memory.
         step_seconds: seconds of a decode step; None where no kernel runs it.
         prefill_seconds: seconds from the prompts to their first tokens; None where no kernel runs it.
@@ -112,8 +113,14 @@ class Recommendation(Shown):
             for candidate in self.candidates
             if candidate.points
         )
+        starred = any(not point.fits for candidate in self.candidates for point in candidate.points)
         bases = dict.fromkeys(candidate.basis for candidate in self.candidates if candidate.basis)
+        sequences = "sequence" if self.batch == 1 else "sequences"
         notes = [
+            f"with cache: and {RESERVED_BYTES / 1e9:g} GB for the driver, graphs and buffers",
+            f"loaded by: in the format {LAYOUT}",
+        ]
+        notes += [
             f"{', '.join(c.name for c in self.candidates if c.basis == basis)}: {basis}" for basis in bases
         ]
         notes += [f"{c.name}: {c.refusal}" for c in self.candidates if c.refusal]
@@ -124,7 +131,7 @@ class Recommendation(Shown):
                     ("GPU", self.gpu),
                     (
                         "load",
-                        f"{self.batch} sequences of {self.context} tokens, prompts of {self.prompt}",
+                        f"{self.batch} {sequences} of {self.context} tokens, prompts of {self.prompt}",
                     ),
                 )
             ),
@@ -134,7 +141,7 @@ class Recommendation(Shown):
                 axis,
                 numbers=tuple(range(1, len(batches) + 1)),
             ),
-            lines("* does not fit the memory", *self.advice),
+            lines(*(["* does not fit the memory"] if starred else []), *self.advice),
             lines(*notes),
         ]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from marlinq.core.safe_text import escaped
@@ -224,7 +225,7 @@ def _worst_modules(figures: CheckpointFigures) -> list[tuple[ModuleFigures, str,
     rows = []
     for module in figures.worst[:_WORST]:
         error = module.error or 0.0
-        usual = sorted(by_kind[module.projection])[len(by_kind[module.projection]) // 2]
+        usual = median(by_kind[module.projection])
         width = 100 * error / (figures.worst[0].error or 1.0)
         rows.append((module, f"{width:.0f}", f"{error / usual:.1f}×" if usual > 0 else ""))
     return rows
@@ -240,15 +241,15 @@ def _tokens_seen(figures: CheckpointFigures) -> str | list[tuple[str, ...]]:
     for projection in dict.fromkeys(module.projection for module in seen):
         tokens = sorted(module.tokens or 0 for module in seen if module.projection == projection)
         starved = tokens.count(0)
-        shown = (tokens[0], tokens[len(tokens) // 2], tokens[-1])
-        rows.append((projection, *(f"{count:,}" for count in shown), f"{starved:,}" if starved else ""))
+        shown = (tokens[0], median(tokens), tokens[-1])
+        rows.append((projection, *(f"{count:,.0f}" for count in shown), f"{starved:,}" if starved else ""))
     return rows
 
 
 def _time_line(time: TimeFigures) -> str:
     ranks = f", {time.ranks} processes" if time.ranks > 1 else ""
-    blocks = sorted(time.blocks)
-    each = f"; a block took {duration(blocks[len(blocks) // 2])} (median of {len(blocks)})" if blocks else ""
+    blocks = time.blocks
+    each = f"; a block took {duration(median(blocks))} (median of {len(blocks)})" if blocks else ""
     return f"{duration(time.total)} on {time.device}{ranks}{each}."
 
 
@@ -346,7 +347,7 @@ def _ratios(one: CheckpointFigures, other: CheckpointFigures, labels: Sequence[s
     better = sum(1 for ratio in ratios.values() if ratio < 1)
     text = (
         f"{one.error_label.capitalize()} of {labels[1]} divided by that of {labels[0]}: "
-        f"smaller in {better} of {len(ratios)} places, median {ordered[len(ordered) // 2][1]:.2f}×. "
+        f"smaller in {better} of {len(ratios)} places, median {median(ratios.values()):.2f}×. "
         "Each run's errors are measured on its own text."
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.version import CUDA_PACKAGES
 from marlinq.formats import StoredWeight
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
@@ -60,8 +61,7 @@ def kernel_refusal(setting: Setting) -> str | None:
         return f"the kernel takes {names}, not {dtype_name(setting.dtype)}"
     if find_spec("cupy") is None:
         raise EnvironmentProblem(
-            "CuPy is not installed, which launches the kernel; install marlinq[cuda12] or "
-            "marlinq[cuda13], matching the driver, or use --device cpu"
+            f"CuPy is not installed, which launches the kernel; {CUDA_PACKAGES}; or choose the device cpu"
         )
     return None
 

@@ -267,5 +267,5 @@ def test_unknown_tasks_are_named_with_near_ones(package: harness.Harness) -> Non
 
 def test_a_missing_harness_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(EnvironmentProblem, match=r'pip install "marlinq\[eval\]"'):
+    with pytest.raises(EnvironmentProblem, match=r'pip install ".\[eval\]" in a clone'):
         harness.open_harness()

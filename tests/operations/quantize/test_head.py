@@ -257,8 +257,9 @@ def test_overrides_are_about_the_head_too(tmp_path: Path) -> None:
 
 def test_the_head_needs_to_be_asked_for(tmp_path: Path) -> None:
     source = save("llama", tmp_path / "model")
-    with pytest.warns(UserWarning, match="'lm_head' matches no linear"):
-        report = run(source, tmp_path / "out", quantize_head="none", overrides=(Override("lm_head", True),))
+    with pytest.raises(UsageError, match="override 'lm_head': matches no linear"):
+        run(source, tmp_path / "out", quantize_head="none", overrides=(Override("lm_head", True),))
+    report = run(source, tmp_path / "out", quantize_head="none")
     assert report.head is None
     assert "head" not in json.loads((tmp_path / "out" / "marlinq.json").read_text())
 

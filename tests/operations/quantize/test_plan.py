@@ -91,11 +91,27 @@ def test_no_weight_is_read_and_nothing_is_written(tmp_path: Path, monkeypatch: p
     assert values["estimate"]["seconds"] > 0
 
 
-def test_a_local_file_is_counted_and_a_rule_that_matches_nothing_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["gptq", "marlin"])
+def test_an_output_that_no_server_loads_is_told(
+    tmp_path: Path, format: str, recwarn: pytest.WarningsRecorder
+) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    recipe = RECIPE.replace(calibration=str(ROWS), max_length=64, overrides=(Override.parse("no_such=skip"),))
-    with pytest.warns(UserWarning, match="override 'no_such' matches no linear of the model"):
-        plan = plan_quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    named = {"gptq": {"symmetric": False}, "marlin": {"overrides": (Override.parse("(q|k|v|o)_proj=skip"),)}}
+    recipe = RECIPE.replace(method="rtn", format=format, group_size=64, **named[format])
+    plan_quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    (told,) = [str(each.message) for each in recwarn if "no server loads" in str(each.message)]
+    assert f"no server loads {format} with these settings, only marlinq does (vLLM: " in told
+    assert "--format compressed-tensors (vLLM" in told
+    # In a format that it names, the same settings need no warning.
+    recwarn.clear()
+    plan_quantize(source, tmp_path / "out", recipe=recipe.replace(format="compressed-tensors"), device="cpu")
+    assert not [each for each in recwarn if "no server" in str(each.message)]
+
+
+def test_a_local_file_is_counted(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    recipe = RECIPE.replace(calibration=str(ROWS), max_length=64)
+    plan = plan_quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
     # Eight rows of forty tokens; the bound is eight of sixty-four.
     assert plan.tokens == 320
     assert f"320 tokens of {ROWS}" in plan.render()

@@ -266,7 +266,7 @@ def test_overrides_change_single_modules(tmp_path: Path) -> None:
     quantized = open_quantized(tmp_path / "out")
     assert quantized.load("model.layers.1.mlp.down_proj").channels_per_group == 64
     assert quantized.load("model.layers.0.mlp.up_proj").scheme.stores_zeros
-    with pytest.warns(UserWarning, match="'nothing_like_it' matches no linear"):
+    with pytest.raises(UsageError, match="'nothing_like_it': matches no linear .* like model.layers.0"):
         run(
             source,
             tmp_path / "typo",

@@ -226,10 +226,8 @@ def test_quality_is_that_of_the_results() -> None:
         quality = known_quality(name)
         assert quality is not None
         assert quality.kl == row["kl"]
-    (model,) = [each for each in results("quality-models.json")["models"] if each["group_size"] == 128]
-    quality = known_quality("int4 g128")
-    assert quality is not None
-    assert quality.kl == model["rows"][0]["measured"][model["names"].index("novels")][0]
+        assert quality.model == "SmolLM2-135M"  # rows of different models could not be compared
+    assert known_quality("int4 g128") is None
     assert known_quality("nvfp4") is None
 
 

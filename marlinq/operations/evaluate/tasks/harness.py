@@ -11,10 +11,11 @@ from typing import Any
 from marlinq.core import boundaries
 from marlinq.core.errors import EnvironmentProblem, MarlinqError, UnsupportedError, UsageError
 from marlinq.core.progress import ReportProgress
+from marlinq.core.version import install_command
 from marlinq.runtime import LoadedModel
 from marlinq.runtime.generation import generate_batch, position_limit
 
-INSTALL = 'pip install "marlinq[eval]"'
+INSTALL = install_command("eval")
 
 _BOOTSTRAPS = 1000
 """Bootstrap samples for the standard error of scores that are not means over documents (such as F1). The
