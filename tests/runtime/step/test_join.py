@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.kernels import Operand
+from marlinq.kernels.contract.weight_formats import INT4_SPARSE
 from marlinq.runtime import QuantLinear, marlin_operand
 from marlinq.runtime.step.join import (
     JoinedLinear,
@@ -19,6 +20,7 @@ from marlinq.runtime.step.join import (
     join_operands,
     join_refusal,
 )
+from tests.kernels.sparse_problems import random_sparse
 from tests.testing.runnable_folders import random_tuple
 
 _seeds = itertools.count()
@@ -72,6 +74,19 @@ def test_products_of_the_parts_have_the_same_bits(interleave: bool, symmetric: b
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert join_modules(model, ("q", "k", "v"), interleave=interleave) is joined
     assert join_modules(model, ("q", "k", "v"), interleave=not interleave) == "q is joined otherwise already"
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+def test_sparse_parts_are_joined(interleave: bool) -> None:
+    widths = (100, 100, 100) if interleave else (128, 64, 100)
+    weights = [random_sparse(96, n, 32, seed=seed) for seed, n in enumerate(widths)]
+    parts = [QuantLinear(marlin_operand(each, torch.float32, weight_format=INT4_SPARSE)) for each in weights]
+    model = Attention(*parts)
+    x = torch.randn(2, 3, 96)
+    expected = [part(x) for part in parts]
+    assert isinstance(join_modules(model, ("q", "k", "v"), interleave=interleave), JoinedLinear)
+    for found, wanted in zip(model(x), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_tiles_take_turns() -> None:
