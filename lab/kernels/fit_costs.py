@@ -34,7 +34,7 @@ from marlinq.kernels.choose.decision import considered
 from marlinq.kernels.contract.configuration import VARIANTS, Configuration
 from marlinq.kernels.contract.demands import Demands
 from marlinq.kernels.contract.device import H200
-from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.contract.weight_formats import INT4, WEIGHT_FORMATS
 from marlinq.kernels.variants import bulk, stream, warpgroup, warpgroup_config, warpgroup_costs
 
 KERNELS: dict[str, tuple[type[Any], Callable[..., tuple[float, str]], Any, Any]] = {
@@ -97,8 +97,9 @@ def read(paths: Iterable[Path]) -> tuple[list[Measured], int]:
     for sweep, path in enumerate(paths):
         for row in json.loads(path.read_text())["rows"]:
             group, zeros = row.get("group_size", 128), row.get("asymmetric", False)
+            stored = WEIGHT_FORMATS[row.get("format", INT4.name)]
             problem = Problem(
-                row["m"], row["n"], row["k"], Granularity.from_group_size(group), zeros, False, INT4
+                row["m"], row["n"], row["k"], Granularity.from_group_size(group), zeros, False, stored
             )
             cell = row["layer"], row["m"], sweep
             for candidate in row["candidates"]:

@@ -12,6 +12,9 @@ from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 
 # Instructions that scale one operand fragment; and those that unpack, subtract and scale eight codes at once.
 _SCALE, _FUSED = 4, 10
+# Time of a sparse product, as a multiple of a dense one's with as many kept channels: it reads twice as many
+# activations from shared memory (docs/kernels.md, "2:4 sparse weights"). Fitted to 32 products on an H200.
+_SPARSE_PRODUCT = 1.38
 _MULTIPLICATIONS = 2048  # 16-bit multiply-adds a cycle of a multiprocessor's tensor cores
 
 
@@ -130,6 +133,8 @@ def estimate(
     rows = config.rows * problem.format.density  # stored rows of a chunk
     # Each product is 64 columns x 16 kept channels x TILE_M rows, also where the batch has fewer rows.
     columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
+    if problem.format.sparsity is not None:
+        columns *= _SPARSE_PRODUCT
     shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
     multiplied, _ = overlapped(shares, costs.sharpness)
     scaling = config.scaling(problem)
