@@ -24,12 +24,12 @@ def test_words_hold_the_codes_in_three_bits() -> None:
 def test_lanes_find_their_places() -> None:
     """One descriptor at a time, by the formula of ``cuda/codec/int4_sparse.cuh``."""
     codes = random_sparse(64, 128, -1, seed=3).codes
-    places = INT4_SPARSE.pack(codes).reshape(2, 2, 192)[:, :, 128:].reshape(2, 2, 32, 2)
+    places = INT4_SPARSE.pack(codes).reshape(2, 2, 192)[:, :, 128:].reshape(2, 2, 2, 32)
     for kt in range(2):
         for nt in range(2):
             for lane in (0, 1, 2, 3, 13, 30):
                 for j in range(2):
-                    word = int(places[kt, nt, lane, j])
+                    word = int(places[kt, nt, j, lane])
                     for half in range(2):
                         n = 64 * nt + 16 * (2 * j + lane % 4 // 2) + lane // 4 + 8 * half
                         for four in range(4):

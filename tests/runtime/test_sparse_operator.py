@@ -1,4 +1,4 @@
-"""Loaded from a sparse layout, a linear is multiplied by the sparse operator where that is asked for."""
+"""A linear of a sparse layout is multiplied by the sparse operator where that is faster or asked for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 
 from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.formats import LAYOUTS, StoredWeight, spec_of
+from marlinq.kernels import Device, KernelDecision, Problem
 from marlinq.kernels.contract.weight_formats import INT4_SPARSE
 from marlinq.runtime import OPERATORS, QuantLinear, Setting, decide
+from marlinq.runtime.operators import base, dense, packed
 from tests.kernels.sparse_problems import random_sparse
 
 CPU = Setting(torch.device("cpu"), torch.float32)
@@ -39,10 +41,19 @@ def test_it_multiplies_when_asked_for(layout: str) -> None:
     torch.testing.assert_close(module(x).double(), expected, rtol=0, atol=128 * 2**-24 * 16)
 
 
-def test_others_are_taken_until_its_times_are_known() -> None:
-    decision = decide(stored("marlin-24"), CPU)
-    assert decision.operator != "sparse-w4a16"
-    assert "sparse-w4a16" in decision.reason
+def test_a_gpu_takes_the_faster_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explain(device: torch.device, problem: Problem) -> KernelDecision:
+        return KernelDecision("bulk", "tile 8x64", seconds=seconds[problem.format.name])
+
+    seconds = {"int4": 4e-6, "int4-2:4": 3e-6}
+    monkeypatch.setattr(base, "find_spec", lambda name: object())
+    monkeypatch.setattr(packed, "explain", explain)
+    monkeypatch.setattr(dense, "device_numbers", lambda index: Device("sm_90a", 132, 232448, bandwidth=4e12))
+    gpu = Setting(torch.device("cuda:0"), torch.float16)
+    assert decide(stored("marlin-24"), gpu).operator == "sparse-w4a16"
+    assert decide(stored("gptq"), gpu).operator != "sparse-w4a16"
+    seconds["int4-2:4"] = 5e-6
+    assert decide(stored("marlin-24"), gpu).operator != "sparse-w4a16"
 
 
 def test_dense_layouts_are_not_known_to_be_sparse() -> None:

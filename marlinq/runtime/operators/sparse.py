@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from marlinq.formats import StoredWeight
 from marlinq.kernels.contract.weight_formats import INT4_SPARSE, WeightFormat
-from marlinq.runtime.operators.base import Estimate, Setting
+from marlinq.runtime.operators.base import Setting
 from marlinq.runtime.operators.packed import Packed
 
 
@@ -26,9 +26,3 @@ class Sparse(Packed):
         if stored.scheme.element.name != "int4":
             return f"{stored.scheme.element.name} weights; the kernel multiplies int4"
         return super().refusal(stored, setting)
-
-    def estimate(self, stored: StoredWeight, setting: Setting, rows: int) -> Estimate:
-        found = super().estimate(stored, setting, rows)
-        if found.seconds is None:
-            return found
-        return Estimate(None, f"{found.reason}, a time of the model that is not measured yet")

@@ -1,9 +1,10 @@
 """4-bit integers with two of every four channels kept, in the order of ``cuda/codec/int4_sparse.cuh``.
 
 Words are int32 [K/32, 3N], 192 of them a tile of 32 channels x 64 columns. The first 128 are the codes of the
-16 kept channels in Marlin's order, the other 64 their places. Place word 2l + j belongs to lane l. With
-q = 2j + l%4/2, its low half is of channels 16 (l%2) .. + 15 of the tile and column 16 q + l/4, its high half
-of the column 8 further: 4 bits for every four channels, lowest first, two ascending places of two bits each.
+16 kept channels, the other 64 their places. Word 64 j + 2 l + i of the codes is word 4 l + 2 j + i of a
+Marlin tile. Place word 32 j + l belongs to lane l. With q = 2j + l%4/2, its low half is of channels
+16 (l%2) .. + 15 of the tile and column 16 q + l/4, its high half of the column 8 further: 4 bits for every
+four channels, lowest first, two ascending places of two bits each.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def pack_sparse(codes: Tensor) -> Tensor:
     if reason is not None:
         raise ValueError(reason)
     rows, tiles = codes.shape[0] // _ROW, codes.shape[1] // TILE_N
-    kept = pack_tiles(kept_codes(codes, _ZERO)).reshape(rows, tiles, _CODES)
+    kept = pack_tiles(kept_codes(codes, _ZERO)).reshape(rows, tiles, 32, 2, 2)
+    kept = kept.transpose(2, 3).reshape(rows, tiles, _CODES)
     ordered = _ordered(_descriptors(codes)).reshape(rows, tiles, _PLACES)
     return torch.cat((kept, ordered), dim=2).reshape(rows, -1)
 
@@ -45,7 +47,8 @@ def values(words: Tensor, dtype: torch.dtype) -> Tensor:
     zero."""
     rows, tiles = words.shape[0], words.shape[1] // (_CODES + _PLACES)
     parts = words.reshape(rows, tiles, -1)
-    kept = unpack_tiles(parts[..., :_CODES].reshape(rows, -1))
+    marlin = parts[..., :_CODES].reshape(rows, tiles, 2, 32, 2).transpose(2, 3)
+    kept = unpack_tiles(marlin.reshape(rows, -1))
     descriptors = _unordered(parts[..., _CODES:].reshape(rows, -1))
     four = torch.stack([descriptors >> 4 * part & 15 for part in range(4)], dim=1)
     four = four.reshape(-1, tiles * TILE_N)
@@ -69,14 +72,14 @@ def _ordered(descriptors: Tensor) -> Tensor:
     # [kt, half of 32 channels, nt, j, q % 2, low or high half of a word, l / 4].
     tiles = descriptors.reshape(rows // 2, 2, n // TILE_N, 2, 2, 2, 8)
     pairs = tiles[:, :, :, :, :, 0] | tiles[:, :, :, :, :, 1] << 16
-    # To [kt, nt, l / 4, q % 2, half of 32 channels, j]: tile, lane, word.
-    return pairs.permute(0, 2, 5, 4, 1, 3).reshape(rows // 2, n)
+    # To [kt, nt, j, l / 4, q % 2, half of 32 channels]: tile, word, lane.
+    return pairs.permute(0, 2, 3, 5, 4, 1).reshape(rows // 2, n)
 
 
 def _unordered(ordered: Tensor) -> Tensor:
     """The inverse of :func:`_ordered`."""
     rows, n = ordered.shape
-    pairs = ordered.reshape(rows, n // TILE_N, 8, 2, 2, 2).permute(0, 4, 1, 5, 3, 2)
+    pairs = ordered.reshape(rows, n // TILE_N, 2, 8, 2, 2).permute(0, 5, 1, 2, 4, 3)
     return torch.stack((pairs & 0xFFFF, pairs >> 16 & 0xFFFF), dim=5).reshape(2 * rows, n)
 
 

@@ -11,6 +11,6 @@
 #include "codec/lane_words.cuh"
 
 struct ByteOrder {
-    static constexpr int BITS = 8, ROW_CHANNELS = 16, PLANES = 2, BLOCK_WORDS = 2, TILE_BYTES = PLANES * PLANE_BYTES;
+    static constexpr int BITS = 8, ROW_CHANNELS = 16, PLANES = 2, LANE_BYTES = 16, BLOCK_WORDS = 2, TILE_BYTES = 1024;
     static constexpr bool SPARSE = false, SUMS_CODES = false, FUSES = false, NORMALIZES = false;
 };

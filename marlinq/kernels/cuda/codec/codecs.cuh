@@ -3,7 +3,7 @@
 //   BITS           bits of a code
 //   ROW_CHANNELS   channels of a stored row, and of a tile: 16, or 32 of which 16 are kept
 //   SPARSE         whether two of every four channels are kept, whose places follow the codes
-//   PLANES         512-byte planes of a tile (codec/lane_words.cuh), whose codes and places are TILE_BYTES in all
+//   PLANES         planes of a tile in which a lane has LANE_BYTES (codec/lane_words.cuh); with places, a tile has TILE_BYTES
 //   BLOCK_WORDS    words of a lane in a block of 16 columns
 //   SUMS_CODES     whether it has codes(): codes that are multiplied without a subtraction
 //   FUSES          whether it has factors() and scaled(): zero points and scales in one instruction

@@ -43,7 +43,7 @@ template <typename E>
 struct E2m1 {
     typedef E Element;
     typedef E2m1Bytes<E> Bytes;
-    static constexpr int BITS = 4, ROW_CHANNELS = 16, PLANES = 1, BLOCK_WORDS = 1, TILE_BYTES = PLANES * PLANE_BYTES;
+    static constexpr int BITS = 4, ROW_CHANNELS = 16, PLANES = 1, LANE_BYTES = 16, BLOCK_WORDS = 1, TILE_BYTES = 512;
     static constexpr bool SPARSE = false, SUMS_CODES = false, FUSES = false, NORMALIZES = false;
     static constexpr int STORED_POWER = Bytes::STORED_POWER;
 

@@ -27,7 +27,7 @@
 template <typename E>
 struct Int4 : Int4Differences<E>, Int4Codes<E>, Int4Scaled<E>, Int4Bytes {
     typedef E Element;
-    static constexpr int BITS = 4, ROW_CHANNELS = 16, PLANES = 1, BLOCK_WORDS = 1, TILE_BYTES = PLANES * PLANE_BYTES, STORED_POWER = 0;
+    static constexpr int BITS = 4, ROW_CHANNELS = 16, PLANES = 1, LANE_BYTES = 16, BLOCK_WORDS = 1, TILE_BYTES = 512, STORED_POWER = 0;
     static constexpr bool SPARSE = false, SUMS_CODES = true, FUSES = true;
 
     // A block has a single word.

@@ -130,7 +130,8 @@ struct BulkGemm {
             const u32 activations = ring.address();
             const unsigned char* stage = shared + (activations - shared_address(shared));
             const unsigned char* my_tile = stage + Layout::WEIGHTS_AT + wn * Codec::TILE_BYTES;
-            const unsigned char *my_words = my_tile + lane * 16, *my_places = my_tile + LaneWords<Codec, 4>::places_offset(0, lane);
+            const unsigned char* my_words = my_tile + LaneWords<Codec, 4>::words_offset(0, lane);
+            const unsigned char* my_places = my_tile + LaneWords<Codec, 4>::places_offset(0, lane);
 #pragma unroll
             for (int i = 0; i < ROWS; i += STEP) {
                 const u16* group_scales = reinterpret_cast<const u16*>(

@@ -176,7 +176,7 @@ struct ExpertsShared {
             for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
                 for (int plane = 0; plane < Codec::PLANES; ++plane)
-                    copy_async_16(mine + i * Codec::TILE_BYTES + plane * PLANE_BYTES, row + plane * 32,
+                    copy_async_16(mine + i * Codec::TILE_BYTES + plane * 512, row + plane * 32,
                                   rows > i ? 16u : 0u);
                 if (rows > i + 1) row += row_vectors;
             }

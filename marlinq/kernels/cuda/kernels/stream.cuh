@@ -263,6 +263,7 @@ struct StreamGemm {
             const u32 stage = step % STAGES * STAGE_BYTES;
             const unsigned char* my_tile = shared + stage + warp * WEIGHT_BYTES;
             const uint4* my_weights = reinterpret_cast<const uint4*>(my_tile) + lane;
+            const unsigned char* my_words = my_tile + LaneWords<Codec, 4>::words_offset(0, lane);
             const unsigned char* my_places = my_tile + LaneWords<Codec, 4>::places_offset(0, lane);
             const u32 activations = stage + ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
             const u16* my_scales = channel_scales + (QUANT_GROUP == 0 ? 0 : stage / 2);
@@ -289,7 +290,7 @@ struct StreamGemm {
                 LaneWords<Codec, 4> some[STEP];
 #pragma unroll
                 for (int row = 0; row < STEP; ++row)
-                    some[row].load(my_weights + (i + row) * TILE_VECTORS, my_places + (i + row) * Codec::TILE_BYTES);
+                    some[row].load(my_words + (i + row) * Codec::TILE_BYTES, my_places + (i + row) * Codec::TILE_BYTES);
                 group_sums.add(total, some, fragments);
                 if (QUANT_GROUP != 0 && i % QUANT_GROUP_ROWS == QUANT_GROUP_ROWS - STEP)
                     group_sums.close(total, load_scales(group_scales, lane), load_zeros(group_scales, lane));

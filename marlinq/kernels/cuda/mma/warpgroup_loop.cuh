@@ -77,7 +77,7 @@ struct WarpgroupLoop {
         const int ring_at = ring.stages - shared_address(memory);
         // Opaque: otherwise the compiler computes the addresses anew for every chunk.
         const int tile_at = ring_at + Layout::WEIGHTS_AT + tile * Codec::TILE_BYTES;
-        words_at = opaque(tile_at + lane * 16 + Words::offset(word));
+        words_at = opaque(tile_at + Words::words_offset(word, lane));
         places_at = Codec::SPARSE ? opaque(tile_at + Words::places_offset(word, lane)) : 0;
         scales_at = opaque(ring_at + Layout::SCALES_AT + tile * 128 + lane / 4 * 16 + word * 4);
         ring.advance(part);
