@@ -10,6 +10,11 @@ from marlinq.operations.recommend.costs import RESERVED_BYTES
 from marlinq.operations.recommend.quality import Quality
 from marlinq.operations.recommend.servers import LAYOUT, Loader
 
+_SPARSE = (
+    "int4 2:4 sparse: left out; 3 bits a weight, but on SmolLM2 eleven times the KL of int4 and three times "
+    "that of 3 bits without pruning (docs/results.md)"
+)
+
 
 @dataclass(frozen=True)
 class Point:
@@ -124,6 +129,7 @@ class Recommendation(Shown):
             f"{', '.join(c.name for c in self.candidates if c.basis == basis)}: {basis}" for basis in bases
         ]
         notes += [f"{c.name}: {c.refusal}" for c in self.candidates if c.refusal]
+        notes.append(_SPARSE)
         return [
             Facts(
                 (

@@ -171,6 +171,7 @@ def test_a_recommendation_needs_only_the_config(found: Recommendation) -> None:
     rendered = found.render()
     assert "steps were checked with bench decode on an H200" in rendered
     assert f"at batch 16 take {found.choice}" in rendered
+    assert "int4 2:4 sparse: left out" in rendered
     assert json.loads(json.dumps(found.to_dict()))["choice"] == found.choice
     assert {loader.server for one in found.candidates for loader in one.loaders} == {"vLLM", "marlinq"}
 
