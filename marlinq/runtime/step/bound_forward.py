@@ -38,6 +38,7 @@ from marlinq.models.anatomy import (
     Rotary,
 )
 from marlinq.runtime.grouped_experts import GroupedExperts
+from marlinq.runtime.step.attention import attention_sinks
 from marlinq.runtime.step.bound import (
     BoundBeside,
     BoundDelta,
@@ -55,7 +56,6 @@ from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.latent import absorbed_weights
 from marlinq.runtime.step.mamba import mamba_weights
 from marlinq.runtime.step.products import Product, find_product, single_product
-from marlinq.runtime.step.reference import attention_sinks
 
 
 class BoundForward(Forward):

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from marlinq.runtime.step.attention import causal_attention
 from marlinq.runtime.step.bound_forward import BoundForward
 from marlinq.runtime.step.latent_prompts import prompt_attention
-from marlinq.runtime.step.reference import causal_attention
 from marlinq.runtime.step.walk import Pending, Walk
 
 MOST_ROWS = 2048

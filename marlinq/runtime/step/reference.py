@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.models.anatomy import (
-    MLP,
     Anatomy,
     Attention,
     DeltaNet,
@@ -20,25 +18,28 @@ from marlinq.models.anatomy import (
     Mamba,
     Mixture,
     Norm,
-    Rotary,
-    Router,
-    Slices,
 )
-from marlinq.models.formulas import ACTIVATIONS
+from marlinq.runtime.step.attention import attention_sinks, capped, causal_attention, masked, one_query
 from marlinq.runtime.step.delta import DeltaLayer
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.functions import (
+    Chosen,
+    Function,
+    linear_of,
+    mixture_of,
+    mlp_of,
+    norm_of,
+    parts_of,
+    weight_of,
+)
 from marlinq.runtime.step.latent import LatentLayer
 from marlinq.runtime.step.mamba import MambaLayer
+from marlinq.runtime.step.rotations import Rotations, Turns
 from marlinq.runtime.threads import threads_at_most
 
-Function = Callable[[Tensor], Tensor]
-Chosen = Callable[[Tensor, Tensor], None]
 Mixing = Attention | LatentAttention | DeltaNet | Mamba | None
 """What stands in a layer's place of attention."""
 
-_ROW_BLOCK = 512
-"""Queries processed at a time where torch's fused attention can't be used, so that scores take bounded
-memory."""
 MOST_VERIFIED = 8
 """Tokens of a verification: products of up to eight rows read the weights once."""
 # Time of a verification, in steps.
@@ -70,13 +71,13 @@ class ReferenceForward(Forward):
         self.reason = reason
         self.capturable = False
         self.anatomy = anatomy
-        self._embedding = _weight(model, anatomy.embedding)
-        self._positions = None if anatomy.positions is None else _weight(model, anatomy.positions)
+        self._embedding = weight_of(model, anatomy.embedding)
+        self._positions = None if anatomy.positions is None else weight_of(model, anatomy.positions)
         device, self._dtype = self._embedding.device, self._embedding.dtype
-        self._embedding_norm = _norm(model, anatomy.embedding_norm, self._dtype)
-        self._final_norm = _norm(model, anatomy.final_norm, self._dtype)
-        self._head = _linear(model, anatomy.head)
-        self._rotations = _Rotations(model, anatomy)
+        self._embedding_norm = norm_of(model, anatomy.embedding_norm, self._dtype)
+        self._final_norm = norm_of(model, anatomy.final_norm, self._dtype)
+        self._head = linear_of(model, anatomy.head)
+        self._rotations = Rotations(model, anatomy)
         self._layers = [_LayerParts.of(model, layer, self._dtype, self._chosen) for layer in anatomy.layers]
         self._mixers = [_mixer(model, layer.attention, batch, self._dtype) for layer in anatomy.layers]
         self._beside = [_mixer(model, layer.beside, batch, self._dtype) for layer in anatomy.layers]
@@ -206,12 +207,12 @@ class ReferenceForward(Forward):
         logits = self._head(x if self._final_norm is None else self._final_norm(x))
         if self.anatomy.logit_scale != 1:
             logits = logits * self.anatomy.logit_scale
-        return _capped(logits, self.anatomy.logit_softcap)
+        return capped(logits, self.anatomy.logit_softcap)
 
     def _prompt_mixer(self, mixer: DeltaLayer | MambaLayer | None) -> Function | None:
         return None if mixer is None else lambda x: mixer.prompts(x, self.lengths)
 
-    def _prompt_attention(self, index: int, parts: _LayerParts, turns: _Turns) -> Function | None:
+    def _prompt_attention(self, index: int, parts: _LayerParts, turns: Turns) -> Function | None:
         mixer = self._prompt_mixer(self._mixers[index])
         if mixer is not None:
             return mixer
@@ -235,7 +236,7 @@ class ReferenceForward(Forward):
         self,
         index: int,
         parts: _LayerParts,
-        turns: _Turns,
+        turns: Turns,
         positions: Tensor,
         first: int,
         mask: Tensor | None,
@@ -260,12 +261,12 @@ class ReferenceForward(Forward):
                 values[self._rows, :, positions] = v[:, 0]
             seen = keys[:, :, first:end]
             with threads_at_most(1 if seen.is_cpu and seen.numel() <= _ALONE else None):
-                mixed = _one_query(q, seen, values[:, :, first:end], mask, parts)
+                mixed = one_query(q, seen, values[:, :, first:end], mask, parts.attention, parts.sinks)
             return _gated(mixed, gate)
 
         return attend if latent is None else attend_latents
 
-    def _run_attention(self, index: int, parts: _LayerParts, turns: _Turns, start: int) -> Function | None:
+    def _run_attention(self, index: int, parts: _LayerParts, turns: Turns, start: int) -> Function | None:
         """Attention of neighbouring tokens of one row, the first of them at position ``start``; None in a
         layer without attention."""
         if parts.layer.attention is None:
@@ -291,7 +292,7 @@ class ReferenceForward(Forward):
             if window is not None:
                 mask &= place > query - window
             seen = keys[:, :, first:end], values[:, :, first:end]
-            mixed = _masked(q, *seen, mask=mask, attention=parts.attention, sinks=parts.sinks)
+            mixed = masked(q, *seen, mask=mask, attention=parts.attention, sinks=parts.sinks)
             return _gated(mixed.transpose(1, 2), gate)
 
         return attend if latent is None else attend_latents
@@ -309,66 +310,6 @@ class ReferenceForward(Forward):
         if window is not None:
             mask &= places > positions[:, None] - window
         return first, mask[:, None, None]
-
-
-_Turns = dict[Rotary, tuple[Tensor, Tensor, Tensor]]
-
-
-class _Rotations:
-    """Cosines and signed sines of every rotary embedding of a model.
-
-    A head x [D] becomes ``x * cosines + x[partner] * sines``: channels that are not rotated have a cosine
-    of 1 and a sine of 0.
-    """
-
-    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
-        self._channels: dict[Rotary, _Channels] = {}
-        for layer in anatomy.layers:
-            attention = layer.attention
-            if not isinstance(attention, Attention | LatentAttention) or attention.rotary is None:
-                continue
-            if attention.rotary not in self._channels:
-                size = attention.head_dim if isinstance(attention, Attention) else attention.rotated_dim
-                held = _Channels.of(model, attention.rotary, size)
-                self._channels[attention.rotary] = held
-
-    def at(self, positions: Tensor) -> _Turns:
-        """Cosines and sines [..., 1, D] at ``positions`` [...], and the partners [D]."""
-        wide = positions.float()[..., None, None]
-        return {rotary: channels.turn(wide) for rotary, channels in self._channels.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class _Channels:
-    """Tensors [D] with a value for each channel of a head: radians a position, factors of cosine and sine,
-    index of the partner channel."""
-
-    frequencies: Tensor
-    cosine: Tensor
-    sine: Tensor
-    partner: Tensor
-
-    @classmethod
-    def of(cls, model: nn.Module, rotary: Rotary, head_dim: int) -> _Channels:
-        held = model.get_submodule(rotary.module).get_buffer(rotary.frequencies).float()
-        half, end = rotary.channels // 2, rotary.channels
-        channel = torch.arange(end, device=held.device)
-        if rotary.interleaved:
-            pair, second, other = channel // 2, channel % 2 == 1, channel ^ 1
-        else:
-            pair, second, other = channel % half, channel >= half, (channel + half) % end
-        frequencies, sine = held.new_zeros(head_dim), held.new_zeros(head_dim)
-        cosine = held.new_ones(head_dim)
-        partner = torch.arange(head_dim, device=held.device)
-        frequencies[:end] = held[pair]
-        cosine[:end] = rotary.scaling
-        sine[:end] = torch.where(second, rotary.scaling, -rotary.scaling)
-        partner[:end] = other
-        return cls(frequencies, cosine, sine, partner)
-
-    def turn(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        angles = positions * self.frequencies
-        return angles.cos() * self.cosine, angles.sin() * self.sine, self.partner
 
 
 @dataclass(frozen=True, eq=False)
@@ -399,20 +340,20 @@ class _LayerParts:
             sinks = attention_sinks(model, attention)
         return cls(
             layer=layer,
-            attention_norm=_norm(model, layer.attention_norm, dtype),
-            post_attention_norm=_norm(model, layer.post_attention_norm, dtype),
-            mlp_norm=_norm(model, layer.mlp_norm, dtype),
-            post_mlp_norm=_norm(model, layer.post_mlp_norm, dtype),
-            query_norm=_norm(model, norms[0], dtype),
-            key_norm=_norm(model, norms[1], dtype),
-            qkv=_parts(model, attention.qkv) if isinstance(attention, Attention) else None,
-            output=None if attention is None else _linear(model, attention.output),
-            beside_output=None if layer.beside is None else _linear(model, layer.beside.output),
-            mlp=_mixture(model, layer.mlp, chosen)
+            attention_norm=norm_of(model, layer.attention_norm, dtype),
+            post_attention_norm=norm_of(model, layer.post_attention_norm, dtype),
+            mlp_norm=norm_of(model, layer.mlp_norm, dtype),
+            post_mlp_norm=norm_of(model, layer.post_mlp_norm, dtype),
+            query_norm=norm_of(model, norms[0], dtype),
+            key_norm=norm_of(model, norms[1], dtype),
+            qkv=parts_of(model, attention.qkv) if isinstance(attention, Attention) else None,
+            output=None if attention is None else linear_of(model, attention.output),
+            beside_output=None if layer.beside is None else linear_of(model, layer.beside.output),
+            mlp=mixture_of(model, layer.mlp, chosen)
             if isinstance(layer.mlp, Mixture)
             else None
             if layer.mlp is None
-            else _mlp(model, layer.mlp),
+            else mlp_of(model, layer.mlp),
             sinks=sinks,
         )
 
@@ -451,7 +392,7 @@ class _LayerParts:
         m = self.mlp(x)
         return m if self.post_mlp_norm is None else self.post_mlp_norm(m)
 
-    def heads(self, x: Tensor, turns: _Turns) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def heads(self, x: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Rotated queries [B, T, H, D], rotated keys and values [B, T, KV, D], and gates [B, T, H, D]."""
         attention = self.attention
         assert self.qkv is not None
@@ -478,13 +419,13 @@ def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
 def _mixer(model: nn.Module, mixer: Mixing, batch: int, dtype: torch.dtype) -> DeltaLayer | MambaLayer | None:
     """The recurrent mixer in the place of attention, or None."""
     if isinstance(mixer, Mamba):
-        return MambaLayer(model, mixer, _parts(model, mixer.inputs), batch, dtype)
+        return MambaLayer(model, mixer, parts_of(model, mixer.inputs), batch, dtype)
     if not isinstance(mixer, DeltaNet):
         return None
-    norm = _norm(model, mixer.norm, dtype)
+    norm = norm_of(model, mixer.norm, dtype)
     assert norm is not None
     return DeltaLayer(
-        model, mixer, _parts(model, mixer.inputs), _parts(model, mixer.rates), norm, batch, dtype
+        model, mixer, parts_of(model, mixer.inputs), parts_of(model, mixer.rates), norm, batch, dtype
     )
 
 
@@ -498,17 +439,17 @@ def _latent(
     """The layer's latent attention for activations of the dtype and on the device of ``like``."""
     if not isinstance(attention, LatentAttention):
         return None
-    norm = _norm(model, attention.latent_norm, like.dtype)
+    norm = norm_of(model, attention.latent_norm, like.dtype)
     assert norm is not None
-    query = () if attention.query is None else (_linear(model, attention.query),)
-    query_norm = _norm(model, attention.query_norm, like.dtype)
+    query = () if attention.query is None else (linear_of(model, attention.query),)
+    query_norm = norm_of(model, attention.query_norm, like.dtype)
     return LatentLayer(
         model,
         attention,
-        inputs=_parts(model, attention.inputs),
+        inputs=parts_of(model, attention.inputs),
         query=query if query_norm is None else (query_norm, *query),
         latent_norm=norm,
-        expansion=_linear(model, attention.expansion),
+        expansion=linear_of(model, attention.expansion),
         batch=batch,
         capacity=capacity,
         dtype=like.dtype,
@@ -528,193 +469,3 @@ def _by_head(x: Tensor, heads: int, norm: Norm | None, normalise: Function | Non
     if norm.width == x.shape[-1]:
         return _heads(normalise(x), heads)
     return normalise(_heads(x, heads))
-
-
-def attention_sinks(model: nn.Module, attention: Attention) -> Tensor | None:
-    """The attention's sinks, float32 [H], or None."""
-    if attention.sinks is None:
-        return None
-    return model.get_parameter(attention.sinks).detach().float().contiguous()
-
-
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, attention: Attention, sinks: Tensor | None = None
-) -> Tensor:
-    """Attention of a whole prompt: q [B, H, T, D], k and v [B, KV, T, D] to [B, H, T, D].
-
-    ``sinks``, float32 [H], are what :func:`attention_sinks` gives.
-    """
-    length, window = q.shape[2], attention.window
-    if attention.softcap is None and sinks is None and (window is None or window >= length):
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=attention.scale, enable_gqa=attention.heads != attention.kv_heads
-        )
-    places = torch.arange(length, device=q.device)
-    blocks = []
-    for start in range(0, length, _ROW_BLOCK):
-        end = min(start + _ROW_BLOCK, length)
-        first = 0 if window is None else max(0, start + 1 - window)
-        query, key = places[start:end, None], places[first:end]
-        mask = key <= query
-        if window is not None:
-            mask &= key > query - window
-        seen = k[:, :, first:end], v[:, :, first:end]
-        blocks.append(_masked(q[:, :, start:end], *seen, mask, attention, sinks))
-    return torch.cat(blocks, 2)
-
-
-def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parts: _LayerParts) -> Tensor:
-    """Attention of one token: q [B, 1, H, D], k and v [B, KV, places, D] to [B, 1, H, D]."""
-    attention, sinks = parts.attention, parts.sinks
-    # The queries that share a key are the rows of one product.
-    grouped = q.reshape(q.shape[0], attention.kv_heads, -1, q.shape[-1])
-    if attention.softcap is None and sinks is None:
-        result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=attention.scale)
-    else:
-        of_rows = None if sinks is None else sinks.view(attention.kv_heads, -1, 1)
-        result = _product(grouped, k, v, mask, attention, of_rows)
-    return result.flatten(1, 2)[:, None]
-
-
-def _masked(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, attention: Attention, sinks: Tensor | None
-) -> Tensor:
-    if attention.softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=attention.scale, enable_gqa=attention.heads != attention.kv_heads
-        )
-    grouped = q.reshape(q.shape[0], attention.kv_heads, -1, *q.shape[2:])
-    of_rows = None if sinks is None else sinks.view(attention.kv_heads, -1, 1, 1)
-    return _product(grouped, k[:, :, None], v[:, :, None], mask, attention, of_rows).flatten(1, 2)
-
-
-def _product(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attention: Attention, sinks: Tensor | None
-) -> Tensor:
-    """Attention of rows of queries; ``sinks`` are broadcast to one number a row."""
-    scores = _capped(torch.matmul(q, k.transpose(-1, -2)) * attention.scale, attention.softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    scores = scores.float()
-    if sinks is not None:
-        # The sink is one more column of scores, without a value.
-        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
-        return torch.matmul(scores.softmax(-1)[..., :-1].to(q.dtype), v)
-    return torch.matmul(scores.softmax(-1).to(q.dtype), v)
-
-
-def _capped(x: Tensor, cap: float | None) -> Tensor:
-    return x if cap is None else cap * torch.tanh(x / cap)
-
-
-def _weight(model: nn.Module, module: str) -> Tensor:
-    return model.get_submodule(module).get_parameter("weight").detach()
-
-
-def _linear(model: nn.Module, name: str) -> Function:
-    module = model.get_submodule(name)
-    if type(module) is not nn.Linear:
-        return module
-    weight = module.weight.detach()
-    bias: Tensor | None = module.bias
-    return lambda x: F.linear(x, weight, bias)
-
-
-def _mlp(model: nn.Module, mlp: MLP) -> Function:
-    inputs, down = _parts(model, mlp.inputs), _linear(model, mlp.down)
-    activation = ACTIVATIONS[mlp.activation]
-
-    def run(x: Tensor) -> Tensor:
-        first, *rest = inputs(x)
-        result = activation(first if mlp.gate_scale == 1 else first * mlp.gate_scale)
-        return down(result * rest[0] if rest else result)
-
-    return run
-
-
-def route(logits: Tensor, router: Router, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Numbers, int64, and weights, float32, of the experts that logits [T, experts] choose: both [T, top].
-
-    ``correction``, float32 [experts], affects the choice but not the weights.
-    """
-    wide = logits.float()
-    scores = wide.softmax(-1) if router.scoring == "softmax" else wide.sigmoid()
-    decisive = scores if correction is None else scores + correction
-    if router.groups is not None:
-        decisive = router.groups.limited(decisive)
-    index = decisive.topk(router.top, -1).indices
-    weights = scores.gather(-1, index)
-    if router.normalised:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return index, weights * router.scale
-
-
-def _mixture(model: nn.Module, mixture: Mixture, chosen: Chosen) -> Function:
-    """A function of a mixture layer; ``chosen`` is called with the experts' numbers and weights, [B, T,
-    top]."""
-    experts = model.get_submodule(mixture.experts)
-    router = mixture.router
-    weight = _weight(model, router.module)
-    bias = None if router.bias is None else model.get_parameter(router.bias).detach()
-    correction = None if router.correction is None else model.get_buffer(router.correction).float()
-    shared = None if mixture.shared is None else _mlp(model, mixture.shared)
-    gate = None if mixture.shared_gate is None else _linear(model, mixture.shared_gate)
-
-    def run(x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        logits = F.linear(rows.float(), weight.float()) if router.wide else F.linear(rows, weight, bias)
-        index, counts = route(logits, router, correction)
-        chosen(index.view(*x.shape[:-1], -1), counts.view(*x.shape[:-1], -1))
-        m: Tensor = experts(rows, index, counts).view(x.shape)
-        if shared is not None:
-            always = shared(x)
-            m = m + (always if gate is None else torch.sigmoid(gate(x)) * always)
-        return m
-
-    return run
-
-
-def _parts(model: nn.Module, slices: Slices) -> Callable[[Tensor], Sequence[Tensor]]:
-    """The parts of a joined product, each [..., width]."""
-    linears = [_linear(model, name) for name in slices.modules]
-    if len(linears) == len(slices.widths) and slices.turns == 1:
-        return lambda x: [linear(x) for linear in linears]
-
-    def split(x: Tensor) -> Sequence[Tensor]:
-        products = [linear(x) for linear in linears]
-        joined = products[0] if len(products) == 1 else torch.cat(products, -1)
-        return slices.split(joined)
-
-    return split
-
-
-def _norm(model: nn.Module, norm: Norm | None, dtype: torch.dtype) -> Function | None:
-    """The norm of activations of ``dtype``."""
-    if norm is None:
-        return None
-    module = model.get_submodule(norm.module)
-    held = {name: value.detach() for name, value in module.named_parameters()}
-    weight, bias, eps, shape = held.get("weight"), held.get("bias"), norm.eps, (norm.width,)
-    if weight is not None:
-        # Exact in float32; rounded again only where the model multiplies in its narrow dtype.
-        weight = weight.float() + norm.offset
-    wide = torch.float32
-    if norm.kind == "layer":
-        bias = None if bias is None else bias.float()
-        if dtype == wide:
-            return lambda x: F.layer_norm(x, shape, weight, bias, eps)
-        return lambda x: F.layer_norm(x.float(), shape, weight, bias, eps).to(dtype)
-    if dtype == wide and bias is None and weight is not None:
-        # sqrt(mean + eps) is hypot(norm, sqrt(width * eps)) / sqrt(width): half as many kernels on a CPU.
-        scaled, floor = weight * math.sqrt(norm.width), weight.new_tensor(math.sqrt(norm.width * eps))
-        return lambda x: x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor) * scaled
-
-    def rms(x: Tensor) -> Tensor:
-        x = F.rms_norm(x.float(), shape, None, eps)
-        if norm.narrow_first:
-            x = x.to(dtype).float()
-        if weight is not None:
-            x = x * weight
-        return (x if bias is None else x + bias.float()).to(dtype)
-
-    return rms

@@ -20,7 +20,7 @@ from marlinq.models.recognise import recognise
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.runtime.grouped_experts import GroupedExperts, activation_name
-from marlinq.runtime.step import recorded_step, reference, walk
+from marlinq.runtime.step import functions, recorded_step, walk
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.forward import Forward
@@ -191,7 +191,7 @@ def test_logits_of_a_cast_weight_are_not_rounded() -> None:
 
     def error(router: Router) -> float:
         found: list[Tensor] = []
-        run = reference._mixture(
+        run = functions.mixture_of(
             model, replace(mixture, router=router), lambda _, each: found.append(each[0])
         )
         run(x)

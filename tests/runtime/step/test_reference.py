@@ -222,7 +222,7 @@ def test_a_long_prompt_in_blocks_of_rows_equals_a_short_one(monkeypatch: pytest.
     ids = torch.randint(96, (2, 30), generator=torch.Generator().manual_seed(4))
     lengths = torch.tensor([30, 17], dtype=torch.int32)
     whole = ReferenceForward(model, anatomy, batch=2, capacity=32).prefill(ids, lengths)
-    monkeypatch.setattr("marlinq.runtime.step.reference._ROW_BLOCK", 7)
+    monkeypatch.setattr("marlinq.runtime.step.attention._ROW_BLOCK", 7)
     blocks = ReferenceForward(model, anatomy, batch=2, capacity=32).prefill(ids, lengths)
     torch.testing.assert_close(whole, blocks, rtol=0, atol=1e-5 * float(whole.abs().max()))
 

@@ -1,0 +1,129 @@
+"""Functions of a model's modules in torch: linears, norms, MLPs, routers, mixtures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from marlinq.models.anatomy import MLP, Mixture, Norm, Router, Slices
+from marlinq.models.formulas import ACTIVATIONS
+
+Function = Callable[[Tensor], Tensor]
+Chosen = Callable[[Tensor, Tensor], None]
+
+
+def weight_of(model: nn.Module, module: str) -> Tensor:
+    return model.get_submodule(module).get_parameter("weight").detach()
+
+
+def linear_of(model: nn.Module, name: str) -> Function:
+    module = model.get_submodule(name)
+    if type(module) is not nn.Linear:
+        return module
+    weight = module.weight.detach()
+    bias: Tensor | None = module.bias
+    return lambda x: F.linear(x, weight, bias)
+
+
+def mlp_of(model: nn.Module, mlp: MLP) -> Function:
+    inputs, down = parts_of(model, mlp.inputs), linear_of(model, mlp.down)
+    activation = ACTIVATIONS[mlp.activation]
+
+    def run(x: Tensor) -> Tensor:
+        first, *rest = inputs(x)
+        result = activation(first if mlp.gate_scale == 1 else first * mlp.gate_scale)
+        return down(result * rest[0] if rest else result)
+
+    return run
+
+
+def route(logits: Tensor, router: Router, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Numbers, int64, and weights, float32, of the experts that logits [T, experts] choose: both [T, top].
+
+    ``correction``, float32 [experts], affects the choice but not the weights.
+    """
+    wide = logits.float()
+    scores = wide.softmax(-1) if router.scoring == "softmax" else wide.sigmoid()
+    decisive = scores if correction is None else scores + correction
+    if router.groups is not None:
+        decisive = router.groups.limited(decisive)
+    index = decisive.topk(router.top, -1).indices
+    weights = scores.gather(-1, index)
+    if router.normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return index, weights * router.scale
+
+
+def mixture_of(model: nn.Module, mixture: Mixture, chosen: Chosen) -> Function:
+    """A function of a mixture layer; ``chosen`` is called with the experts' numbers and weights, [B, T,
+    top]."""
+    experts = model.get_submodule(mixture.experts)
+    router = mixture.router
+    weight = weight_of(model, router.module)
+    bias = None if router.bias is None else model.get_parameter(router.bias).detach()
+    correction = None if router.correction is None else model.get_buffer(router.correction).float()
+    shared = None if mixture.shared is None else mlp_of(model, mixture.shared)
+    gate = None if mixture.shared_gate is None else linear_of(model, mixture.shared_gate)
+
+    def run(x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        logits = F.linear(rows.float(), weight.float()) if router.wide else F.linear(rows, weight, bias)
+        index, counts = route(logits, router, correction)
+        chosen(index.view(*x.shape[:-1], -1), counts.view(*x.shape[:-1], -1))
+        m: Tensor = experts(rows, index, counts).view(x.shape)
+        if shared is not None:
+            always = shared(x)
+            m = m + (always if gate is None else torch.sigmoid(gate(x)) * always)
+        return m
+
+    return run
+
+
+def parts_of(model: nn.Module, slices: Slices) -> Callable[[Tensor], Sequence[Tensor]]:
+    """The parts of a joined product, each [..., width]."""
+    linears = [linear_of(model, name) for name in slices.modules]
+    if len(linears) == len(slices.widths) and slices.turns == 1:
+        return lambda x: [linear(x) for linear in linears]
+
+    def split(x: Tensor) -> Sequence[Tensor]:
+        products = [linear(x) for linear in linears]
+        joined = products[0] if len(products) == 1 else torch.cat(products, -1)
+        return slices.split(joined)
+
+    return split
+
+
+def norm_of(model: nn.Module, norm: Norm | None, dtype: torch.dtype) -> Function | None:
+    """The norm of activations of ``dtype``."""
+    if norm is None:
+        return None
+    module = model.get_submodule(norm.module)
+    held = {name: value.detach() for name, value in module.named_parameters()}
+    weight, bias, eps, shape = held.get("weight"), held.get("bias"), norm.eps, (norm.width,)
+    if weight is not None:
+        # Exact in float32; rounded again only where the model multiplies in its narrow dtype.
+        weight = weight.float() + norm.offset
+    wide = torch.float32
+    if norm.kind == "layer":
+        bias = None if bias is None else bias.float()
+        if dtype == wide:
+            return lambda x: F.layer_norm(x, shape, weight, bias, eps)
+        return lambda x: F.layer_norm(x.float(), shape, weight, bias, eps).to(dtype)
+    if dtype == wide and bias is None and weight is not None:
+        # sqrt(mean + eps) is hypot(norm, sqrt(width * eps)) / sqrt(width): half as many kernels on a CPU.
+        scaled, floor = weight * math.sqrt(norm.width), weight.new_tensor(math.sqrt(norm.width * eps))
+        return lambda x: x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor) * scaled
+
+    def rms(x: Tensor) -> Tensor:
+        x = F.rms_norm(x.float(), shape, None, eps)
+        if norm.narrow_first:
+            x = x.to(dtype).float()
+        if weight is not None:
+            x = x * weight
+        return (x if bias is None else x + bias.float()).to(dtype)
+
+    return rms
