@@ -21,6 +21,7 @@ _API = {
     "inspect": "marlinq.operations.inspect",
     "load": "marlinq.runtime",
     "quantize": "marlinq.operations.quantize",
+    "read_recipe": "marlinq.operations.quantize",
     "register": "marlinq.integrations.transformers",
     "report": "marlinq.operations.report",
     "rotate": "marlinq.operations.rotate",
@@ -38,6 +39,7 @@ __all__ = [
     "inspect",
     "load",
     "quantize",
+    "read_recipe",
     "register",
     "report",
     "rotate",
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from marlinq.operations.convert import convert
     from marlinq.operations.evaluate import evaluate
     from marlinq.operations.inspect import inspect
-    from marlinq.operations.quantize import Recipe, quantize
+    from marlinq.operations.quantize import Recipe, quantize, read_recipe
     from marlinq.operations.report import report
     from marlinq.operations.rotate import rotate
     from marlinq.operations.verify import verify

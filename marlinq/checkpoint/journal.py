@@ -1,8 +1,9 @@
 """The journal of an unfinished folder: hashes of the tensors that are durably on disk, and notes.
 
 Each line is the first 16 hexadecimal digits of a SHA-256 and the JSON object that they are of. The first line
-has the fingerprint of the run. Every other line has hashes of tensors that were durable before the line was
-appended. A killed run leaves whole lines and at most one incomplete last line.
+has the fingerprint of the run and the command line that started it. Every other line has hashes of tensors
+that were durable before the line was appended. A killed run leaves whole lines and at most one incomplete
+last line.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any
 
 from marlinq.checkpoint.partial import PartialFolder
 from marlinq.checkpoint.reader import CONFIG, MANIFEST
+from marlinq.core.command import command_line
 from marlinq.core.errors import OutputError
 from marlinq.core.plain_values import load_json
 
 JOURNAL = "journal.jsonl"
+_SHOWN = 500
+"""characters of another run's command line in a message, at most"""
 _SHA256 = re.compile("[0-9a-f]{64}")
 _MOST_BYTES = 1 << 28
 """Bytes of a journal at most; it has less than 1 KB for each tensor."""
@@ -28,6 +32,13 @@ _MOST_BYTES = 1 << 28
 def damaged(path: Path) -> OutputError:
     """The error for a file of an unfinished folder that is not as a run left it."""
     return OutputError(f"{path}: is damaged; remove {path.parent} and start over")
+
+
+def _again(command: object) -> str:
+    """How to continue a run, from the command line that its journal names."""
+    if not isinstance(command, str):
+        return "repeat that command to resume it"
+    return f"repeat that command to resume it ({command[:_SHOWN]})"
 
 
 class Journal:
@@ -50,7 +61,7 @@ class Journal:
 
     def begin(self) -> None:
         """Write the first line of a new journal."""
-        self._append_line({"fingerprint": self._fingerprint})
+        self._append_line({"fingerprint": self._fingerprint, "command": command_line()})
 
     def append(self, written: Mapping[str, str], notes: Mapping[str, Any]) -> None:
         """Append a line with hashes of durable tensors, and notes.
@@ -79,7 +90,7 @@ class Journal:
             return False
         try:
             first, *rest = [_entry(line) for line in whole.splitlines()]
-            self._check_fingerprint(first["fingerprint"])
+            self._check_fingerprint(first["fingerprint"], first.get("command"))
             for line in rest:
                 self.hashes |= _hashes(line["written"], names)
                 self.notes |= _notes(line["notes"])
@@ -105,12 +116,12 @@ class Journal:
             raise damaged(self._folder.path / MANIFEST) from None
         return True
 
-    def _check_fingerprint(self, found: object) -> None:
+    def _check_fingerprint(self, found: object, command: object = None) -> None:
         if found != self._fingerprint:
             raise OutputError(
                 f"{self._folder.path}: belongs to a run with another recipe, source or version, "
                 "or on a CPU with another number of threads; "
-                "repeat that command to resume it, or remove the folder"
+                f"{_again(command)}, or remove the folder"
             )
 
     def _append_line(self, line: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ import click
 from marlinq.cli.options import verbosity_options
 from marlinq.cli.output import log_safely, print_error, print_json, print_line, show_warnings_briefly
 from marlinq.cli.types import suggestion
+from marlinq.core.command import remember_command
 from marlinq.core.errors import MarlinqError, UsageError
 from marlinq.core.version import __version__
 
@@ -83,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
+    remember_command(arguments)
     # Passive: waiting OpenMP threads sleep, which costs a product about 20 us. If another process uses a
     # core, spinning threads keep the remaining work off the cores: 20 ms per product instead of 40 us.
     os.environ.setdefault(_WAIT_POLICY, "passive")

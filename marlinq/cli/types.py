@@ -19,13 +19,7 @@ from marlinq.formats import FORMATS
 
 _FORMAT_SPELLINGS = {
     "gptq-v1": "gptq",
-    "gptqv1": "gptq",
-    "gptqv2": "gptq-v2",
-    "gptq2": "gptq-v2",
     "awq-gemm": "awq",
-    "ct": "compressed-tensors",
-    "compressed-tensor": "compressed-tensors",
-    "compressedtensors": "compressed-tensors",
     "pack-quantized": "compressed-tensors",
 }
 _PAIR = re.compile(r"(?P<source>.+?)-to-(?P<target>.+)")

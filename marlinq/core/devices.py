@@ -62,7 +62,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     if index >= count:
         seen = f"{count or 'no'} CUDA device{'' if count == 1 else 's'}"
         raise EnvironmentProblem(
-            f"device {name}: torch sees {seen}; run `marlinq doctor`, or choose --device cpu"
+            f"device {name}: torch sees {seen}; run `marlinq doctor`, or choose the device cpu"
         )
     return torch.device("cuda", index)
 

@@ -189,7 +189,7 @@ def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
         writer(tmp_path / "out", resume=True)
 
 
-def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
+def test_what_stands_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
     with pytest.raises(OutputError, match="already exists"):
@@ -202,6 +202,12 @@ def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
         writer(out)
     with pytest.raises(OutputError, match="another recipe, source or version"):
         writer(out, fingerprint="other", resume=True)
+    # Somebody else's run is told by its command line, as far as a message holds it.
+    monkeypatch.setattr("marlinq.core.command._started", [f"marlinq quantize a b {'x' * 1000}"])
+    with writer(tmp_path / "told"):
+        pass
+    with pytest.raises(OutputError, match=r"to resume it \(marlinq quantize a b x{479}\), or"):
+        writer(tmp_path / "told", fingerprint="other", resume=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="can't be created"):
         writer(tmp_path / "file" / "out")

@@ -41,7 +41,7 @@ def command_lines(folders: tuple[str, str], out: Path) -> list[list[str]]:
             8,
             (
                 "error: device cuda:7: torch sees no CUDA devices; run `marlinq doctor`, or choose "
-                "--device cpu\n"
+                "the device cpu\n"
             ),
         ),
         ("tpu", 2, "error: device: expected auto, cpu, cuda or cuda:N, found 'tpu'\n"),

@@ -28,7 +28,7 @@ from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.core.progress import ReportProgress
 from marlinq.core.rules import Keep
 from marlinq.core.scheme import Scheme
-from marlinq.core.schemes import NamedScheme
+from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.core.weight import Grid
 from marlinq.formats import Format, Layout, ModuleSpec
 from marlinq.formats.dialects import write_quantization_config
@@ -221,12 +221,28 @@ def _excluded_shapes(
         if reason is not None:
             excluded[name] = Keep(reason)
     if excluded and not skip_unsupported:
-        others = f" ({len(excluded) - 1} more modules have shapes it can't hold)" if len(excluded) > 1 else ""
+        others = f" ({len(excluded) - 1} more modules)" if len(excluded) > 1 else ""
         raise ConversionRefused(
             f"{source.checkpoint.path}: {target.name} can't hold {_first(excluded)}{others}; "
-            "--skip-unsupported keeps such modules unquantised"
+            f"{_way_out(specs, excluded, target)}"
         )
     return excluded
+
+
+def _way_out(specs: Mapping[str, ModuleSpec], excluded: Mapping[str, Keep], target: Format) -> str:
+    """What to do where ``target`` can't hold the modules ``excluded``."""
+    if len(excluded) < len(specs):
+        return "--skip-unsupported keeps such modules unquantised"
+    scheme = specs[next(iter(excluded))].scheme
+    related = [
+        named
+        for named in SCHEMES.values()
+        if (named.element.table is None) == (scheme.element.table is None)
+        and target.scheme_refusal(named.example(scheme)) is None
+    ]
+    if not related:
+        return "integers and floats are never converted into each other; quantise the original anew"
+    return "no module would stay quantised; choose another format"
 
 
 def _shape_refusal(target: Format, spec: ModuleSpec, strict_marlin: bool) -> str | None:

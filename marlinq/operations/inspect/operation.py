@@ -22,7 +22,7 @@ from marlinq.core.progress import Progress, shows_progress
 from marlinq.core.schemes import named_scheme
 from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import DIALECTS, is_head
-from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
+from marlinq.operations.inspect.eligibility import OWN, ServerVerdict, Whole, verdicts
 from marlinq.operations.inspect.parallel import Layer, experts, unknown_axes
 from marlinq.operations.inspect.report import Inspection, ModuleFacts
 from marlinq.operations.inspect.servers import servers
@@ -105,6 +105,9 @@ def inspect(
             *_notes(facts, layers, tensor_parallel, own_head=own),
             *_draft_notes(quantized, unquantized),
         ),
+        undivided=(OWN, *(each.name for each in servers() if not each.parallel))
+        if tensor_parallel > 1
+        else (),
         modules=tuple(facts) if modules else None,
     )
 

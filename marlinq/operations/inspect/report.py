@@ -63,7 +63,8 @@ class Inspection(Shown):
         quantized_parameters: number of parameters in quantised linears.
         linear_bits, model_bits: stored bits per weight, of the quantised linears and of the whole model.
         tensor_parallel: GPUs that share each layer in the verdicts.
-        servers: verdict of every server, marlinq's own first.
+        servers: verdict of every server, marlinq's own first; on several GPUs of those that split layers.
+        undivided: names of the servers that split no layer, where ``tensor_parallel`` is above 1.
         notes: sentences about contradictions in the checkpoint.
         modules: one entry per quantised linear; None where it was not asked for.
     """
@@ -88,6 +89,7 @@ class Inspection(Shown):
     tensor_parallel: int
     servers: tuple[ServerVerdict, ...]
     notes: tuple[str, ...]
+    undivided: tuple[str, ...] = ()
     modules: tuple[ModuleFacts, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,6 +124,8 @@ class Inspection(Shown):
         blocks: list[Block] = [Facts(tuple(rows))]
         if self.servers:
             blocks.append(_server_table(self.servers, self.tensor_parallel))
+            if self.undivided:
+                blocks.append(lines(f"not judged, as they split no layer: {', '.join(self.undivided)}"))
         if self.notes:
             blocks.append(lines(*(f"note: {note}" for note in self.notes)))
         if self.modules is not None:

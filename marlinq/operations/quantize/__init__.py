@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from marlinq.operations.quantize.operation import quantize
     from marlinq.operations.quantize.plan_report import PlanReport, plan_quantize
-    from marlinq.operations.quantize.recipe import Recipe
+    from marlinq.operations.quantize.recipe import Recipe, read_recipe
     from marlinq.operations.quantize.report import ModuleReport, QuantizeReport
 
 _HOMES = {
@@ -21,8 +21,17 @@ _HOMES = {
     "Recipe": "recipe",
     "plan_quantize": "plan_report",
     "quantize": "operation",
+    "read_recipe": "recipe",
 }
-__all__ = ["ModuleReport", "PlanReport", "QuantizeReport", "Recipe", "plan_quantize", "quantize"]
+__all__ = [
+    "ModuleReport",
+    "PlanReport",
+    "QuantizeReport",
+    "Recipe",
+    "plan_quantize",
+    "quantize",
+    "read_recipe",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,13 +13,14 @@ import torch
 
 from marlinq.checkpoint.manifest import manifest_of, source_of
 from marlinq.core import boundaries
+from marlinq.core.settings import AUTO
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.inspect.servers import loads
 from marlinq.operations.quantize.allocation.stored_allocation import forget_allocation
 from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.numerics import described_dtype
 from marlinq.operations.quantize.output import Output
-from marlinq.operations.quantize.prepare import Prepared
+from marlinq.operations.quantize.prepare import Decisions, Prepared
 from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.quantize.solve import Solved
 from marlinq.operations.quantize.text import forget_written_text
@@ -110,7 +111,7 @@ def _card(
         made[CARD] = model_card(
             checkpoint,
             base_model=hub_id(os.fspath(model), checkpoint),
-            recipe=manifest["recipe"],
+            recipe=manifest["recipe"] | amount_of_text(prepared.decisions),
             tool=manifest["tool"],
             schemes=Counter(module.scheme for module in solved.modules.values()),
             errors={
@@ -126,6 +127,15 @@ def _card(
             vllm=loads("vLLM", str(manifest["recipe"]["format"])),
         )
     return made
+
+
+def amount_of_text(decisions: Decisions) -> dict[str, int]:
+    """The setting ``tokens`` for the amount of text that device and threads decided; empty where the recipe
+    says it, or where tuning has an amount of its own."""
+    recipe, budgets = decisions.recipe, [text.budget for text in decisions.texts]
+    if recipe.tokens != AUTO or recipe.samples != AUTO or decisions.tuning is not None:
+        return {}
+    return {"tokens": budgets[0].tokens} if len(budgets) == 1 and budgets[0] is not None else {}
 
 
 def _output_bytes(prepared: Prepared) -> int:

@@ -87,7 +87,7 @@ def announcement(budget: TextBudget, seconds: float, *, to_tune: bool = False) -
         why = "the model also writes text to be tuned on"
         otherwise = "--no-tune-own-text to leave it out"
     else:
-        why = "no calibration text was given, so the model writes it"
+        why = "the model writes its calibration text"
         otherwise = "--tokens N for another amount"
     return (
         f"{why}: {budget.tokens} tokens ({budget.reason}), {budget.rows} documents at once of up to "

@@ -161,7 +161,7 @@ class PlanReport(Shown):
             *([] if self.tuning_text is None else [("tuned on", f"the same and {self.tuning_text}")]),
             (
                 "time",
-                f"about {duration(guess.seconds)} on {self.device} in {self.dtype}: {split}",
+                f"about {duration(guess.seconds)} on {self.device} in {self.dtype}{split and f': {split}'}",
             ),
             ("memory", f"about {on_device}{size_text(guess.host_bytes)} of the host"),
         ]

@@ -6,6 +6,7 @@ recipe's method are keys beside the others.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -229,6 +230,21 @@ class Recipe:
     options: MethodOptions = field(default_factory=MethodOptions)
     allocation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     overrides: tuple[Override, ...] = ()
+
+    def __new__(cls, *args: Any, **settings: Any) -> Recipe:
+        """Names a setting that does not exist, and those that do, instead of a bare TypeError.
+
+        Raises:
+            UsageError: a keyword is no setting.
+        """
+        known = [each.name for each in fields(cls)]
+        for key in settings:
+            if key not in known:
+                raise UsageError(
+                    f"Recipe: unknown setting {key!r}; expected one of {', '.join(known)}; options of the "
+                    "method are keys of a dict or file"
+                )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -513,16 +529,17 @@ def as_recipe(value: Recipe | Mapping[str, Any] | None) -> Recipe:
         return Recipe.from_dict(value)
     raise UsageError(
         f"recipe: expected a marlinq.Recipe or a dict of its settings, found {type(value).__name__}; "
-        "read_recipe reads a YAML file"
+        "marlinq.read_recipe(path) reads a YAML file"
     )
 
 
-def read_recipe(path: Path) -> Recipe:
+def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     """Reads a YAML recipe; absent keys keep their defaults.
 
     Raises:
         UsageError: the file can't be read, is not a YAML mapping, or holds an unknown key or bad value.
     """
+    path = Path(path)
     try:
         values = load_yaml(read_regular(path, MAX_YAML_BYTES))
     except OSError as error:

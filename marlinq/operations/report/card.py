@@ -87,7 +87,7 @@ def model_card(
         "",
         *_fenced(yaml.safe_dump(_public(recipe), sort_keys=False, allow_unicode=True), "yaml"),
         "",
-        "`marlinq quantize MODEL OUT --recipe recipe.yaml` repeats the run.",
+        "Saved as `recipe.yaml`, it repeats the run: `marlinq quantize MODEL OUT --recipe recipe.yaml`.",
     ]
     if body:
         lines += ["", "## The original's card", "", body.strip()]

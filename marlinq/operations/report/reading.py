@@ -115,7 +115,8 @@ def _manifest(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], list[str]]:
     except CheckpointError as error:
         return {}, [f"{MANIFEST} can't be read ({error}): errors, tokens and the recipe are unknown."]
     if manifest.get("operation") != "quantize":
-        return manifest, [f"{MANIFEST} is not that of a quantise run: errors and tokens are unknown."]
+        told = f"{MANIFEST} is not that of a quantise run"
+        return manifest, [f"{told}: errors and tokens stay with the folder that quantize wrote."]
     return manifest, []
 
 

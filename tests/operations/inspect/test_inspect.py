@@ -164,7 +164,9 @@ def test_heads_come_from_the_config(tmp_path: Path) -> None:
     modules = {"model.layers.0.self_attn.k_proj": random_tuple(256, 256, 1, group_size=128)}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     folder = write(tmp_path / "x", "gptq", modules, config=heads)
-    found = servers(inspect(folder, tensor_parallel=3))
+    divided = inspect(folder, tensor_parallel=3)
+    assert "not judged, as they split no layer: marlinq, transformers" in divided.render()
+    found = servers(divided)
     assert "2 key-value heads can't be shared by 3 GPUs" in found["vLLM"].reason
     assert servers(inspect(folder, tensor_parallel=4))["vLLM"].loads
     with pytest.raises(UsageError, match="found 0"):

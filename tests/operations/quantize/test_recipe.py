@@ -83,6 +83,8 @@ def test_another_method_has_its_own_options():
     assert Recipe(method="rtn").replace(clip_search=True).options == RTNOptions(clip_search=True)
     with pytest.raises(UsageError, match=r"recipe: unknown key 'damp'.* with method rtn"):
         rounded.replace(damp=0.02)
+    with pytest.raises(UsageError, match="unknown setting 'group_sise'; expected one of .*group_size"):
+        Recipe(group_sise=64)
     with pytest.raises(UsageError, match="override 'x': damp: no option of method rtn"):
         Recipe(method="rtn", overrides=(Override("x", settings={"damp": 0.1}),))
     with pytest.raises(UsageError, match="method rtn: expected RTNOptions, found GPTQOptions"):

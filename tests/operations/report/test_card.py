@@ -5,6 +5,7 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import yaml
 
 from marlinq.checkpoint import Checkpoint
 from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.finish import amount_of_text
 from marlinq.operations.quantize.recipe import Recipe, read_recipe
 from marlinq.operations.report import CARD, hub_id
 from tests.testing.original_folders import RECIPE, ROWS, save_tiny
@@ -77,6 +79,16 @@ def test_the_recipe_in_the_card_repeats_the_run(tmp_path: Path) -> None:
     assert read_recipe(tmp_path / "recipe.yaml") == RECIPE.replace(damp=0.03)
     assert "The original's card" not in text
     assert isinstance(RECIPE, Recipe)
+
+
+def test_the_recipe_in_the_card_has_the_amount_of_text_that_the_machine_decided() -> None:
+    text = SimpleNamespace(budget=SimpleNamespace(tokens=4096))
+    for changes, tokens in (({}, {"tokens": 4096}), ({"samples": 8}, {}), ({"tokens": 64}, {})):
+        recipe = Recipe().replace(**changes)
+        assert amount_of_text(SimpleNamespace(recipe=recipe, texts=(text,), tuning=None)) == tokens
+    read = SimpleNamespace(budget=None)
+    for texts, tuning in (((read,), None), ((text, read), None), ((text,), object())):
+        assert amount_of_text(SimpleNamespace(recipe=Recipe(), texts=texts, tuning=tuning)) == {}
 
 
 def test_the_folders_of_whoever_made_it_stay_unknown(tmp_path: Path) -> None:
