@@ -61,14 +61,14 @@ __device__ __forceinline__ void normalize(float (&x)[VECTORS][8], const uint4* w
     }
 }
 
-// A vector of what a row's experts gave. Eight rows are requested before the first is needed. Places below 0 have a routing of 0.
-template <typename E, int EXPERTS>
+// A vector of what a row's experts gave. AT_ONCE rows are requested before the first is needed. Places below 0 have a routing of 0.
+template <typename E, int EXPERTS, int AT_ONCE>
 __device__ __forceinline__ uint4 sum_of_experts(const uint4* rows, const int* places, const float* routing, i64 stride, int v) {
-    constexpr int TOGETHER = EXPERTS < 8 ? EXPERTS : 8;
+    constexpr int TOGETHER = EXPERTS < AT_ONCE ? EXPERTS : AT_ONCE;
     float sum[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum[j] = 0.f;
-#pragma unroll
+#pragma unroll 1
     for (int base = 0; base < EXPERTS; base += TOGETHER) {
         uint4 some[TOGETHER];
 #pragma unroll
@@ -130,7 +130,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
         if (v >= vectors) continue;
         a[i] = C::GATHER ? embedding[token * vectors + v] : load_l2(residual + m * (residual_stride / 8) + v);
         if (C::POSITIONS) d[i] = positions[position * vectors + v];
-        if constexpr (C::EXPERTS > 0) d[i] = sum_of_experts<E, C::EXPERTS>(first, from, counts, first_stride, v);
+        if constexpr (C::EXPERTS > 0) d[i] = sum_of_experts<E, C::EXPERTS, VECTORS <= 2 ? 8 : 4>(first, from, counts, first_stride, v);
         else if (C::ADDENDS > 0) d[i] = load_l2(first + m * (first_stride / 8) + v);
         if (C::ADDENDS > 1) e[i] = load_l2(second + m * (second_stride / 8) + v);
     }
