@@ -11,7 +11,7 @@ from lab.kernels import fit_costs
 from marlinq.kernels.variants import stream
 from tests.kernels.problems import int4_problem
 
-TRUTH = replace(stream.COSTS, wave=1.6 * stream.COSTS.wave, codes=1.4 * stream.COSTS.codes)
+TRUTH = replace(stream.COSTS, cluster=1.6 * stream.COSTS.cluster, codes=1.4 * stream.COSTS.codes)
 
 
 def sweep(path: Path) -> list[Path]:
@@ -52,7 +52,7 @@ def test_constants_are_found_again(tmp_path: Path) -> None:
 def test_a_search_chooses_better_than_where_it_began(tmp_path: Path) -> None:
     measured, _ = fit_costs.read(sweep(tmp_path / "sweep.json"))
     # Far enough off that other candidates are chosen.
-    off = replace(TRUTH, crowding=12 * TRUTH.crowding, turn=4 * TRUTH.turn)
+    off = replace(TRUTH, crowding=12 * TRUTH.crowding, cluster=0.1 * TRUTH.cluster)
     costs = {**{name: entry[2] for name, entry in fit_costs.KERNELS.items()}, "stream": off}
 
     def lost(constants: dict[str, object]) -> float:

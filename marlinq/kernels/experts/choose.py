@@ -65,8 +65,6 @@ class Costs:
     Attributes:
         fixed: seconds of a layer's four or five launches without any work.
         gathered: seconds per element of sorted activations to gather it and to add it to the result.
-        overlap: factor on the bandwidth of device memory. The p-norm (p = 4) of memory, warpgroup and issue
-            time of a chunk exceeds the longest of them, also where memory alone bounds a chunk.
         chunk: cycles a warpgroup needs per chunk, whatever it multiplies.
         word: cycles a warpgroup adds per row of 16 channels and 16 columns of a warp.
         row: cycles a warpgroup adds per row of the tile, 16 channels and 16 columns of a warp.
@@ -78,7 +76,6 @@ class Costs:
 
     fixed: float = 1.08e-05
     gathered: float = 1.61e-12
-    overlap: float = 1.38
     chunk: float = 323.0
     word: float = 30.0
     row: float = 0.13
@@ -287,7 +284,7 @@ def sorted_seconds(shape: ExpertsShape, device: Device, tile_m: int, columns: Co
         waves += costs.quantised * (math.ceil(waves) - waves)
         # Tiles of the same expert read its words from device memory once.
         weights = tile_n * 16 * _ROWS * problem.bytes_per_weight * touched / tiles
-        memory = slots * weights / (costs.overlap * device.bandwidth)
+        memory = slots * weights / device.bandwidth
         alone = costs.chunk + _ROWS * words * (costs.word + costs.row * tile_m)
         together = blocks * warpgroups * _ROWS * words * (costs.issue + tile_m / 2)
         chunk = (memory**4 + (alone / device.clock) ** 4 + (together / device.clock) ** 4) ** 0.25

@@ -63,8 +63,7 @@ class Costs:
     is 16 channels x 64 columns of weights, a chunk the rows that a warp takes at a time.
 
     Attributes:
-        wave: seconds from a wave's start until its first bytes arrive.
-        latency: seconds from a request to its bytes once the ring is full.
+        fill: seconds that a wave's first bytes arrive later than ``Physics.first_bytes``.
         crowding: increase of memory time, as a factor, per mebibyte that each multiprocessor requests ahead.
         row: issue cycles a warp needs per row where zero points are subtracted, products excluded.
         codes: issue cycles a warp needs per row where codes are multiplied without subtraction, products
@@ -73,35 +72,26 @@ class Costs:
         closing: issue cycles to scale sums, per block of eight batch rows and per quantisation group or
             chunk that ends.
         stalls: cycles a row takes, as a multiple of its issue cycles, for the only warp of a scheduler.
-        chunk: cycles a warp needs to wait for a chunk's stage and to release it.
-        sharing: cycles that each further warp of the same chunk adds to ``chunk``.
         copy: bytes a second at which one chunk arrives.
         producer: cycles of the TMA producer per chunk.
-        box: cycles of the copying unit per 128-byte row of a box of activations.
-        reduction: bytes a second of sums that a multiprocessor sends and adds.
         cluster: seconds of a cluster's barriers.
         member: seconds that each block of a cluster adds to the barriers.
         sharpness: exponent p of the p-norm that combines the shares of a launch's time (p = 1: they add; p
             large: the longest counts).
     """
 
-    wave: float = 1.012e-06
-    latency: float = 5.15e-07
-    crowding: float = 1.94
-    row: float = 85.2
-    codes: float = 35.4
-    product: float = 2.95
-    closing: float = 57.6
-    stalls: float = 0.431
-    chunk: float = 158
-    sharing: float = 3.91
-    copy: float = 4.65e10
+    fill: float = 4e-07
+    crowding: float = 1.9
+    row: float = 85
+    codes: float = 35
+    product: float = 3
+    closing: float = 58
+    stalls: float = 0.5
+    copy: float = 4.6e10
     producer: float = 170
-    box: float = 0.602
-    reduction: float = 2.36e10
-    cluster: float = 5.99e-08
-    member: float = 6.14e-08
-    sharpness: float = 12.4
+    cluster: float = 6e-08
+    member: float = 6.1e-08
+    sharpness: float = 12
 
 
 COSTS = Costs()
@@ -241,7 +231,6 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
             row *= problem.format.density * _SPARSE_ROW
         chunk = config.rows * row
         chunk += closings * costs.closing * config.blocks_m
-    handed = costs.chunk + costs.sharing * (config.warps_n - 1)
     sums = config.tile_m * config.tile_n * 4 * config.warps_k
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
     seconds, busiest = PHYSICS.launch, ""
@@ -256,20 +245,17 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
         ahead = load.blocks * weights * min(1.0, config.stages / fed) / 2**20
         slowed = own * (1 + costs.crowding * ahead)
         times = streaming_seconds(device, load, slowed, read)
-        work = (chunk * max(costs.stalls, issued) + handed) / device.clock
+        work = chunk * max(costs.stalls, issued) / device.clock
         times["requests"] = (
-            turns * config.warps_k / config.stages * (costs.latency + work + read / fed / costs.copy)
+            turns * config.warps_k / config.stages * (PHYSICS.latency + work + read / fed / costs.copy)
         )
         times["instructions"] = turns * chunk * issued / device.clock
-        times["a warp"] = turns * (chunk * costs.stalls + handed) / device.clock
-        times["the TMA producer"] = (
-            fed * (costs.producer + costs.box * config.tile_m * config.rows / 4) / device.clock
-        )
+        times["a warp"] = turns * chunk * costs.stalls / device.clock
+        times["the TMA producer"] = fed * costs.producer / device.clock
         streamed, busiest = overlapped(times, costs.sharpness)
         last = chunk * costs.stalls / device.clock
-        seconds += load.waves * (
-            costs.wave + streamed + last + load.blocks * sums / costs.reduction + meeting
-        )
+        last += PHYSICS.first_bytes + costs.fill
+        seconds += load.waves * (streamed + last + load.blocks * sums / PHYSICS.reduction + meeting)
     return seconds, busiest
 
 

@@ -23,10 +23,16 @@ class Physics:
         launch: seconds from a launch to the first instruction, and from the last to the next launch.
         port: bytes a second that one multiprocessor receives from L2. All ports together receive less than L2
             can send, so the models have no term for L2.
+        first_bytes: seconds from a wave's start until its first bytes arrive from device memory.
+        latency: seconds from a request to its bytes once the ring is full.
+        reduction: bytes of sums a second that a multiprocessor moves through shared memory and adds.
     """
 
     launch: float = 7.8e-07
     port: float = 2e11
+    first_bytes: float = 5.9e-07
+    latency: float = 7.4e-07
+    reduction: float = 2.3e10
 
 
 PHYSICS = Physics()

@@ -91,8 +91,6 @@ class Costs:
     of every warp of a block.
 
     Attributes:
-        wave: seconds from a wave's start until its first bytes arrive.
-        latency: seconds from a request to its bytes once the ring is full.
         crowding: increase of memory time, as a factor, per mebibyte that each multiprocessor requests ahead.
         row: issue cycles a warp needs per row where zero points are subtracted, products and scaling
             excluded.
@@ -105,9 +103,7 @@ class Costs:
             chunk.
         scaling: issue cycles to scale weights instead of sums, per row.
         stalls: cycles a row takes, as a multiple of its issue cycles, for the only warp of a scheduler.
-        step: cycles of the barrier that ends a step, where warps share activations.
-        turn: cycles that end a step where each warp has its own activations.
-        reduction: bytes a second at which a multiprocessor reads sums from its own shared memory.
+        step: cycles of the barrier that ends a step.
         remote: bytes a second at which a multiprocessor reads sums from shared memory of its cluster.
         cluster: seconds of two cluster barriers.
         member: seconds that each block of a cluster adds to the barriers.
@@ -115,8 +111,6 @@ class Costs:
             large: the longest counts).
     """
 
-    wave: float = 5.86e-07
-    latency: float = 7.45e-07
     crowding: float = 1.34
     row: float = 35.5
     codes: float = 21.9
@@ -126,13 +120,11 @@ class Costs:
     closing: float = 3.67
     scaling: float = 22.3
     stalls: float = 0.616
-    step: float = 422
-    turn: float = 365
-    reduction: float = 1.34e11
+    step: float = 365
     remote: float = 4.95e10
     cluster: float = 8.67e-07
     member: float = 4.67e-08
-    sharpness: float = 38.7
+    sharpness: float = 39
 
 
 COSTS = Costs()
@@ -364,7 +356,8 @@ def estimate(
     warps = config.warps_n * config.warps_k
     sums = batch * config.tile_n * 4 * config.warps_k
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
-    meeting_rate = costs.remote if config.cluster > 1 else costs.reduction
+    # A block alone reads its sums from its own shared memory, about as fast as its port.
+    meeting_rate = costs.remote if config.cluster > 1 else PHYSICS.port
     seconds, busiest = PHYSICS.launch, ""
     resident = _resident(problem, device, config)
     for load in device.loads(config.grid(problem), config.cluster, resident):
@@ -374,16 +367,17 @@ def estimate(
         ahead = load.blocks * first * weights / 2**20
         slowed = own * (1 + costs.crowding * ahead * (1 - first))
         times = streaming_seconds(device, load, slowed, read)
-        times["requests"] = steps / (config.stages - 1) * costs.latency
+        times["requests"] = steps / (config.stages - 1) * PHYSICS.latency
         # While the warps of a block wait at the barrier that ends a step, only other blocks issue.
-        meets = costs.step if config.warps_n > 1 else costs.turn
-        met = meets / load.blocks
+        met = costs.step / load.blocks
         times["instructions"] = steps * (config.rows * row * issued + met) / device.clock
         alone = config.rows * row * costs.stalls + (costs.conversion if config.digits else 0.0)
-        times["a warp"] = steps * (alone + meets) / device.clock
+        times["a warp"] = steps * (alone + costs.step) / device.clock
         streamed, busiest = overlapped(times, costs.sharpness)
         last = config.rows * row * max(issued, costs.stalls) / device.clock
-        seconds += load.waves * (costs.wave + streamed + last + load.blocks * sums / meeting_rate + meeting)
+        seconds += load.waves * (
+            PHYSICS.first_bytes + streamed + last + load.blocks * sums / meeting_rate + meeting
+        )
     return seconds, busiest
 
 

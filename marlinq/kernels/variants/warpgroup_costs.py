@@ -26,25 +26,16 @@ class Costs:
     that it takes at a time, a product one ``wgmma`` of 64 columns.
 
     Attributes:
-        wave: seconds from a wave's start until its first bytes arrive.
-        latency: seconds from a request to its bytes once the ring is full.
         row: cycles a warpgroup needs per row to wait, fetch and issue, dequantisation excluded.
         fragment: cycles a warpgroup needs to dequantise the operand A of one product while no other warpgroup
             runs.
         issue: cycles of a multiprocessor's schedulers per instruction of each warp that dequantises.
         exposed: share of a product's time during which its warpgroup can't dequantise the next operand.
-        operand: cycles of a product that don't depend on the rows of the tile.
         chunk: cycles a warpgroup needs to wait for a chunk's stage and to release it.
         sharing: cycles that each further warpgroup of the same chunk adds to ``chunk``.
-        drain: cycles to wait for the last products of a chunk before its sums are scaled.
         collision: share of a queue that a newcomer waits for
             (:func:`marlinq.kernels.variants.costs.round_trip`).
-        producer: cycles of the TMA producer per chunk.
-        order: cycles that requesting a chunk's zero points adds to ``producer``.
-        tile: seconds at the end of an unsplit tile, stores excluded.
-        staged: seconds at the end of a tile that the producer warpgroup stores during the next tile.
-        store: bytes a second at which a multiprocessor rounds and stores an unsplit tile.
-        reduction: bytes a second at which a multiprocessor reads sums from its own shared memory.
+        tile: seconds at the end of an unsplit tile, unless the producer warpgroup stores it during the next.
         remote: bytes a second at which a multiprocessor reads sums from shared memory of its cluster.
         turn: seconds a thread waits for a read from shared memory of its cluster, once per four sums.
         cluster: seconds of two cluster barriers.
@@ -56,30 +47,21 @@ class Costs:
             large: the longest counts).
     """
 
-    wave: float = 3.663e-07
-    latency: float = 7.34e-07
-    row: float = 22.2
-    fragment: float = 1.69
-    issue: float = 1.59
-    exposed: float = 0.164
-    operand: float = 2.71
-    chunk: float = 351
-    sharing: float = 14.2
-    drain: float = 2.42
-    collision: float = 1.62
-    producer: float = 112
-    order: float = 52.9
-    tile: float = 1.26e-06
-    staged: float = 5.79e-08
-    store: float = 7.5e10
-    reduction: float = 2.23e10
-    remote: float = 3.29e10
-    turn: float = 6.88e-08
+    row: float = 22
+    fragment: float = 1.7
+    issue: float = 1.6
+    exposed: float = 0.16
+    chunk: float = 350
+    sharing: float = 10
+    collision: float = 1.6
+    tile: float = 1.3e-06
+    remote: float = 3.3e10
+    turn: float = 6.9e-08
     cluster: float = 7.1e-07
-    member: float = 1.33e-07
+    member: float = 1.3e-07
     handover: float = 8.5e-07
-    scattered: float = 0.0818
-    sharpness: float = 4.19
+    scattered: float = 0.082
+    sharpness: float = 4
 
 
 COSTS = Costs()
@@ -135,8 +117,7 @@ def estimate(
     columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
     if problem.format.sparsity is not None:
         columns *= _SPARSE_PRODUCT
-    shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
-    multiplied, _ = overlapped(shares, costs.sharpness)
+    multiplied = columns * costs.exposed
     scaling = config.scaling(problem)
     scaled_quant_groups = problem.quant_group != 0 and scaling == "SUMS"
     instructions: float = problem.format.unpack[problem.bfloat16]
@@ -148,14 +129,14 @@ def estimate(
         instructions = _FUSED
     dequantised = products * instructions * costs.issue / device.clock
     waited = (costs.row + products * costs.fragment) / device.clock
-    handed = costs.chunk + costs.drain * scaled_quant_groups + costs.sharing * (config.warpgroups_n - 1)
-    handed /= device.clock
-    ends = batch * config.tile_n * (4 * config.parts_k if split else 2)
+    handed = (costs.chunk + costs.sharing * (config.warpgroups_n - 1)) / device.clock
+    # Bytes of sums that are added at the end of a tile.
+    ends = batch * config.tile_n * 4 * config.parts_k if split else 0
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
     if config.cluster > 1 and not config.pushes:
         meeting += costs.turn * math.ceil(batch * config.tile_n / 4 / (config.cluster * config.threads))
-    rate = costs.store if not split else costs.remote if config.cluster > 1 else costs.reduction
-    seconds, busiest = PHYSICS.launch + costs.wave * (not split), ""
+    rate = costs.remote if config.cluster > 1 else PHYSICS.reduction
+    seconds, busiest = PHYSICS.launch + PHYSICS.first_bytes * (not split), ""
     loads = device.loads(config.tiles(problem) * config.cluster, config.cluster, resident)
     if config.stream_k:
         loads = [Load(1, config.min_blocks, config.grid(problem))]
@@ -165,16 +146,15 @@ def estimate(
         work = rows * row + handed
         times = streaming_seconds(device, load, own, read)
         times["requests"] = (
-            turns * config.parts_k / config.stages * (costs.latency + work + read / fed / PHYSICS.port)
+            turns * config.parts_k / config.stages * (PHYSICS.latency + work + read / fed / PHYSICS.port)
         )
         times["products"] = turns * work
         times["tensor cores"] = load.blocks * fed * config.warpgroups_n * rows * columns
-        times["the TMA producer"] = fed * (costs.producer + costs.order * problem.zeros) / device.clock
         streamed, busiest = overlapped(times, costs.sharpness)
         begun = rows * (waited + dequantised + multiplied)
         last = begun + load.blocks * ends / rate
-        last += costs.wave + meeting if split else costs.tile
-        earlier = begun + costs.staged if config.has_store_warps(problem) else last
+        last += PHYSICS.first_bytes + meeting if split else costs.tile
+        earlier = begun if config.has_store_warps(problem) else last
         if config.stream_k:
             # Tiles a block computes (a fraction), and seconds for a tile's sums to go through L2. A tile
             # shared by several blocks is added up one block after the other.
