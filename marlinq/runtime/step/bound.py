@@ -104,6 +104,8 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
 def _latent_refusal(attention: LatentAttention) -> Unrecognised | None:
     sizes = attention.latent_dim, attention.plain_dim, attention.rotated_dim, attention.value_dim
     reason = latent_refusal(*sizes, attention.latent_norm.kind)
+    if reason is None and attention.inputs.widths[0] % VECTOR:
+        reason = f"queries of {attention.inputs.widths[0]} columns; the kernels take multiples of {VECTOR}"
     return None if reason is None else Unrecognised(attention.expansion, reason)
 
 

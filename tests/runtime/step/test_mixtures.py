@@ -387,18 +387,29 @@ def grouped(model: PreTrainedModel) -> None:
 
 
 # Whose experts have a size of their own, beside that of dense layers.
-_OWN_SIZE = ("qwen2-moe", "qwen3-moe", "glm-4.5")
+_OWN_SIZE = ("qwen2-moe", "qwen3-moe", "glm-4.5", "deepseek-v2")
 
 
 # A tiny model's name, where it is not another mixture's: that one's, and what is changed in its config.
-_VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-4.5 in groups": ("glm-4.5", {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}),
+    # Sizes that the kernels of latent attention take.
+    "deepseek-v2 in groups": (
+        "deepseek-v2",
+        {
+            **BEST_OF_GROUPS,
+            "kv_lora_rank": 128,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+        },
+    ),
 }
 
 
 PACKED = (
     *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5", "glm-4.5 in groups"),
-    "gpt-oss",
+    *("deepseek-v2 in groups", "gpt-oss"),
 )
 
 
