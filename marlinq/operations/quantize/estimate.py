@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from marlinq.operations.quantize.budget import (
 )
 from marlinq.operations.quantize.original import compared_share
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.runtime.writing import expected_steps
 
 _PROBE_ROWS = 512
 """rows of activations in the measured product"""
@@ -96,6 +96,7 @@ def estimate(
     dtype: torch.dtype,
     products: torch.dtype,
     writing_dtype: torch.dtype,
+    ends: bool,
     tuning: tuple[float, float] = (0.0, 0.0),
 ) -> Estimate:
     """Counts the work of a run, measures the device's rates, and returns time and memory.
@@ -113,6 +114,7 @@ def estimate(
         device, dtype: device and dtype that blocks run in.
         products: dtype that linear layers multiply in.
         writing_dtype: dtype in which the model writes text.
+        ends: whether the model has an end token, with which a document may end early.
         tuning: (operations, device bytes) of tuning.
     """
     modules = list(plan.modules.values())
@@ -149,7 +151,7 @@ def estimate(
     if writing is not None:
         cache = writing.rows * writing.max_length * work.cache_bytes * writing_dtype.itemsize / 2
         text_bytes = parameters * writing_dtype.itemsize + cache
-        writing_seconds = _writing_seconds(work, writing, modules, device, writing_dtype)
+        writing_seconds = _writing_seconds(work, writing, modules, device, writing_dtype, ends=ends)
     on_cpu = device.type == "cpu"
     calibrated = plan.method.calibrated
     return Estimate(
@@ -177,8 +179,11 @@ def _writing_seconds(
     modules: Sequence[PlannedModule],
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    ends: bool,
 ) -> float:
-    steps = ceil(writing.tokens / writing.rows)
+    # As the run expects them: rows whose documents have ended still take steps.
+    steps, _ = expected_steps(writing.tokens, writing.rows, writing.max_length, ends=ends)
     if device.type == "cuda":
         cache = writing.rows * writing.max_length / 2 * work.cache_bytes
         moved = work.all_weights * dtype.itemsize + cache

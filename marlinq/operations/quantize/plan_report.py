@@ -232,6 +232,7 @@ def plan_quantize(
         dtype=dtype,
         products=products or dtype,
         writing_dtype=writing_dtype(chosen, stored),
+        ends=getattr(blueprint.config.get_text_config(), "eos_token_id", None) is not None,
         tuning=(0.0, 0.0)
         if tuning is None
         else (
