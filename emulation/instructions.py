@@ -142,7 +142,7 @@ def function_of(opcode: str) -> str:
         if found:
             groups = {name: _ELEMENTS.get(value, value) for name, value in found.groupdict().items()}
             return "emulation::" + function.format(**groups)
-    raise UnknownPtx(f"the emulation lacks {opcode!r}; add it to tests/emulation/instructions.py")
+    raise UnknownPtx(f"the emulation lacks {opcode!r}; add it to emulation/instructions.py")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def translate(source: str, kernel: str) -> str:
     """Host C++ for a preprocessed kernel source.
 
     Args:
-        source: what ``g++ -E`` makes of a ``.cu`` file, line markers included.
+        source: output of ``g++ -E`` for a ``.cu`` file, line markers included.
         kernel: the name of its ``extern "C" __global__`` function.
 
     Raises:

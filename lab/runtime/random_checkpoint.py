@@ -65,10 +65,10 @@ def write_checkpoint(
 
     Args:
         folder: is made; must not hold a checkpoint yet.
-        layout: of the quantised linears.
+        layout: layout of the quantised linears.
         layers: decoder blocks.
         group_size: input channels that share a scale.
-        dtype: of embedding, head and norms.
+        dtype: dtype of embedding, head and norms.
         vocabulary: rows of embedding and head.
         tokenizer: write one, too.
     """

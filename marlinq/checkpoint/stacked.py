@@ -6,13 +6,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from marlinq.checkpoint.derived import DerivedCheckpoint
 from marlinq.checkpoint.header import TensorInfo, TensorPlan
 from marlinq.checkpoint.reader import Checkpoint
-from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter
+from marlinq.checkpoint.writer import CheckpointWriter
 from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.formats.stacks import STACKED_BIAS, Part, is_stack, part_named, parts_of, stack_refusal
@@ -61,22 +60,14 @@ class StackingWriter(CheckpointWriter):
     Arguments are those of :class:`CheckpointWriter`. Call :func:`check_stacks` with ``plan`` before.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        plan: Sequence[TensorPlan],
-        *,
-        fingerprint: str,
-        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
-        resume: bool = False,
-    ) -> None:
+    def stored(self, plan: Sequence[TensorPlan]) -> Sequence[TensorPlan]:
         whole, self._parts = _stacked(plan)
         self._members: dict[str, set[str]] = {}
         for part in self._parts.values():
             self._members.setdefault(part.stack, set()).add(part.name)
         self._filling: dict[str, tuple[Tensor, set[str]]] = {}
         self._lock = threading.Lock()
-        super().__init__(out, whole, fingerprint=fingerprint, max_shard_bytes=max_shard_bytes, resume=resume)
+        return whole
 
     @property
     def written(self) -> set[str]:

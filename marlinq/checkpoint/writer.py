@@ -146,7 +146,7 @@ class CheckpointWriter:
         check_place(out, resume=resume)
         self.partial = _partial(out)
         self._fingerprint = fingerprint
-        self._shards = plan_shards(plan, max_shard_bytes)
+        self._shards = plan_shards(self.stored(plan), max_shard_bytes)
         self._headers: dict[str, bytes] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for shard, members in self._shards:
@@ -159,6 +159,10 @@ class CheckpointWriter:
         self.resumed = False
         self.notes: dict[str, Any] = {}
         self._open()
+
+    def stored(self, plan: Sequence[TensorPlan]) -> Sequence[TensorPlan]:
+        """The tensors that the files hold, if all tensors of ``plan`` are written; called once, at first."""
+        return plan
 
     def __enter__(self) -> CheckpointWriter:
         return self

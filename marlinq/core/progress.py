@@ -138,7 +138,7 @@ class Lines:
     """Prints a line every 30 seconds, also while nothing is reported: stage, steps done, time left.
 
     Args:
-        file: where the lines go.
+        file: file that the lines are written to.
         interval: seconds between two lines.
         clock: seconds since some moment.
     """

@@ -459,7 +459,7 @@ class _Part(Generic[T]):
     """Attention or the MLP of a recorded block.
 
     Attributes:
-        what: what it is, for messages.
+        what: name of the value in messages.
         anatomy: description of it.
         reader, writer: full names of the modules that read its input and make its result.
         norm, post: norms before and behind it, or None.

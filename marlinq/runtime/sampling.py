@@ -126,7 +126,7 @@ class Sampler:
     """Chooses a token for each row, again and again, without the host.
 
     Args:
-        shape: what it is to do.
+        shape: sizes and options of the work.
         batch: B.
         vocabulary: width of the logits.
         device: device of the logits.
@@ -198,7 +198,7 @@ def choose(logits: Tensor, shape: SamplerShape, state: SamplerState) -> tuple[Te
 
     Args:
         logits: [B, V], a floating type.
-        shape: what to do.
+        shape: sizes and options of the work.
         state: as it is before the draw.
 
     Returns:

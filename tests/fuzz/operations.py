@@ -30,11 +30,44 @@ from marlinq.operations.evaluate.tasks.task_files import read_task
 from marlinq.operations.quantize import operation
 from marlinq.operations.quantize.candidates import CANDIDATES
 from marlinq.runtime import load
-from tests.fuzz.campaign import Killed, Result, limited, quiet, run_here
-from tests.fuzz.mutations import mutate_bytes, mutate_json
+from tests.fuzz.campaign import EXIT_CODES, Finding, Killed, Result, limited, quiet, run_here
+from tests.fuzz.mutations import mutate_bytes, mutate_json, odd_value
 from tests.testing.mixtures import save_mixture
 
 AREAS = ("allocation", "sparse", "recommend", "tasks")
+TEXTS = (
+    "=1+1",
+    "\uff1dcmd",
+    "+x",
+    "@x",
+    "-x",
+    "a\nb",
+    "\x1b[2J",
+    "x" * 5_000,
+    "../x",
+    "/etc/passwd",
+    "/dev/zero",
+    "\u202e",
+    "<script>",
+    "|",
+    "a: b",
+    "[" * 300,
+    "{" * 300,
+    "&a [*a]",
+    "!!bool x",
+    "!!python/name:os.system",
+    "*a",
+    "<<: {a: 1}",
+    "0x" + "f" * 5_000,
+    "2001-13-45",
+    "'",
+    '"',
+    "%YAML 9.9",
+    "---",
+    "\ufeff",
+    "no",
+    "~",
+)
 _TARGET = 6.0
 """Bits of a weight that the unfinished run was to choose schemes for."""
 _TASK = """\
@@ -99,25 +132,38 @@ def _finished(result: Result | str) -> None:
 
 
 class OperationCases:
-    """The areas; the campaign's case has what they use."""
+    """A case of the campaign :mod:`tests.fuzz.surfaces`, and its areas of single operations."""
 
-    campaign: Any
-    rng: Random
-    home: Path
-    out: Path
-    what: str
+    def __init__(self, campaign: Any, number: int, rng: Random, area: str, home: Path) -> None:
+        self.campaign, self.number, self.rng, self.area, self.home = campaign, number, rng, area, home
+        self.out = home / "out"
+        self.what = area
 
     def found(self, kind: str, detail: str) -> None:
         """Note a broken promise."""
-        raise NotImplementedError
+        self.campaign.tally.findings.append(Finding(self.number, kind, self.what, detail))
 
     def command(self, *arguments: str, as_json: bool = False) -> Result | None:
-        """Run a command and check what every command promises."""
-        raise NotImplementedError
+        """Run a command and check what every command promises; None where it broke a promise."""
+        self.campaign.tally.runs += 1
+        result = run_here([*arguments, *(["--json"] if as_json else [])])
+        if isinstance(result, str):
+            self.found("hang" if result.startswith("hang") else "traceback", f"{arguments[:6]}\n{result}")
+            return None
+        outcome = "ok" if result.code == 0 else f"exit {result.code}"
+        self.campaign.tally.outcomes[f"{self.area} {outcome}"] += 1
+        printed = result.out + result.err
+        if any(not character.isprintable() and character not in "\n\t" for character in printed):
+            self.found("text", f"{arguments[:6]}: what acts on a terminal: {printed[:300]!r}")
+        if result.code not in EXIT_CODES:
+            self.found("traceback", f"{arguments[:6]}: exit code {result.code}\n{result.err[-2000:]}")
+        elif result.code not in (0, 7) and not as_json and "error: " not in result.err:
+            self.found("text", f"{arguments[:6]}: exit {result.code} without a line: {result.err[-300:]!r}")
+        return result
 
     def odd(self) -> Any:
         """A value that no honest file holds."""
-        raise NotImplementedError
+        return odd_value(self.rng, *TEXTS, 1e300, 5e-324, 1 << 200, {"a": {"b": [1e308] * 3}})
 
     def allocation(self) -> None:
         """A forged choice, in a recipe or in what an unfinished run kept."""

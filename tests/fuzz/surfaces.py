@@ -58,11 +58,9 @@ from marlinq.kernels.driver.compiler import CompiledKernel
 from marlinq.operations.quantize.recipe import read_recipe
 from tests.fuzz import operations
 from tests.fuzz.campaign import (
-    EXIT_CODES,
     MEMORY_LIMIT,
     TIME_LIMIT,
     Base,
-    Finding,
     Hang,
     Result,
     Tally,
@@ -73,7 +71,7 @@ from tests.fuzz.campaign import (
     quiet,
     run_here,
 )
-from tests.fuzz.mutations import mutate_bytes, mutate_json, odd_value
+from tests.fuzz.mutations import mutate_bytes, mutate_json
 from tests.testing import forks
 from tests.testing.hub_server import Hub, Lie, Repository, hub_server
 from tests.testing.original_folders import folder_bytes
@@ -90,39 +88,6 @@ RANKS_TIME_LIMIT = 300
 """Seconds for the imports of two ranks, the time-out of the one that is left, and the run that continues."""
 
 _NUMBERS = ("9" * 400, "9" * 5_000, "-1", "0", "1e999", "nan", "inf", "0x" + "f" * 5_000, "\uff11", "1_0", "")
-_TEXTS = (
-    "=1+1",
-    "\uff1dcmd",
-    "+x",
-    "@x",
-    "-x",
-    "a\nb",
-    "\x1b[2J",
-    "x" * 5_000,
-    "../x",
-    "/etc/passwd",
-    "/dev/zero",
-    "\u202e",
-    "<script>",
-    "|",
-    "a: b",
-    "[" * 300,
-    "{" * 300,
-    "&a [*a]",
-    "!!bool x",
-    "!!python/name:os.system",
-    "*a",
-    "<<: {a: 1}",
-    "0x" + "f" * 5_000,
-    "2001-13-45",
-    "'",
-    '"',
-    "%YAML 9.9",
-    "---",
-    "\ufeff",
-    "no",
-    "~",
-)
 _TEMPLATES = (
     "{{ 9 ** (9 ** 9) }}",
     "{{ 'a' * 10 ** 10 }}",
@@ -210,32 +175,6 @@ class Surfaces:
 
 
 class _Case(operations.OperationCases):
-    def __init__(self, campaign: Surfaces, number: int, rng: Random, area: str, home: Path) -> None:
-        self.campaign, self.number, self.rng, self.area, self.home = campaign, number, rng, area, home
-        self.out = home / "out"
-        self.what = area
-
-    def found(self, kind: str, detail: str) -> None:
-        self.campaign.tally.findings.append(Finding(self.number, kind, self.what, detail))
-
-    def command(self, *arguments: str, as_json: bool = False) -> Result | None:
-        """Run a command and check what every command promises; None where it broke a promise."""
-        self.campaign.tally.runs += 1
-        result = run_here([*arguments, *(["--json"] if as_json else [])])
-        if isinstance(result, str):
-            self.found("hang" if result.startswith("hang") else "traceback", f"{arguments[:6]}\n{result}")
-            return None
-        outcome = "ok" if result.code == 0 else f"exit {result.code}"
-        self.campaign.tally.outcomes[f"{self.area} {outcome}"] += 1
-        printed = result.out + result.err
-        if any(not character.isprintable() and character not in "\n\t" for character in printed):
-            self.found("text", f"{arguments[:6]}: what acts on a terminal: {printed[:300]!r}")
-        if result.code not in EXIT_CODES:
-            self.found("traceback", f"{arguments[:6]}: exit code {result.code}\n{result.err[-2000:]}")
-        elif result.code not in (0, 7) and not as_json and "error: " not in result.err:
-            self.found("text", f"{arguments[:6]}: exit {result.code} without a line: {result.err[-300:]!r}")
-        return result
-
     def copy(self, base: Base | None = None) -> Path:
         source = self.home / "source"
         shutil.copytree(self.campaign.plain if base is None else base.folder, source)
@@ -243,10 +182,6 @@ class _Case(operations.OperationCases):
 
     def quantize(self, source: Path, *more: str) -> Result | None:
         return self.command("quantize", str(source), str(self.out), *QUICKLY, *more)
-
-    def odd(self) -> Any:
-        """A value that no honest file holds."""
-        return odd_value(self.rng, *_TEXTS, 1e300, 5e-324, 1 << 200, {"a": {"b": [1e308] * 3}})
 
     # The areas.
 
@@ -382,10 +317,10 @@ class _Case(operations.OperationCases):
             key = lines[place].partition(":")[0]
             lines[place] = self.rng.choice(
                 (
-                    f"{key}: {self.rng.choice(_TEXTS)}",
+                    f"{key}: {self.rng.choice(operations.TEXTS)}",
                     f"{key}: {self.rng.choice(_NUMBERS)}",
                     f"{key}: {json.dumps(self.odd())}",
-                    self.rng.choice(_TEXTS),
+                    self.rng.choice(operations.TEXTS),
                     f"{lines[place]}\n{lines[place]}",
                 )
             )
@@ -469,9 +404,9 @@ class _Case(operations.OperationCases):
         arguments = [*arguments] if name != "report" else [*arguments, "--out", out]
         if rng.random() < 0.2:
             place = rng.randrange(len(arguments))
-            arguments[place] = rng.choice((*_TEXTS, "x" * 5_000, "/".join(["x" * 200] * 30)))
+            arguments[place] = rng.choice((*operations.TEXTS, "x" * 5_000, "/".join(["x" * 200] * 30)))
         for _ in range(rng.randrange(1, 3)):
-            arguments += [rng.choice(options), rng.choice((*_NUMBERS, *_TEXTS))]
+            arguments += [rng.choice(options), rng.choice((*_NUMBERS, *operations.TEXTS))]
         # A command line has no null bytes and no halves of surrogate pairs.
         self.what += f" {name} {[argument[:40] for argument in arguments]}"
         here = Path.cwd()
@@ -488,7 +423,7 @@ class _Case(operations.OperationCases):
             lines = text.split("\n")
             place = self.rng.randrange(len(lines))
             key = lines[place].partition(":")[0]
-            value = self.rng.choice((*_TEXTS, *_NUMBERS, json.dumps(self.odd())))
+            value = self.rng.choice((*operations.TEXTS, *_NUMBERS, json.dumps(self.odd())))
             lines[place] = self.rng.choice((f"{key}: {value}", value, ""))
             text = "\n".join(lines)
         data = text.encode("utf-8", "surrogatepass")

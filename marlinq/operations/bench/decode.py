@@ -51,7 +51,7 @@ class DecodeCell:
         step_seconds: seconds of a decode step; median over three runs of the mean of a run.
         step_bytes: bytes that a step reads once: weights, scales, keys and values of the mean context.
         step: how steps ran, and why.
-        peer_first_token_seconds, peer_step_seconds: the same seconds for the 16-bit model; None where not
+        peer_first_token_seconds, peer_step_seconds: seconds of the 16-bit model, as above; None where not
             measured.
     """
 

@@ -30,7 +30,7 @@ class ModuleSettings:
         sparsity: pattern of pruned weights; None for dense weights.
         method: name of the method that quantises it.
         options: options of that method.
-        reason: where the settings come from.
+        reason: source of the settings, as text.
     """
 
     element: Element

@@ -57,7 +57,7 @@ class Fate:
         name: name in the output.
         in_features, out_features: K and N; None for a kept module.
         becomes: the scheme in words, or ``kept``.
-        reason: where the scheme comes from, or why the module is kept.
+        reason: source of the scheme, or why the module is kept, as text.
         nbytes: bytes of its tensors in the output; None for a kept module.
     """
 

@@ -45,7 +45,7 @@ class PlannedModule:
         options: options of the method.
         layout: layout of its tensors.
         spec: shape and scheme in the output.
-        reason: where scheme and options come from.
+        reason: source of scheme and options, as text.
         granularity: weights that share a scale, as asked for; where a group would be as wide as the module or
             wider, :attr:`spec` has one scale per channel instead.
     """

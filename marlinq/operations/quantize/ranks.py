@@ -305,7 +305,7 @@ class FollowingWriter(CheckpointWriter):
 
     Args:
         out: folder that the first rank writes.
-        state: what is written already, from :func:`share_state`.
+        state: names already written, from :func:`share_state`.
     """
 
     def __init__(self, out: Path, state: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ class ModuleReport:
         group_size: input channels per scale; -1 for one scale per output channel.
         symmetric: whether zero points are the middle code.
         sparsity: name of the pattern that it was pruned to; None where it is dense.
-        reason: where scheme and options come from.
+        reason: source of scheme and options, as text.
         tokens: calibration tokens that the linear saw; 0 for a method without calibration.
         relative_error, quantity, fallback, figures: fields of the method's
             :class:`~marlinq.methods.base.SolveReport`.

@@ -57,7 +57,7 @@ class ModuleFigures:
         quantity: whether the error is that of outputs or of weights; None where it is unknown.
         tokens: calibration tokens that it saw; None where that is unknown.
         fallback: sentence on a fallback of the method; None without one.
-        reason: where its settings come from.
+        reason: source of its settings, as text.
     """
 
     name: str

@@ -43,7 +43,7 @@ class ModuleResult:
         group_size: input channels per scale, as :attr:`marlinq.core.granularity.Granularity.size`.
         symmetric: whether zero points are the middle code.
         relative_error: ||W - dq|| / ||W|| against the original; None without one.
-        rtn_error: the same error for round-to-nearest of the original with the same groups and symmetry.
+        rtn_error: error of round-to-nearest of the original, with the same groups and symmetry.
         problems: one line for each problem that a check found in this module.
     """
 

@@ -46,7 +46,7 @@ class ChainForward(BoundForward):
     and its kernels compiled.
 
     Args:
-        model: where the anatomy's names lead; all on one GPU.
+        model: module tree that holds the anatomy's names, all on one GPU.
         anatomy: not refused by :func:`marlinq.runtime.step.bound.chain_refusal`.
         batch, capacity: B and L.
         most_rows: rows of prompts that go through a product at a time, at most.
