@@ -93,7 +93,7 @@ def print_message(line: str) -> None:
 
 def print_error(error: MarlinqError, *, as_json: bool) -> int:
     """Print ``error`` as one line on stderr, or as a JSON object on stdout; returns its exit code."""
-    message = one_line(str(error))
+    message = str(error)
     if as_json:
         print_json({"error": message, "class": type(error).__name__, "exit_code": error.exit_code})
     else:

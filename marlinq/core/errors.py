@@ -7,11 +7,17 @@ tensor or option, says what was expected and what was found, and ends with what 
 
 from __future__ import annotations
 
+from marlinq.core.safe_text import one_line
+
 
 class MarlinqError(Exception):
     """Base of every error that the command line reports without a traceback."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        # Messages quote paths and names that others chose: in a traceback too they are one printable line.
+        return one_line(super().__str__())
 
 
 class UsageError(MarlinqError):

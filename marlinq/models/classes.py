@@ -47,14 +47,10 @@ def auto_class(config: PretrainedConfig, raw: Mapping[str, Any], source: str) ->
         own = raw["auto_map"] if isinstance(raw["auto_map"], dict) else {}
         mapped = (each for each in _AUTO_CLASSES if each.__name__ in own)
         return next(mapped, AutoModelForCausalLM)
+    refuse_encoder_decoder(config, raw, source)
     named = _named(raw)
     known = [each for each in _AUTO_CLASSES if type(config) in each._model_mapping]
     chosen = next((each for each in known if named in _names(each, config)), None)
-    if getattr(config, "is_encoder_decoder", False) and not (named or "").endswith("ForCausalLM"):
-        raise UnsupportedError(
-            f"{source}: {named or config.model_type} is an encoder-decoder: layers of its decoder read an "
-            "encoder's output; marlinq quantises models that are a decoder alone"
-        )
     if chosen is None and known:
         chosen = known[0]
     if chosen is None or not _reads_text(chosen, config):
@@ -63,6 +59,20 @@ def auto_class(config: PretrainedConfig, raw: Mapping[str, Any], source: str) ->
             "its config alone"
         )
     return chosen
+
+
+def refuse_encoder_decoder(config: PretrainedConfig, raw: Mapping[str, Any], source: str) -> None:
+    """Raises UnsupportedError where ``config`` says that a decoder reads an encoder's output.
+
+    Models whose code is in the folder are not judged by that flag.
+    """
+    named = _named(raw) or ""
+    flag = getattr(config, "is_encoder_decoder", False) and "auto_map" not in raw
+    if flag and not named.endswith("ForCausalLM"):
+        raise UnsupportedError(
+            f"{source}: {named or config.model_type} is an encoder-decoder: layers of its decoder read an "
+            "encoder's output; marlinq quantises models that are a decoder alone"
+        )
 
 
 def _named(raw: Mapping[str, Any]) -> str | None:

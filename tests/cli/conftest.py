@@ -77,6 +77,9 @@ class Recorder:
     def display(self) -> list[Block]:
         return [lines("one line of report")]
 
+    def explain(self) -> list[Block]:
+        return [lines("one reason")]
+
 
 @pytest.fixture
 def operation(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:

@@ -172,6 +172,17 @@ def test_report_as_text_and_as_json(marlinq: Callable, operation: Callable) -> N
     assert json.loads(marlinq("inspect", "folder", "--json").out) == {"value": 1, "unbounded": None}
 
 
+def test_reasons_for_kernels_are_printed_on_request(
+    marlinq: Callable, operation: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operation("marlinq.operations.evaluate", "evaluate")
+    monkeypatch.setattr(sys.modules["marlinq.operations.evaluate"], "TaskOptions", None, raising=False)
+    assert marlinq("eval", "folder").out == "one line of report\n"
+    explained = marlinq("eval", "folder", "--explain").out
+    assert explained.split() == "one line of report one reason".split()
+    assert "one reason" not in marlinq("eval", "folder", "--explain", "--json").out
+
+
 def test_failed_verification_has_its_exit_code(marlinq: Callable, operation: Callable) -> None:
     operation("marlinq.operations.verify", "verify", ok=False)
     assert marlinq("verify", "folder").code == errors.VerificationFailed.exit_code

@@ -232,3 +232,13 @@ def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"mlp\.down_proj .* is no linear of MixtralForCausalLM"):
         AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
+
+
+def test_a_config_that_says_encoder_decoder_is_refused_as_load_does(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    del config["architectures"]
+    (folder / "config.json").write_text(json.dumps({**config, "is_encoder_decoder": True}))
+    for open_folder in (load, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(UnsupportedError, match="llama is an encoder-decoder"):
+            open_folder(folder)

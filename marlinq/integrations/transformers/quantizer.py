@@ -153,6 +153,7 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
         from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
         from marlinq.formats.stacks import STACKS
         from marlinq.models import ModelInstance, describe
+        from marlinq.models.classes import refuse_encoder_decoder
         from marlinq.runtime.experts import hollow
         from marlinq.runtime.loading import match_tensors
         from marlinq.runtime.placement import place
@@ -181,6 +182,7 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
                 "a quantised folder with `marlinq quantize`"
             )
         checkpoint = quantized.checkpoint
+        refuse_encoder_decoder(model.config, checkpoint.config, str(checkpoint.path))
         placement = place(checkpoint, quantized=True, device=self._device, dtype=model.config.dtype)
         try:
             blueprint = describe(lambda: model, source=str(checkpoint.path))

@@ -155,6 +155,8 @@ def test_rounding_reads_no_text_and_runs_no_block(
     report = run(source, tmp_path / "out", method="rtn", calibration=str(tmp_path / "absent.txt"))
     assert report.calibration is None
     assert "the method needs no text" in report.render()
+    # Its settings are its own: no quality says anything of them.
+    assert "quality" not in report.render()
     assert {module.tokens for module in report.modules.values()} == {0}
     view, tensors = opened(tmp_path / "out"), load_file(source / "model.safetensors")
     for module in view.modules:

@@ -69,7 +69,8 @@ def test_licence_and_languages_are_carried(tmp_path: Path) -> None:
     tokens = manifest["run"]["calibration"]["tokens"]
     assert f"| calibration | 8 documents, {tokens} tokens: text that the model wrote itself |" in text
     assert f"| quantised | {len(errors)} linears as int4, groups of 32, symmetric |" in text
-    assert "vllm serve ." in text
+    use = text.partition("## Use\n")[2]
+    assert use.index("vllm serve .\n") < use.index("marlinq.register()") < use.index(".from_pretrained(")
 
 
 def test_the_recipe_in_the_card_repeats_the_run(tmp_path: Path) -> None:

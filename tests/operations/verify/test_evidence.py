@@ -13,7 +13,7 @@ from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.verify.statistics.evidence import MANY, find_faults
 from marlinq.operations.verify.statistics.finding import FAILURE, WARNING, RunSize
-from marlinq.operations.verify.statistics.noise import measure_noise
+from marlinq.operations.verify.statistics.noise import DEGREES, distance, log_density, measure_noise
 from marlinq.operations.verify.statistics.tails import Tail, tail_of_others
 from marlinq.operations.verify.statistics.words import find_exchanges, word_tile
 from tests.testing.faults import WORDS, flip_bit, swap_nibbles
@@ -23,6 +23,7 @@ from tests.testing.schemes import scheme
 from tests.testing.verified_checkpoints import hessian_of, quantize
 
 K, N = 256, 128
+ALL = slice(None)
 SMALL = RunSize(K * N, K * N // 64)
 # As if the module belonged to a model of 7e9 weights in groups of 64.
 LARGE = RunSize(7_000_000_000, 7_000_000_000 // 64)
@@ -43,6 +44,11 @@ def evidence_of(weight, q, layout, run=SMALL, stored=None):
 
 def findings_of(weight, q, layout, run=SMALL, stored=None):
     return evidence_of(weight, q, layout, run, stored).findings
+
+
+def distance_of(weight, q):
+    groups = q.g_idx.long()
+    return distance(weight.t(), q.codes.float(), q.scales[groups].float(), q.zeros[groups].float(), 15)
 
 
 def test_a_tail_bounds_the_chance_it_was_drawn_with():
@@ -183,28 +189,40 @@ def test_one_exchanged_word_is_a_warning_that_names_it(layout, group_size):
     weight = heavy_tailed(1)
     q = quantize(weight, group_size=group_size, symmetric=True, act_order="none", seed=1)
     words = INTEGERS[layout].pack(q)[WORDS[layout]]
-    octets = words.reshape(-1).view(torch.uint8).reshape(-1, 4).int()
-    apart = ((octets >> 4) - (octets & 15)).square().sum(dim=1)
-    picks = torch.randperm(len(apart), generator=torch.Generator().manual_seed(0))[:20].tolist()
+    tile = word_tile(INTEGERS[layout], INT4, K, N)
+    right = measure_noise(weight.t(), q, tile.rows)
+    # 28 pairs of a word's codes and the exchange of all four bytes are tried on each word.
+    limit = math.log(words.numel() * 29 / WARNING)
     found = 0
-    for pick in picks:
+    for pick in torch.randperm(words.numel(), generator=torch.Generator().manual_seed(0))[:20].tolist():
         flat = words.reshape(-1).clone()
         flat[pick] = swap_nibbles(flat[pick : pick + 1])[0]
         stored = {**INTEGERS[layout].pack(q), WORDS[layout]: flat.reshape(words.shape)}
-        findings = findings_of(weight, q, INTEGERS[layout], SMALL, stored)
+        swapped = INTEGERS[layout].unpack(stored, spec_of(q))
+        changed = swapped.codes != q.codes
+        evidence = evidence_of(weight, q, INTEGERS[layout], SMALL, stored)
+        findings = evidence.findings
         assert not any(finding.fails for finding in findings)
         found += bool(findings)
+        # The word hardly widens the noise that it is judged by: 8 of 128 codes of an input channel, cut to
+        # 4 times the usual size, make it sqrt(1 + 16 * 8 / 128) = 1.41 times as wide, and the moved median
+        # 7 % more.
+        widened = (measure_noise(weight.t(), swapped, tile.rows).sigma(ALL) / right.sigma(ALL))[changed]
+        assert float(widened.max()) < 1.41 * 1.07
         if findings:
-            changed = (INTEGERS[layout].unpack(stored, spec_of(q)).codes != q.codes).nonzero().tolist()
             # The report names the first code of the word, changed or not; the words of its tile are near.
             assert "the word that holds input channel" in findings[0].what
             assert findings[0].expected < WARNING
             k, n = (int(part.split()[0].rstrip(":")) for part in findings[0].what.split("channel ")[1:3])
-            assert all(abs(k - a) < 16 and abs(n - b) < 16 for a, b in changed)
+            assert all(abs(k - a) < 16 and abs(n - b) < 16 for a, b in changed.nonzero().tolist())
         else:
-            # What is missed had little to exchange: four pairs that differ by 4 give 64.
-            assert int(apart[pick]) < 64
-    assert found >= 10
+            # What is missed is as likely as 29 tries on each word make it, by the noise without the fault.
+            # Each code's density falls at most with the power DEGREES + 1 of the widened noise.
+            assert evidence.spread == 1.0
+            wrong = distance_of(weight, swapped)
+            gain = log_density(right.r, right.sigma(ALL)) - log_density(wrong, right.sigma(ALL))
+            assert float(gain[changed].sum() - (DEGREES + 1) * widened.log().sum()) < limit
+    assert found >= 14
 
 
 @pytest.mark.parametrize("layout", INTEGERS)

@@ -23,7 +23,7 @@ from marlinq.operations.verify.statistics.tails import (
     at_least,
     log_expected,
 )
-from marlinq.operations.verify.statistics.words import Exchanges, find_exchanges
+from marlinq.operations.verify.statistics.words import Exchanges, find_exchanges, word_tile
 
 MANY = 6
 
@@ -84,7 +84,8 @@ def find_faults(
         run: sizes of everything that is judged in this run.
     """
     w = weight.t()
-    noise = measure_noise(w, q)
+    tile = word_tile(layout, q.element, q.in_features, q.out_features)
+    noise = measure_noise(w, q, 1 if tile is None else tile.rows)
     findings = list(_whole_module(w, q, _other_explanations(q, layout, spec, stored), noise, run))
     odd, odd_groups = find_odd_groups(w, q, noise, run)
     findings += odd
