@@ -179,7 +179,7 @@ def test_reasons_for_kernels_are_printed_on_request(
     monkeypatch.setattr(sys.modules["marlinq.operations.evaluate"], "TaskOptions", None, raising=False)
     assert marlinq("eval", "folder").out == "one line of report\n"
     explained = marlinq("eval", "folder", "--explain").out
-    assert explained.split() == "one line of report one reason".split()
+    assert explained.split() == ["one", "line", "of", "report", "one", "reason"]
     assert "one reason" not in marlinq("eval", "folder", "--explain", "--json").out
 
 

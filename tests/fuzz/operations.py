@@ -191,11 +191,13 @@ class OperationCases:
         rng = self.rng
         names = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
         chosen: dict[str, list[Any]] = {}
+        # Groups of 128 don't fit the tiny model: with them, hardly a recipe reaches the check of its target.
+        fitting = sorted(set(CANDIDATES) - ({"int4/128"} if rng.random() < 0.9 else set()))
         for name in names:
-            chosen.setdefault(rng.choice(sorted(CANDIDATES)), []).append(name)
+            chosen.setdefault(rng.choice(fitting), []).append(name)
         recipe: dict[str, Any] = {"format": "compressed-tensors", "method": "rtn", "allocation": chosen}
         recipe |= rng.choice(({}, {"target_bits": rng.uniform(4, 16)}, {"target_size": rng.randrange(10**6)}))
-        if rng.random() < 0.7:
+        if rng.random() < 0.5:
             self.what += f", {mutate_json(rng, recipe)}"
         if rng.random() < 0.2:
             recipe[rng.choice(("sparsity", "served_by", "target_size", "scheme"))] = self.odd()
