@@ -283,7 +283,8 @@ class OperationCases:
         # JSON is YAML.
         text = json.dumps(task).encode()
         if self.rng.random() < 0.1:
-            text = text.replace(b'"acc"', b"!function os.system")
+            value = self.rng.choice((b'"acc"', b'"{{question}}"', b'"answer"', b'"choices"'))
+            text = text.replace(value, b"!function os.system")
         if self.rng.random() < 0.2:
             text, _ = mutate_bytes(self.rng, text)
         (self.home / "docs.jsonl").write_text('{"question": "q", "choices": ["a", "b"], "answer": 0}\n')

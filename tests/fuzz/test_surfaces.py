@@ -127,6 +127,7 @@ def test_the_campaign_sees_faults_of_operations(
 ) -> None:
     monkeypatch.setattr(f"marlinq.operations.{place}", fault)
     if kind == "hang":
+        limited = partial(campaign.limited, 3.0)
         for module in (campaign, operations):
-            monkeypatch.setattr(module, "limited", partial(campaign.limited, 3.0))
+            monkeypatch.setattr(module, "limited", limited)
     assert finds(surfaces, area, kind, 60)

@@ -204,11 +204,11 @@ def test_one_exchanged_word_is_a_warning_that_names_it(layout, group_size):
         findings = evidence.findings
         assert not any(finding.fails for finding in findings)
         found += bool(findings)
-        # The word hardly widens the noise that it is judged by: 8 of 128 codes of an input channel, cut to
-        # 4 times the usual size, make it sqrt(1 + 16 * 8 / 128) = 1.41 times as wide, and the moved median
-        # 7 % more.
+        # The word hardly widens the noise that it is judged by: 8 of 128 codes of an input channel are cut to
+        # 4 times what the median tells, at most 1.28 sigma (of rounding alone). That makes the noise
+        # sqrt(1 + (4 * 1.28) ** 2 * 8 / 128) = 1.63 times as wide, and the moved median 7 % more.
         widened = (measure_noise(weight.t(), swapped, tile.rows).sigma(ALL) / right.sigma(ALL))[changed]
-        assert float(widened.max()) < 1.41 * 1.07
+        assert float(widened.max()) < 1.63 * 1.07
         if findings:
             # The report names the first code of the word, changed or not; the words of its tile are near.
             assert "the word that holds input channel" in findings[0].what
