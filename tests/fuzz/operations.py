@@ -276,13 +276,14 @@ class OperationCases:
     def tasks(self) -> None:
         """A forged task file."""
         task = yaml.safe_load(_TASK)
-        for _ in range(self.rng.randrange(1, 3)):
+        function = self.rng.random() < 0.1
+        for _ in range(0 if function else self.rng.randrange(1, 3)):
             self.what += f", {mutate_json(self.rng, task)}"
         if self.rng.random() < 0.2:
             task["include"] = self.rng.choice((self.odd(), "tiny.yaml", ["../../etc/passwd"], "/dev/zero"))
         # JSON is YAML.
         text = json.dumps(task).encode()
-        if self.rng.random() < 0.1:
+        if function:
             value = self.rng.choice((b'"acc"', b'"{{question}}"', b'"answer"', b'"choices"'))
             text = text.replace(value, b"!function os.system")
         if self.rng.random() < 0.2:

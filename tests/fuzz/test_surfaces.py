@@ -96,7 +96,7 @@ def _with_functions(data: bytes) -> Any:
     loader.add_constructor("!function", lambda loader, node: f"!function {node.value}")
     try:
         return yaml.load(data, loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError from error
 
 

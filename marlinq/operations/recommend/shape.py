@@ -27,6 +27,8 @@ _TOP = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k",
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_CHANNELS = re.compile(r"(_size|_dim|_heads|_rank)$|^(d|n)_")
+"""keys of a config that count channels, heads or ids"""
 _JUDGED_EXPERTS = 4
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "wqkv")
 _MOST = 4096
@@ -231,7 +233,7 @@ def _check_writes(name: str, blueprint: Blueprint) -> None:
 
 
 def _check_counts(name: str, config: Mapping[str, Any]) -> None:
-    """Refuses absurd counts of layers and experts before a model with so many is built.
+    """Refuses absurd counts of layers, experts and channels before a model with so many is built.
 
     Raises:
         CheckpointError: a count is out of range.
@@ -243,6 +245,12 @@ def _check_counts(name: str, config: Mapping[str, Any]) -> None:
             if isinstance(value, int) and value > _MOST:
                 raise CheckpointError(
                     f"{name}/{CONFIG}: {key}: expected {_MOST} at most, found {value}; restore the file"
+                )
+        for key, value in part.items():
+            if _CHANNELS.search(key) and isinstance(value, int) and value > _MOST_CHANNELS:
+                raise CheckpointError(
+                    f"{name}/{CONFIG}: {key}: expected a whole number up to {_MOST_CHANNELS}, found "
+                    f"{shown(value)}; restore the file"
                 )
         for key in _TOP[:-1]:  # the last may be the sampler's, where 0 is for all tokens
             value = part.get(key)

@@ -250,6 +250,8 @@ def test_wrong_requests_are_named(tmp_path: Path) -> None:
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": -5}),
         ("mixtral", {"num_local_experts": 10**6}),
         ("llama", {"num_hidden_layers": 10**9}),
+        ("qwen3_moe", {"hidden_size": 1 << 26}),
+        ("qwen3_moe", {"num_attention_heads": 1 << 26}),
         ("llama", {"sliding_window": "x"}),
         ("llama", {"kv_lora_rank": 10**30}),
         ("llama", {"kv_lora_rank": [1]}),
