@@ -18,6 +18,7 @@ from marlinq.kernels import Problem
 from marlinq.kernels.choose.decision import estimates
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.product_tensors import ProductTensors
+from marlinq.kernels.contract.weight_formats import INT4_SPARSE
 from marlinq.kernels.contract.whole_rows import Added, Normed, RowWork
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
@@ -53,6 +54,7 @@ def given(problem: Problem) -> Given:
         zeros=problem.zeros,
         bias=True,
         device="cpu",
+        weight_format=problem.format,
     )
     assert made.bias is not None
     columns = problem.n if problem.activation is None else problem.n // 2
@@ -207,6 +209,13 @@ def test_activations_are_normalised_behind_the_product(
 ) -> None:
     problem = int4_problem(m, n, k, 128, False, bfloat16, activation=activation)
     normalises(builder, problem, choose(problem), squared)
+
+
+@pytest.mark.parametrize("choose", [streaming(64, 2, 4), pytest.param(PUSHED, marks=pytest.mark.slow)])
+def test_products_with_sparse_weights_work_on_rows_too(builder: Builder, choose: Choice) -> None:
+    problem = int4_problem(7, 192, 1024, 128, False, False, INT4_SPARSE)
+    adds(builder, problem, choose(problem))
+    normalises(builder, problem, choose(problem), 16)
 
 
 def normalises(
