@@ -19,6 +19,7 @@ from marlinq.formats import FORMATS
 from marlinq.runtime import load
 from tests.docs.test_format_tables import example
 from tests.testing.mixtures import calibration_text
+from tests.testing.pairs import every_value
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.tiny_models import tiny_model
 
@@ -105,8 +106,9 @@ def quantize(run: Run, original: Path, out: Path, scheme: str, form: str, *optio
     return report
 
 
+# Every time: each scheme and each format.
 @pytest.mark.parametrize(
-    ("scheme", "form"), [(scheme, form) for scheme, forms in MADE.items() for form in forms]
+    ("scheme", "form"), every_value([(scheme, form) for scheme, forms in MADE.items() for form in forms])
 )
 def test_a_scheme_goes_through_every_command(
     run: Run, original: Path, tmp_path: Path, scheme: str, form: str

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,33 +40,21 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield server
 
 
-def python(
-    hub: Hub, home: Path, code: str, *, with_torch: bool = False, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """A Python process with a cache under ``home`` and without a proxy; ``with_torch``, which has nothing to
-    do with the Hub, imported already."""
+# None of them reads an environment variable of the Hub's: huggingface_hub is imported by each process.
+IMPORTED = (*forks.TORCH, "filelock", "fsspec", "httpx", "numpy", "packaging.version", "tqdm.auto", "yaml")
+
+
+def python(hub: Hub, home: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python process with a cache under ``home`` and without a proxy."""
     inherited = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
-    env = inherited | own | environment
-    if with_torch:
-        return forks.run(code, modules=forks.TORCH, env=env, cwd=home.parent)
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=env,
-        cwd=home.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    return forks.run(code, modules=IMPORTED, env=inherited | own | environment, cwd=home.parent)
 
 
-def marlinq(
-    hub: Hub, home: Path, *arguments: str, with_torch: bool = False, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def marlinq(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command line in such a process."""
     code = f"from marlinq.cli import main\nmain({list(arguments)!r})"
-    return python(hub, home, code, with_torch=with_torch, **environment)
+    return python(hub, home, code, **environment)
 
 
 def assert_refused(finished: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
@@ -214,7 +201,7 @@ def test_quantize_takes_a_hub_id_and_names_it_in_the_card(hub: Hub, tmp_path: Pa
     home = tmp_path / "home"
     settings = ["--method", "rtn", "--group-size", "32", "--device", "cpu"]
     asked = ["quantize", "org/llama", "out", *settings, "--revision", "main"]
-    finished = marlinq(hub, home, *asked, with_torch=True)
+    finished = marlinq(hub, home, *asked)
     assert finished.returncode == 0, finished.stderr
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: org/llama\nbase_model_relation: quantized\nlicense: mit\n" in card
@@ -230,7 +217,7 @@ def test_eval_reads_its_model_at_a_revision(hub: Hub, tmp_path: Path) -> None:
     hub.repositories["org/llama"] = Repository(revisions)
     settings = ["--against", str(tmp_path / "second"), "--windows", "1", "--length", "8", "--device", "cpu"]
     arguments = ["eval", "org/llama", "--revision", "v2", *settings, "--json"]
-    finished = marlinq(hub, tmp_path / "home", *arguments, with_torch=True)
+    finished = marlinq(hub, tmp_path / "home", *arguments)
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout)["kl"] == 0
     # That of the main branch predicts something else.

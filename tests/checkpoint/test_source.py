@@ -14,7 +14,7 @@ from marlinq.core.files import open_regular
 from marlinq.operations.convert import convert
 from marlinq.operations.quantize import quantize
 from marlinq.operations.verify import verify
-from tests.testing.original_folders import RECIPE, save_tiny
+from tests.testing.original_folders import READ, save_tiny
 from tests.testing.quantized_folders import model_tuples, write
 
 NAME = "model.safetensors"
@@ -113,7 +113,7 @@ def test_a_quantisation_of_a_source_that_changes_ends_in_an_error(
 ) -> None:
     model = save_tiny("llama", tmp_path / "model")
     with pytest.raises(CheckpointError, match="while it was read"):
-        quantize(model, tmp_path / "out", recipe=RECIPE, progress=At(5, change, model / NAME))
+        quantize(model, tmp_path / "out", recipe=READ, progress=At(5, change, model / NAME))
     assert not (tmp_path / "out").exists()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ from emulation.build import Builder
 
 
 def test_the_example_runs_and_its_fault_is_reported(
-    builder: Builder, capsys: pytest.CaptureFixture[str]
+    builder: Builder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readme = (Path(emulation.__file__).parent / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    # In this session's folder, which has the machine already.
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda: nullcontext(builder.folder))
     exec(compile(example, "README.md", "exec"), {"__name__": "example"})
     (printed,) = re.findall(r"```\n(reverse\.cu.*?)```", readme, re.DOTALL)
     assert capsys.readouterr().out == printed

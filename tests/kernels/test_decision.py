@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -46,9 +44,9 @@ from marlinq.kernels.variants.costs import PHYSICS
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.kernels.problems import int4_problem
+from tests.testing import forks
 
 sizes = st.integers(4, 250).map(lambda i: 128 * i)
-ROOT = Path(__file__).resolve().parents[2]
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 
 
@@ -211,9 +209,8 @@ for m in (1, 4, 16, 48, 64, 256, 1000, 2048, 8192):
                 break
 print(json.dumps(found))
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
-    )
+    ended = forks.run(script, modules=forks.TORCH)
+    assert ended.returncode == 0, ended.stderr
     seconds = json.loads(ended.stdout)
     assert len(seconds) == 36
     # On a processor that others keep busy, or a slow one, other Python beside it takes as much longer. Each

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from marlinq.kernels.driver import cuda_driver
+from tests.testing import forks
 
 _MAP = ctypes.c_ubyte * cuda_driver.TENSOR_MAP_BYTES
 
@@ -305,11 +304,13 @@ def test_memory_without_the_private_function_is_said_once(monkeypatch: pytest.Mo
 
 def test_importing_the_kernels_touches_no_private_name_of_torch() -> None:
     script = """
-import torch
+import sys, torch
+assert not [name for name in sys.modules if name.startswith("marlinq")]
 class Nothing:
     def __getattr__(self, name):
         raise AttributeError(name)
 torch._C._dynamo.guards = Nothing()
 import marlinq.kernels
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    done = forks.run(script, modules=forks.TORCH)
+    assert done.returncode == 0, done.stderr

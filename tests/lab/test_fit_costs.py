@@ -50,7 +50,8 @@ def test_constants_are_found_again(tmp_path: Path) -> None:
 
 
 def test_a_search_chooses_better_than_where_it_began(tmp_path: Path) -> None:
-    measured, _ = fit_costs.read(sweep(tmp_path / "sweep.json"))
+    # Every fourth candidate of each layer: a search estimates all of them at every step.
+    measured = fit_costs.read(sweep(tmp_path / "sweep.json"))[0][::4]
     # Far enough off that other candidates are chosen.
     off = replace(TRUTH, crowding=12 * TRUTH.crowding, cluster=0.1 * TRUTH.cluster)
     costs = {**{name: entry[2] for name, entry in fit_costs.KERNELS.items()}, "stream": off}

@@ -24,17 +24,19 @@ from marlinq.methods.gptq import GPTQOptions, solve_gptq
 from marlinq.methods.rtn import round_to_nearest
 from tests.testing.schemes import quantized, scheme
 
-SHARD_BYTES = 100_000
+SHARD_BYTES = 50_000
 """bytes per shard, so few that every quantised checkpoint has several"""
 
 
-def save_original(folder: Path, *, seed: int = 0, tied: bool = False, kv_heads: int = 2) -> Path:
-    """A random float32 Llama: hidden 128, 2 layers."""
+def save_original(
+    folder: Path, *, seed: int = 0, tied: bool = False, kv_heads: int = 2, layers: int = 1
+) -> Path:
+    """A random float32 Llama: hidden 128; verify judges the seven linears of each layer."""
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         max_position_embeddings=64,

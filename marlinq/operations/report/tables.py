@@ -7,7 +7,7 @@ import io
 import json
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import is_dataclass
 from typing import Any
 
 from marlinq.core.safe_text import escaped
@@ -60,7 +60,16 @@ def _plain(figures: CheckpointFigures) -> dict[str, Any]:
         "worst_module": figures.worst[0].name if figures.worst else None,
     }
     time = None if figures.time is None else plain_time(figures.time)
-    return {**asdict(figures), **summary, "time": time}
+    return {**_fields(figures), **summary, "time": time}
+
+
+def _fields(value: Any) -> Any:
+    """A dataclass as a dictionary, nested ones too; not by ``asdict``, which copies every number of them."""
+    if is_dataclass(value):
+        return {name: _fields(of) for name, of in vars(value).items()}
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return tuple(_fields(of) for of in value)
+    return value
 
 
 def _row(figures: CheckpointFigures, module: ModuleFigures) -> Sequence[object]:

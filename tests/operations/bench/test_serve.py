@@ -44,15 +44,22 @@ class LLM:
         assert all(a + b <= self.longest for a, b in zip(lengths, new))
         now += step * max(new) + 1e-5 * sum(lengths)
 """
+# Of torch the engines' processes ask the version and the device: the real one takes seconds to import.
+TORCH = """
+from types import SimpleNamespace
+__version__ = "0.0"
+cuda = SimpleNamespace(is_available=lambda: False)
+"""
 WORK = {"batches": (1, 4), "prompts": (1, 2), "prompt_tokens": 200, "requests": 3, "repeats": 2}
 
 
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path of this process and its children that holds the stand-in."""
+    """A folder on the path of this process and its children that holds the stand-ins."""
     room = tmp_path / "packages"
     (room / "vllm").mkdir(parents=True)
     (room / "vllm" / "__init__.py").write_text(VLLM)
+    (room / "torch.py").write_text(TORCH)
     monkeypatch.syspath_prepend(str(room))
     monkeypatch.setenv("PYTHONPATH", f"{room}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     return room

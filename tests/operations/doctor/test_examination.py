@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from marlinq.cli import main
 from marlinq.operations.doctor import Finding, State, examination, gpu, packages
+from tests.testing import forks
 
 HOPPER = gpu.Device("a Hopper", (9, 0), 140 * 2**30)
 TURING = gpu.Device("a Turing", (7, 5), 15 * 2**30)
@@ -139,7 +140,13 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return exit_info.value.code, capsys.readouterr().out
 
 
-def test_doctor_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_passes_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(code: str) -> tuple[str, str | None]:
+        done = forks.run(code, modules=forks.TORCH)
+        return done.stdout.strip(), done.stderr.strip().splitlines()[-1] if done.returncode else None
+
+    # Apart from this process, in one that has imported torch.
+    monkeypatch.setattr(examination, "run_apart", run)
     code, out = doctor(capsys, "--json")
     report = json.loads(out)
     assert (code, report["ok"]) == (0, True)

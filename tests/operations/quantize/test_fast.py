@@ -20,9 +20,9 @@ from marlinq.operations.quantize.blocks import BlockQuantizer
 from marlinq.operations.quantize.planned_text import recipes_of_parts, tokens_looked_at
 from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.mixtures import save_mixture
-from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+from tests.testing.original_folders import READ, folder_bytes, save_tiny
 
-FAST = RECIPE.replace(quality="fast")
+FAST = READ.replace(quality="fast")
 
 
 def run_watched(
@@ -131,7 +131,7 @@ def test_no_more_text_is_used_than_is_enough(tmp_path: Path, monkeypatch: pytest
     for name, recipe, tokens in (
         ("enough", FAST.replace(calibration=str(text)), 200),
         ("asked", FAST.replace(calibration=str(text), tokens=320), 320),
-        ("self", FAST, 200),
+        ("self", FAST.replace(calibration="self"), 200),
     ):
         messages: list[str] = []
         plan = plan_quantize(source, tmp_path / name, recipe=recipe, device="cpu")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch import Tensor
 from marlinq.calibration import Document, HiddenStates, make_batches
 from marlinq.checkpoint import Checkpoint, CheckpointWriter
 from marlinq.core.errors import NumericsError, UsageError
-from marlinq.methods import GPTQOptions
+from marlinq.methods import GPTQOptions, outputs
 from marlinq.models import BlockReplay, ModelInstance, build_blueprint
 from marlinq.operations.quantize import QuantizeReport, gradients, operation, quantize
 from marlinq.operations.quantize.budget import Work, gradient_jobs, gradient_tokens
@@ -123,6 +124,14 @@ def test_labels_are_drawn_from_what_is_predicted() -> None:
     # Their second moment is the curvature of the divergence.
     moment = slope.t() @ slope / len(rows)
     torch.testing.assert_close(moment, p.diag() - p.outer(p), rtol=0, atol=0.01)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_parts() -> Iterator[None]:
+    """Outputs are solved in four parts, where there would be sixteen solves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outputs, "_MOST_PARTS", 4)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from marlinq.operations.quantize.solves import try_solver
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
 from tests.runtime.test_generation import wide_model
-from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+from tests.testing.original_folders import READ, RECIPE, folder_bytes, save_tiny
 from tests.testing.recipes import write_recipe
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.schemes import scheme
@@ -48,7 +48,7 @@ MIXED = (Override.parse("down_proj=scheme=int8"), Override.parse(r"layers\.1\.=s
 
 
 def run(source: Path, out: Path, **changes: Any) -> QuantizeReport:
-    return quantize(source, out, recipe=RECIPE.replace(**changes), device="cpu")
+    return quantize(source, out, recipe=READ.replace(**changes), device="cpu")
 
 
 def opened(folder: Path) -> QuantizedCheckpoint:
@@ -270,7 +270,7 @@ def test_a_method_needs_no_more_than_its_registration(
     tmp_path: Path, halving: Halving, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    recipe = RECIPE.replace(
+    recipe = READ.replace(
         method="halving", share=0.75, overrides=(Override.parse("up_proj=share=0.99,scheme=int8"),)
     )
     write_recipe(recipe, tmp_path / "recipe.yaml")

@@ -39,7 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*make one layer of them")
 
 
 def run(source: Path, out: Path, **changes: Any) -> QuantizeReport:
-    return quantize(source, out, recipe=RECIPE.replace(**changes), device="cpu")
+    """Quantises on the text of a file, unless ``changes`` name another."""
+    return quantize(source, out, recipe=READ.replace(**changes), device="cpu")
 
 
 def open_quantized(folder: Path) -> QuantizedCheckpoint:
@@ -76,7 +77,7 @@ LIKE_LLAMA = ("mistral", "qwen2", "gemma", "olmo2", "stablelm")
 @pytest.mark.parametrize("name", slow_but(CONFIGS, *(name for name in CONFIGS if name not in LIKE_LLAMA)))
 def test_every_architecture_end_to_end(tmp_path: Path, name: str) -> None:
     source = save_tiny(name, tmp_path / "model")
-    report = run(source, tmp_path / "out", max_length=24)
+    report = run(source, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
     quantized = open_quantized(tmp_path / "out")
     assert quantized.modules.keys() == report.modules.keys()
@@ -101,7 +102,7 @@ def test_every_format_holds_the_same_codes(tmp_path: Path) -> None:
     for layout in ("gptq", "gptq-v2", "awq", "marlin", "compressed-tensors"):
         # Marlin wants N in multiples of 64, which the two small projections are not.
         skips = (Override("[kv]_proj$", skip=True),)
-        run(source, tmp_path / layout, calibration=str(ROWS), format=layout, overrides=skips)
+        run(source, tmp_path / layout, format=layout, overrides=skips)
         folders[layout] = open_quantized(tmp_path / layout)
     first = folders["gptq"]
     assert "model.layers.0.self_attn.q_proj" in first.modules
@@ -127,7 +128,7 @@ def test_gptq_loses_less_than_rounding(tmp_path: Path) -> None:
     # And against rounding, on the same text, by the error of the block's first outputs.
     original = load_file(source / "model.safetensors")
     checkpoint = open_quantized(tmp_path / "False-0.01")
-    documents = calibration_tokens(source)
+    documents = [json.loads(line)["input_ids"] for line in ROWS.read_text().splitlines()]
     inputs = first_inputs(source, documents)
     for part in ("q_proj", "k_proj", "v_proj"):
         module = f"model.layers.0.self_attn.{part}"
@@ -163,7 +164,7 @@ def first_inputs(source: Path, documents: list[list[int]]) -> torch.Tensor:
 
 def test_the_recipes_documents_are_those_of_the_same_seed(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    report = run(source, tmp_path / "out")
+    report = run(source, tmp_path / "out", calibration="self")
     documents = calibration_tokens(source)
     assert report.calibration["documents"] == len(documents)
     assert report.calibration["tokens"] == sum(map(len, documents))
@@ -207,16 +208,16 @@ def test_padding_does_not_reach_the_result(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
     source = save_tiny("gemma3", tmp_path / "model", blocks=2)
-    run(source, tmp_path / "a")
-    run(source, tmp_path / "b")
+    run(source, tmp_path / "a", calibration="self")
+    run(source, tmp_path / "b", calibration="self")
     assert folder_bytes(tmp_path / "a") == folder_bytes(tmp_path / "b")
-    run(source, tmp_path / "c", seed=1)
+    run(source, tmp_path / "c", calibration="self", seed=1)
     assert folder_bytes(tmp_path / "a") != folder_bytes(tmp_path / "c")
 
 
 def test_small_shards_hold_the_same_tensors(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    run(source, tmp_path / "one", calibration=str(ROWS))
+    run(source, tmp_path / "one")
     quantize(source, tmp_path / "many", recipe=READ, device="cpu", max_shard_size=20_000)
     one, many = Checkpoint.open(tmp_path / "one"), Checkpoint.open(tmp_path / "many")
     assert len(many.shards) > 3
@@ -228,7 +229,7 @@ def test_a_tied_head_stays_tied_and_side_files_come_along(tmp_path: Path) -> Non
     source = save_tiny("llama-tied", tmp_path / "model")
     (source / "tokenizer_config.json").write_text("{}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    run(source, tmp_path / "out", calibration=str(ROWS))
+    run(source, tmp_path / "out")
     out = Checkpoint.open(tmp_path / "out")
     assert "lm_head.weight" not in out.tensors
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
@@ -238,12 +239,12 @@ def test_a_tied_head_stays_tied_and_side_files_come_along(tmp_path: Path) -> Non
 
 def test_legacy_names_without_the_base_prefix_are_kept(tmp_path: Path) -> None:
     source = save_tiny("gpt2", tmp_path / "model")
-    modern = run(source, tmp_path / "modern", calibration=str(ROWS))
+    modern = run(source, tmp_path / "modern")
     tensors = load_file(source / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     assert bare.keys() != tensors.keys()
     save_file(bare, source / "model.safetensors", metadata={"format": "pt"})
-    legacy = run(source, tmp_path / "legacy", calibration=str(ROWS))
+    legacy = run(source, tmp_path / "legacy")
     assert legacy.modules == {n.removeprefix("transformer."): r for n, r in modern.modules.items()}
     out = Checkpoint.open(tmp_path / "legacy")
     assert "h.0.attn.c_attn.qweight" in out.tensors
@@ -256,7 +257,7 @@ def test_overrides_change_single_modules(tmp_path: Path) -> None:
         Override.parse("layers.1.*down_proj=group_size=64"),
         Override.parse("up_proj=symmetric=false"),
     )
-    report = run(source, tmp_path / "out", calibration=str(ROWS), overrides=overrides)
+    report = run(source, tmp_path / "out", overrides=overrides)
     assert report.modules["model.layers.1.mlp.down_proj"].group_size == 64
     assert report.modules["model.layers.0.mlp.down_proj"].group_size == 32
     assert not report.modules["model.layers.0.mlp.up_proj"].symmetric
@@ -267,17 +268,12 @@ def test_overrides_change_single_modules(tmp_path: Path) -> None:
     assert quantized.load("model.layers.1.mlp.down_proj").channels_per_group == 64
     assert quantized.load("model.layers.0.mlp.up_proj").scheme.stores_zeros
     with pytest.raises(UsageError, match="'nothing_like_it': matches no linear .* like model.layers.0"):
-        run(
-            source,
-            tmp_path / "typo",
-            calibration=str(ROWS),
-            overrides=(Override("nothing_like_it", skip=True),),
-        )
+        run(source, tmp_path / "typo", overrides=(Override("nothing_like_it", skip=True),))
 
 
 def test_the_manifest_tells_how_the_folder_was_made(tmp_path: Path) -> None:
     source = save_tiny("phi", tmp_path / "model")
-    report = run(source, tmp_path / "out")
+    report = run(source, tmp_path / "out", calibration="self")
     manifest = json.loads((tmp_path / "out" / "marlinq.json").read_text())
     assert manifest["tool"] == f"marlinq {marlinq.__version__}"
     assert Recipe.from_dict(manifest["recipe"]) == RECIPE
@@ -289,7 +285,7 @@ def test_the_manifest_tells_how_the_folder_was_made(tmp_path: Path) -> None:
 
 def test_the_report_reads_well(tmp_path: Path) -> None:
     source = save_tiny("phi", tmp_path / "model")
-    report = marlinq.quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
+    report = marlinq.quantize(source, tmp_path / "out", recipe=READ, device="cpu")
     text = report.render()
     assert "12 linears in 2 blocks" in text
     assert "lm_head (output head" in text
@@ -402,13 +398,13 @@ def test_a_model_too_large_to_write_its_own_text_is_told_what_to_do(
 
     monkeypatch.setattr("marlinq.operations.quantize.own_text.psutil.virtual_memory", lambda: Memory)
     with pytest.raises(EnvironmentProblem, match="pass --calibration FILE"):
-        run(source, tmp_path / "out")
+        run(source, tmp_path / "out", calibration="self")
 
 
 def test_long_documents_are_cut_to_the_position_table(tmp_path: Path) -> None:
     source = save_tiny("opt", tmp_path / "model")
     with pytest.warns(UserWarning, match="cut to the model's 128 positions"):
-        report = run(source, tmp_path / "out", max_length=2048, samples=2)
+        report = run(source, tmp_path / "out", calibration="self", max_length=2048, samples=2)
     assert report.calibration["tokens"] <= 2 * 128
 
 

@@ -17,7 +17,7 @@ from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.clock import BLOCKS
 from marlinq.operations.quantize.watch import FAR_ABOVE_RTN, Watch, duration, stop_if_far_off
 from marlinq.operations.verify import comparison
-from tests.testing.original_folders import RECIPE, save_tiny
+from tests.testing.original_folders import READ, save_tiny
 from tests.testing.schemes import scheme
 
 
@@ -110,11 +110,11 @@ def test_a_run_ends_at_a_module_that_went_wrong(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(METHODS["gptq"], "solve", spoiled)
     with pytest.raises(NumericsError, match=r"^model\.layers\.1\.mlp\.down_proj: .*--tokens.*--damp.*skip"):
-        quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
+        quantize(source, tmp_path / "out", recipe=READ, device="cpu")
     assert not (tmp_path / "out").exists()
     # Blocks before it are kept, and a sound run goes on from there.
     monkeypatch.undo()
-    report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+    report = quantize(source, tmp_path / "out", recipe=READ, device="cpu", resume=True)
     assert report.resumed_blocks == 1
 
 

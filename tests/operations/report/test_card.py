@@ -38,7 +38,7 @@ Its own words.
 
 def made(tmp_path: Path, card: str | None, **changes: Any) -> tuple[dict[str, Any], str]:
     """Front matter and text of the card of a quantised tiny model."""
-    source = save_tiny("llama", tmp_path / "model")
+    source = save_tiny("llama", tmp_path / "model", blocks=1)
     if card is not None:
         (source / CARD).write_text(card, encoding="utf-8")
     report = quantize(source, tmp_path / "out", recipe=RECIPE.replace(**changes), device="cpu")
@@ -125,7 +125,11 @@ def test_a_hostile_card_gives_no_values(tmp_path: Path, card: str) -> None:
 
 
 def test_a_card_cannot_break_out_of_the_front_matter(tmp_path: Path) -> None:
-    front, _ = made(tmp_path, '---\nlicense: "mit\\n---\\nbase_model: a/b"\ntags: ["x\\n- y: z"]\n---\n')
+    front, _ = made(
+        tmp_path,
+        '---\nlicense: "mit\\n---\\nbase_model: a/b"\ntags: ["x\\n- y: z"]\n---\n',
+        calibration=str(ROWS),
+    )
     assert front["license"] == "mit --- base_model: a/b"
     assert "base_model" not in front
     assert front["tags"][-1] == "x - y: z"

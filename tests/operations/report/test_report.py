@@ -27,7 +27,7 @@ from marlinq.operations.report.reading import REPORT_JSON
 from marlinq.operations.verify import verify
 from tests.testing.browser import rendered, screenshot
 from tests.testing.layouts import INTEGERS
-from tests.testing.original_folders import RECIPE, save_tiny
+from tests.testing.original_folders import READ, RECIPE, save_tiny
 from tests.testing.quantized_folders import model_tuples, write
 
 ALLOWED = {
@@ -434,7 +434,7 @@ def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path, monkeypatch: 
     with pytest.warns(
         UserWarning, match=r"no report was written \(no room\); marlinq report .*out makes one"
     ):
-        quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
+        quantize(source, tmp_path / "out", recipe=READ, device="cpu")
     assert (tmp_path / "out" / "config.json").exists()
 
 

@@ -20,7 +20,7 @@ from marlinq.operations.rotate.rotation import rotation_matrix
 from marlinq.operations.verify import verify
 from tests.testing.faults import flipped
 from tests.testing.mixtures import save_mixture
-from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+from tests.testing.original_folders import READ, RECIPE, folder_bytes, save_tiny
 from tests.testing.tiny_models import tiny_model
 
 LIKE_LLAMA = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
@@ -198,7 +198,7 @@ def test_a_rotated_model_is_quantised_and_verified(tmp_path: Path) -> None:
     source = save_tiny("llama-tied", tmp_path / "model")
     rotated = tmp_path / "rotated"
     rotate(source, rotated, device="cpu")
-    quantize(rotated, tmp_path / "int4", recipe=RECIPE, device="cpu")
+    quantize(rotated, tmp_path / "int4", recipe=READ, device="cpu")
     assert verify(tmp_path / "int4", against=rotated).ok
     # The weights of the original are others.
     assert not verify(tmp_path / "int4", against=source).ok

@@ -22,8 +22,8 @@ from tests.testing.mixtures import save_mixture
 from tests.testing.schemes import scheme
 
 LAYOUT = INTEGERS["compressed-tensors"]
-EXPERTS = "model.layers.1.mlp.experts"
-GATE = "model.layers.1.mlp.gate"
+EXPERTS = "model.layers.0.mlp.experts"
+GATE = "model.layers.0.mlp.gate"
 SPEC = ModuleSpec(64, 64, scheme(32, scale_dtype="bfloat16"))
 Tensors = dict[str, Tensor]
 
@@ -116,9 +116,10 @@ FAULTS: dict[Callable[[Tensors], None], str] = {
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GLM-4.5 in which every expert is square (I = H = 64) and the correction bias is kept in float32."""
+    """A GLM-4.5 of one layer: every expert is square (I = H = 64), the correction bias in float32."""
     root = tmp_path_factory.mktemp("mixture")
-    save_mixture(root / "model", "glm-4.5", moe_intermediate_size=64)
+    changes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "moe_intermediate_size": 64}
+    save_mixture(root / "model", "glm-4.5", **changes)
     path = root / "model" / "model.safetensors"
     tensors = load_file(path)
     bias = f"{GATE}.e_score_correction_bias"

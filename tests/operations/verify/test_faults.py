@@ -20,8 +20,9 @@ from marlinq.operations.verify import verify
 from tests.testing import faults
 from tests.testing.faults import SCALES, WORDS, ZEROS
 from tests.testing.layouts import INTEGERS
+from tests.testing.verified_checkpoints import save_original, save_quantized
 
-VICTIM = "model.layers.1.mlp.up_proj"
+VICTIM = "model.layers.0.mlp.up_proj"
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ FAULTS |= {
     ),
     "scales of another module": Fault(
         lambda folder, layout: faults.put_other(
-            folder, f"{VICTIM}.{SCALES[layout]}", f"model.layers.1.mlp.gate_proj.{SCALES[layout]}"
+            folder, f"{VICTIM}.{SCALES[layout]}", f"model.layers.0.mlp.gate_proj.{SCALES[layout]}"
         ),
         frozenset({"words and groups"}),
         needs_original=True,
@@ -280,8 +281,11 @@ def test_impossible_scales(original, quantized, tmp_path, value):
     assert failed(verify(folder, against=original)) >= {"scales"}
 
 
-def test_siblings_stand_in_for_an_unknown_architecture(quantized, tmp_path):
-    folder = damaged(quantized, tmp_path, "module left unquantised", "gptq", manifest=False)
+def test_siblings_stand_in_for_an_unknown_architecture(tmp_path):
+    original = save_original(tmp_path / "original", layers=2)
+    whole = save_quantized(original, tmp_path / "gptq", "gptq", act_order="rounded")
+    folder = faults.copy(whole, tmp_path / "copy", manifest=False)
+    _unquantize(folder, "gptq")
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "no-such-model"'))
     report = verify(folder)

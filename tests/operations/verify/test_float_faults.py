@@ -16,6 +16,7 @@ from marlinq.core.errors import MarlinqError
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.verify import verify
+from tests.testing.pairs import every_value
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.tiny_models import tiny_model
 
@@ -204,11 +205,12 @@ def passes(folder: Path, original: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+# Every time: each scheme and each container.
+@pytest.mark.parametrize(("scheme", "form"), every_value(CASES))
 def test_no_fault_is_missed(
-    folders: dict[tuple[str, str] | None, Path], tmp_path: Path, case: tuple[str, str]
+    folders: dict[tuple[str, str] | None, Path], tmp_path: Path, scheme: str, form: str
 ) -> None:
-    original = folders[None]
+    original, case = folders[None], (scheme, form)
     assert passes(folders[case], original)
     missed = []
     for name, plant in faults(*case).items():

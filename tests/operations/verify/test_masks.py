@@ -14,7 +14,7 @@ from marlinq.checkpoint import MANIFEST
 from marlinq.operations.verify import VerificationReport, verify
 from tests.testing import faults
 
-VICTIM = "model.layers.1.mlp.up_proj"
+VICTIM = "model.layers.0.mlp.up_proj"
 K, N = 128, 256
 
 

@@ -24,7 +24,7 @@ from tests.testing.pairs import slow_but
 def test_a_state_is_saved_where_that_takes_little_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe
 ) -> None:
-    source = save_tiny("llama", tmp_path / "model")
+    source = save_tiny("llama", tmp_path / "model", blocks=1)
     monkeypatch.setattr(run, "_SAVE_SECONDS", 0.0)
     saved: list[str] = []
     keep = run.keep
@@ -42,18 +42,18 @@ def test_a_state_is_saved_where_that_takes_little_of_the_time(
         monkeypatch.setattr(run, "_SAVE_RATE", rate)
         monkeypatch.setattr(run, "_SAVE_MEMORY_SHARE", share)
         saved.clear()
-        tuned(source, tmp_path / f"{rate} {share}", rounded, tune_steps=3)
+        tuned(source, tmp_path / f"{rate} {share}", rounded, samples=16, tune_steps=3)
         assert saved == expected
 
 
-INTERRUPTED = TUNED.replace(tune_codes=True, tune_steps=6)
+INTERRUPTED = TUNED.replace(samples=16, tune_codes=True, tune_steps=6)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model, and what a run that nobody interrupts makes of it, saving its state as often as it can."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    source = save_tiny("llama", folder / "model")
+    source = save_tiny("llama", folder / "model", blocks=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_text, "TOP_K", 0)
         patch.setattr(run, "_SAVE_SECONDS", 0.0)
