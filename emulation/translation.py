@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from emulation.instructions import Operand, UnknownPtx, ptx_to_cpp
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_STRING_OR_PARENTHESIS = re.compile(rf"{_STRING.pattern}|[()]")
 _ASM = re.compile(r"\basm\b(?:\s+volatile\b)?\s*(?=\()")
 _DYNAMIC = re.compile(
     r"extern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s*)?(?P<type>[\w ]+?)\s+(?P<name>\w+)\s*\[\s*\]\s*;"
@@ -87,16 +88,12 @@ def _attribute(source: str, name: str) -> tuple[str, str]:
 
 def _closing(source: str, start: int) -> int:
     """The index of the parenthesis that closes the one at ``start``."""
-    depth, at = 0, start
-    while True:
-        string = _STRING.match(source, at)
-        if string:
-            at = string.end()
-            continue
-        depth += (source[at] == "(") - (source[at] == ")")
+    depth = 0
+    for found in _STRING_OR_PARENTHESIS.finditer(source, start):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
         if depth == 0:
-            return at
-        at += 1
+            return found.start()
+    raise UnknownPtx("a parenthesis that nothing closes")
 
 
 def _replace_asm(source: str) -> str:

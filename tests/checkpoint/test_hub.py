@@ -41,7 +41,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 # None of them reads an environment variable of the Hub's: huggingface_hub is imported by each process.
-IMPORTED = (*forks.TORCH, "filelock", "fsspec", "httpx", "numpy", "packaging.version", "tqdm.auto", "yaml")
+IMPORTED = (*forks.TORCH, "filelock", "fsspec", "httpx2", "numpy", "packaging.version", "tqdm.auto", "yaml")
 
 
 def python(hub: Hub, home: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -42,8 +42,8 @@ def right(builder: Builder, case: Case) -> None:
     assert error < bound(case.problem), f"{case.problem} {case.config}: {error}"
 
 
-# Every time: each kernel with each element; its variants, and ways of scaling, in turn. A variant is the kernel's
-# for all elements, a decoder the element's for all variants.
+# Every time: each kernel with each element; its variants, and ways of scaling, in turn. A variant is the
+# kernel's for all elements, a decoder the element's for all variants.
 VARIANTS = {
     kernel: [config for config in CONFIGS if config.startswith(kernel)]
     for kernel in ("stream", "bulk", "warpgroup")

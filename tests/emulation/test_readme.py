@@ -19,7 +19,12 @@ def test_the_example_runs_and_its_fault_is_reported(
     readme = (Path(emulation.__file__).parent / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     # In this session's folder, which has the machine already.
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda: nullcontext(builder.folder))
+    real = tempfile.TemporaryDirectory
+    monkeypatch.setattr(
+        tempfile,
+        "TemporaryDirectory",
+        lambda **options: real(**options) if options else nullcontext(builder.folder),
+    )
     exec(compile(example, "README.md", "exec"), {"__name__": "example"})
     (printed,) = re.findall(r"```\n(reverse\.cu.*?)```", readme, re.DOTALL)
     assert capsys.readouterr().out == printed

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
+
+import torch
 
 from marlinq.checkpoint.reader import REPORTS
 from marlinq.methods import GPTQOptions
@@ -20,6 +26,17 @@ READ = RECIPE.replace(calibration=str(ROWS))
 
 def save_tiny(name: str, folder: Path, *, blocks: int | None = None) -> Path:
     """Saves the tiny model of that name as a checkpoint folder, with its usual number of blocks if None."""
+    shutil.copytree(_made(name, blocks), folder, dirs_exist_ok=True)
+    # As if the model had just been made: what a test draws does not depend on the tests before it.
+    torch.manual_seed(0)
+    return folder
+
+
+@cache
+def _made(name: str, blocks: int | None) -> Path:
+    """The folder that is copied, made once a process."""
+    folder = Path(tempfile.mkdtemp(prefix="tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     changes = {} if blocks is None else {blocks_key(name): blocks}
     tiny_model(name, **changes).save_pretrained(folder)
     return folder

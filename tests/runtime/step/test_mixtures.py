@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.models import recognise as recognising
 from marlinq.models.anatomy import Anatomy, Attention, Groups, Mixture, Router, Unrecognised
 from marlinq.models.experts import find_experts
 from marlinq.models.recognise import recognise
@@ -29,6 +30,13 @@ from marlinq.runtime.step.reference import ReferenceForward
 from tests.runtime.step import torch_kernels
 from tests.runtime.step.test_chain import TOLERANCE, differences, halved
 from tests.testing.mixtures import random_mixture
+
+
+@pytest.fixture(autouse=True)
+def few_choices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the recordings, but where groups of experts have to be told from chance."""
+    if "group" not in request.node.name:
+        monkeypatch.setattr(recognising, "_CHOICES", recognising._CHOICES // 4)
 
 
 def tiny(name: str, **changes: object) -> PreTrainedModel:
