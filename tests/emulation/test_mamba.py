@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,8 @@ from tests.testing.pairs import in_turn
 
 
 class Case(NamedTuple):
-    """Sizes of a mixer, and the lengths of its rows; ``norm`` is ``first``, ``behind`` or ``none``."""
+    """Sizes of a mixer, and the lengths of its rows; ``norm`` is ``first``, ``behind`` or ``none``, and
+    ``enough`` the blocks from which on they are not made smaller."""
 
     heads: int
     groups: int
@@ -32,12 +34,16 @@ class Case(NamedTuple):
     least: float = 0.0
     most: float = math.inf
     scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    enough: int = 96
 
 
+# Blocks of 16, 64 and 32 columns of the state: the least where there are few blocks.
 MIXERS = [
     Case(4, 2, 16, 32, 4, "behind", 64, (0, 5)),
     Case(3, 1, 30, 16, 4, "first", 48, (7,), 0.5, 0.9, (1.0, 1.0, 1.5)),
     Case(2, 1, 70, 64, 2, "none", 128, (1, 0, 3), scales=(0.5, 2.0, 0.75)),
+    Case(4, 2, 128, 64, 4, "behind", 128, (9,), enough=1),
+    Case(2, 1, 40, 96, 4, "first", 192, (2,), enough=1),
 ]
 
 
@@ -97,8 +103,10 @@ def memory(weights: MambaWeights, tensors: dict[str, Tensor]) -> list[Memory]:
 
 
 @pytest.mark.parametrize(("case", "dtype"), in_turn(MIXERS, DTYPES), ids=str)
-def test_mamba(builder: Builder, case: Case, dtype: torch.dtype) -> None:
+def test_mamba(builder: Builder, case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(case.keys)
+    # The package has the function under the name of its module.
+    monkeypatch.setattr(sys.modules[mamba.__module__], "_ENOUGH_BLOCKS", case.enough)
     weights, tensors = mixer(case, dtype)
     ring, state = tensors["ring"].clone(), tensors["state"].clone()
     found: list[Tensor] = []
