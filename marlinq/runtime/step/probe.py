@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from marlinq.models.anatomy import Anatomy, Attention, DeltaNet, LatentAttention, Mixture, Unrecognised
+from marlinq.models.anatomy import (
+    Anatomy,
+    Attention,
+    DeltaNet,
+    LatentAttention,
+    Mamba,
+    Mixture,
+    Unrecognised,
+)
 from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.operators.int4pack import Int4PackLinear
 from marlinq.runtime.step.forward import Forward
@@ -39,6 +47,11 @@ _ALLOWED_FLOAT32 = 9.0
 # Factor for models with gated delta nets in float32: both forwards solve for corrections in chunks, with
 # about as many roundings again.
 _DELTA_NETS_FLOAT32 = 2.0
+
+# Noise on the embeddings of a model with Mamba-2 mixers, in eps: well above what one layer rounds, small
+# enough that its effect is proportional. Mixers multiply values, keys, queries, steps and gates of one input,
+# so that errors grow from layer to layer, which the noise shows.
+_NOISE = 8.0
 
 Routes = tuple[Tensor, Tensor]
 """Numbers and weights of the experts that tokens chose, both [T, top]."""
@@ -190,6 +203,7 @@ def compare(
         allowed *= _DELTA_NETS_FLOAT32
     ours, routing = _ours(forward, layers, ids, lengths, steps)
     squares: dict[int, list[Tensor]] = {}
+    grown: dict[int, list[Tensor]] = {}
     for row, length in enumerate(lengths):
         routed = {index: (found[0][row], found[1][row]) for index, found in routing.items()}
         theirs, routes = _theirs(model, anatomy, ids[row : row + 1, : length + steps], length, routed)
@@ -199,6 +213,12 @@ def compare(
             spread = allowed * math.sqrt(index + 1)
             if not _same_routes(routed[index], expected_routes, spread, corrected=corrected):
                 squares.setdefault(index, []).append(torch.full((1,), math.inf, device=ids.device))
+        if _magnifies(anatomy):
+            noise = _NOISE * eps
+            noisy, _ = _theirs(model, anatomy, ids[row : row + 1, : length + steps], length, routed, noise)
+            for index, disturbed in noisy.items():
+                both = disturbed.double(), theirs[index].double()
+                grown.setdefault(index, []).append(_relative(*both).square())
         for index, expected in theirs.items():
             found = ours.get(index)
             if found is None:
@@ -210,11 +230,34 @@ def compare(
         Difference(
             layer=index,
             name=names[index],
-            found=float(torch.cat([each.double() for each in found]).mean().sqrt()),
-            allowed=allowed * math.sqrt(index + 1 + (index == layers)),
+            found=_mean_root(found),
+            allowed=allowed * math.sqrt(_roundings(index, grown) + (index == layers)),
         )
         for index, found in sorted(squares.items())
     ]
+
+
+def _magnifies(anatomy: Anatomy) -> bool:
+    """Whether errors may grow from layer to layer."""
+    return any(isinstance(layer.attention, Mamba) or layer.beside is not None for layer in anatomy.layers)
+
+
+def _roundings(index: int, grown: Mapping[int, list[Tensor]]) -> float:
+    """Squared error behind a layer, in units of what one layer adds.
+
+    Args:
+        index: index of the layer.
+        grown: squared relative effects of noise behind each layer; empty where errors don't grow.
+    """
+    if not grown:
+        return index + 1
+    sizes = [_mean_root(grown[each]) for each in range(index + 1)]
+    # An error that a layer has added grows from there on as the noise does.
+    return sum(max(1.0, sizes[-1] / size) ** 2 for size in sizes)
+
+
+def _mean_root(squares: Sequence[Tensor]) -> float:
+    return float(torch.cat([each.double() for each in squares]).mean().sqrt())
 
 
 def _rounded_to(model: PreTrainedModel) -> torch.dtype:
@@ -301,10 +344,15 @@ def _ours(
 
 
 def _theirs(
-    model: PreTrainedModel, anatomy: Anatomy, ids: Tensor, length: int, routed: Mapping[int, Routes]
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    ids: Tensor,
+    length: int,
+    routed: Mapping[int, Routes],
+    noise: float = 0.0,
 ) -> tuple[dict[int, Tensor], dict[int, Routes]]:
     """Hidden states and routes of one row [1, tokens] from transformers, whose experts get the routes
-    ``routed``."""
+    ``routed``; with relative noise on the embeddings if that is not 0."""
     seen: dict[int, Tensor] = {}
     routes: dict[int, Routes] = {}
 
@@ -327,6 +375,14 @@ def _theirs(
         model.get_submodule(layer.name).register_forward_hook(hook(index))
         for index, layer in enumerate(anatomy.layers)
     ]
+    if noise:
+
+        def disturb(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(0)
+            factors = 1 + noise * torch.randn(output.shape, generator=generator)
+            return (output.float() * factors.to(output.device)).to(output.dtype)
+
+        handles.append(model.get_submodule(anatomy.embedding).register_forward_hook(disturb))
     handles += [
         model.get_submodule(layer.mlp.experts).register_forward_pre_hook(reroute(index))
         for index, layer in enumerate(anatomy.layers)

@@ -331,6 +331,25 @@ def test_a_longer_sequence_in_transformers_leaves_our_frequencies(name: str) -> 
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
 
 
+def test_errors_may_grow_as_noise_does() -> None:
+    """Behind layer i as many roundings are allowed as there are layers, each as much as noise grew since."""
+    effects = {0: [torch.tensor([1.0])], 1: [torch.tensor([4.0])], 2: [torch.tensor([1.0])]}
+    assert [probe._roundings(index, {}) for index in range(3)] == [1, 2, 3]
+    assert [probe._roundings(index, effects) for index in range(3)] == [1, 5, 3]
+    model, anatomy = recognised("nemotron-h")
+    # As an amplifier, each of two layers makes what it adds ten times as large.
+    for index in (1, 3):
+        mixer = model.model.layers[index].mixer
+        output = mixer.down_proj if index == 1 else mixer.out_proj
+        output.weight.mul_(10)
+    found = compare(model, anatomy, reference(model, anatomy))
+    first = found[0].allowed
+    grown = [each.allowed / (first * (each.layer + 1 + (each.layer == 4)) ** 0.5) for each in found]
+    assert all(each > 0.999 for each in grown)
+    assert max(grown) > 1.2
+    assert all(each.holds for each in found)
+
+
 def test_the_comparison_leaves_the_model_as_it_was() -> None:
     model, anatomy = recognised("gemma-2")
     before = model.config._attn_implementation
