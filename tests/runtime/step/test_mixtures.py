@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -217,24 +218,6 @@ def test_groups_of_experts_are_found(experts: int, groups: int, kept: int) -> No
     assert (found.count, found.kept) == (groups, kept)
 
 
-BEST_OF_GROUPS = {
-    "n_routed_experts": 16, "num_experts_per_tok": 4, "topk_method": "group_limited_greedy", "n_group": 4,
-    "topk_group": 2,
-}  # fmt: skip
-
-
-def test_groups_valued_by_their_best_expert_are_found() -> None:
-    model = tiny("deepseek-v2", **BEST_OF_GROUPS)
-    anatomy = found_in(model)
-    assert isinstance(anatomy, Anatomy)
-    mixture = anatomy.layers[-1].mlp
-    assert isinstance(mixture, Mixture)
-    router = mixture.router
-    assert router.groups == Groups(4, 2, summed=1)
-    assert (router.scoring, router.normalised, router.correction) == ("softmax", False, None)
-    assert not differing(model, anatomy)
-
-
 def grouped_router(
     model: PreTrainedModel, choose: Callable[[Tensor, Tensor], Tensor], *, corrected_weights: bool = False
 ) -> None:
@@ -405,7 +388,11 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2 in groups": (
         "deepseek-v2",
         {
-            **BEST_OF_GROUPS,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
             "kv_lora_rank": 128,
             "qk_rope_head_dim": 32,
             "qk_nope_head_dim": 32,
@@ -421,15 +408,35 @@ PACKED = (
 )
 
 
-def grouped_mixture(name: str) -> tuple[PreTrainedModel, Anatomy]:
-    """A tiny mixture in float32 with packed experts, and its anatomy."""
+def sized(name: str) -> PreTrainedModel:
+    """A tiny mixture in float32 with experts of 64 channels."""
     name, changes = _VARIANTS.get(name, (name, {}))
     size = {"moe_intermediate_size" if name in _OWN_SIZE else "intermediate_size": 64}
-    model = tiny(name, **size, **changes)
-    anatomy = found_in(model)
-    assert isinstance(anatomy, Anatomy)
+    return tiny(name, **size, **changes)
+
+
+@cache
+def anatomy_of_sized(name: str) -> Anatomy:
+    anatomy = found_in(sized(name))
+    assert isinstance(anatomy, Anatomy), anatomy
+    return anatomy
+
+
+def grouped_mixture(name: str) -> tuple[PreTrainedModel, Anatomy]:
+    """A tiny mixture in float32 with packed experts, and its anatomy."""
+    model, anatomy = sized(name), anatomy_of_sized(name)
     grouped(model)
     return model, anatomy
+
+
+def test_groups_valued_by_their_best_expert_are_found() -> None:
+    model, anatomy = sized("deepseek-v2 in groups"), anatomy_of_sized("deepseek-v2 in groups")
+    mixture = anatomy.layers[-1].mlp
+    assert isinstance(mixture, Mixture)
+    router = mixture.router
+    assert router.groups == Groups(4, 2, summed=1)
+    assert (router.scoring, router.normalised, router.correction) == ("softmax", False, None)
+    assert not differing(model, anatomy)
 
 
 def test_experts_that_are_not_packed_are_refused() -> None:

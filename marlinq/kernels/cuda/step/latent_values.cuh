@@ -46,7 +46,7 @@ __device__ __forceinline__ void latent_values(const LatentValues& given) {
         const int active = latent_split<C::TILE>(tokens, given.splits, 0).active;
         const i64 slot = (i64)(first + row) * given.splits * given.heads + head;
         float most = __uint_as_float(0xff800000u), whole = 0.f, x[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
+#pragma unroll 8
         for (int split = 0; split < active; ++split) {
             const i64 at = slot + (i64)split * given.heads;
             const u32* numbers = reinterpret_cast<const u32*>(given.totals + at);
