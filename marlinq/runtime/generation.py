@@ -19,6 +19,7 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.runtime.decision import summarize
 from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.loading import LoadedModel
+from marlinq.runtime.operators import OPERATORS
 from marlinq.runtime.sampling import GREEDY, Sampling
 from marlinq.runtime.speculation import Speculated, Speculation
 from marlinq.runtime.step.choose import take_decoder
@@ -51,6 +52,7 @@ class Generation(Shown):
         decode_seconds: seconds for the tokens after the first, of the whole batch.
         device: name of the device.
         dtype: dtype of the activations.
+        products: dtypes that products of quantised linears are rounded to where these are not ``dtype``.
         step: how decode steps ran, and why.
         drafts: counts of drafted and accepted tokens.
         notes: operators of the quantised linears, and other notes of the load.
@@ -64,6 +66,7 @@ class Generation(Shown):
     decode_seconds: float
     device: str
     dtype: str
+    products: tuple[str, ...]
     step: StepDecision
     drafts: Speculated
     notes: tuple[str, ...]
@@ -145,9 +148,15 @@ def _figures(rows: Sequence[Generation], first: Sequence[tuple[str, str]]) -> li
         ("prompt", f"{prompt_tokens} tokens in {one.prefill_seconds:.3f} s, {prefill:.1f} tokens/s"),
         ("steps", f"{one.step.mode}: {one.step.reason}"),
         ("drafts", str(one.drafts)),
-        ("device", f"{one.device}, {one.dtype}"),
+        ("device", ", ".join((one.device, one.dtype, *(f"products in {each}" for each in one.products)))),
     )
     return [Facts((*first, *shared))]
+
+
+def _products(loaded: LoadedModel) -> tuple[str, ...]:
+    """Dtypes other than the activations' that operators round products to."""
+    rounded = {OPERATORS[decision.operator].rounds_to for decision in loaded.decisions.values()}
+    return tuple(sorted(each for each in rounded if each not in (None, dtype_name(loaded.dtype))))
 
 
 class TextStream:
@@ -394,6 +403,7 @@ def _generate(
             decode_seconds=last - first,
             device=device_name(loaded.device),
             dtype=dtype_name(loaded.dtype),
+            products=_products(loaded),
             step=decoder.decision,
             drafts=drafts,
             notes=(*summarize(loaded.decisions.values()), *loaded.notes),

@@ -13,6 +13,7 @@ from marlinq.core.display import plain
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
 from marlinq.runtime import LoadedModel, Sampling, generate, load
 from marlinq.runtime.generation import TextStream, generate_batch
+from marlinq.runtime.operators import OPERATORS
 from marlinq.runtime.step.choose import fixed_cache_refusal
 from marlinq.runtime.step.transformers_forward import TransformersForward
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized, save_tokenizer
@@ -94,6 +95,14 @@ def test_stops_where_positions_end(tmp_path: Path) -> None:
     assert (len(result.tokens), result.stopped) == (12, "context")
     with pytest.raises(UsageError, match="16 tokens, the model has positions for 16"):
         generate(loaded, [3] * 16)
+
+
+def test_products_that_are_rounded_further_are_told(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "cpu, float32\n" in f"{generate(loaded, PROMPT, max_new_tokens=1).render()}\n"
+    monkeypatch.setattr(OPERATORS["dense"], "rounds_to", OPERATORS["int4pack"].rounds_to)
+    assert "cpu, float32, products in bfloat16" in generate(loaded, PROMPT, max_new_tokens=1).render()
 
 
 def test_sampling_follows_the_seed(loaded: LoadedModel) -> None:

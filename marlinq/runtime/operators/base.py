@@ -75,6 +75,8 @@ class Operator(ABC):
     name: str
     dense: bool = False
     """Whether it keeps the weight dequantised, which takes more memory than the checkpoint."""
+    rounds_to: str | None = None
+    """Dtype that its products are rounded to where it can differ from the model's; None for the model's."""
     device_types: tuple[str, ...] | None = None
     """Types of device that it is meant for; None for any. On others, decisions don't mention it."""
 

@@ -125,6 +125,7 @@ class Int4Pack(Operator):
     """:class:`Int4PackLinear`, on a CPU, where it is measured to be faster than the dequantised weight."""
 
     name = "int4pack"
+    rounds_to = "bfloat16"
     device_types = ("cpu",)
 
     def refusal(self, stored: StoredWeight, setting: Setting) -> str | None:
