@@ -214,8 +214,10 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
             experts = find_experts(full, module, (), _proved_experts)
         except UnsupportedError:
             continue  # _check_parameters refuses them
-        if experts is None or not experts.gated or not experts.routed:
+        if experts is None or not experts.routed:
             continue
+        if not experts.gated:
+            raise Refusal(full, "experts that are not gated")
         activation = _expert_activation(experts.activation(module))
         if activation is None:
             raise Refusal(full, "what stands between its products is no known activation")

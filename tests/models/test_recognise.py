@@ -16,6 +16,7 @@ from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.formulas import norm_formula
 from marlinq.models.recognise import anatomy_of, recognise
 from tests.testing.decoders import KNOWN, UNKNOWN, WINDOW, Decoder, random_decoder
+from tests.testing.mixtures import random_mixture
 
 
 @cache
@@ -210,6 +211,11 @@ def test_unused_numbers_per_head_are_named() -> None:
     found = recognise(model, "model.layers")
     assert isinstance(found, Unrecognised)
     assert found.part == "model.layers.1.self_attn.per_head"
+
+
+def test_experts_that_are_not_gated_are_named() -> None:
+    found = anatomy_of(random_mixture("nemotron-h"))
+    assert found == Unrecognised("model.layers.1.mixer.experts", "experts that are not gated")
 
 
 def test_unknown_terms_of_attention_are_refused() -> None:

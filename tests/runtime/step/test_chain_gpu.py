@@ -11,9 +11,11 @@ from torch import Tensor
 
 from marlinq.kernels import device_numbers
 from marlinq.models.anatomy import Anatomy, DeltaNet
+from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
 from marlinq.runtime import Decoder, QuantLinear
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
+from marlinq.runtime.step.choose import choose_forward
 from marlinq.runtime.step.probe import compare
 from marlinq.runtime.step.products import Product
 from marlinq.runtime.step.reference import ReferenceForward
@@ -215,3 +217,11 @@ def test_mixtures(name: str, dtype: torch.dtype) -> None:
     _, second = run(own, reference, half.config.vocab_size, captured=True)
     for before, after in zip(first, second, strict=True):
         assert torch.equal(before, after), "a replay gives other bits"
+
+
+@pytest.mark.parametrize("name", ["granite-4.0-h-small", "nemotron-h-8b"])
+def test_published_sizes_of_mixers_are_decoded_by_the_chain(name: str) -> None:
+    """The first blocks, with all kinds of parts: the probe holds them to transformers' forward."""
+    made = synthetic_model(Synthetic(name, layers=9), device="cuda", dtype="float16")
+    forward = choose_forward(made, batch=1, capacity=64)
+    assert isinstance(forward, ChainForward), forward.reason

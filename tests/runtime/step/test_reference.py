@@ -153,7 +153,10 @@ FAULTS: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
         in_attention(lambda a: replace(a, norm=replace(a.norm, width=a.width))),
     ),
     "gate behind a mixer's norm": ("granite-4", in_attention(lambda a: replace(a, norm_first=True))),
-    "MLP left out": ("nemotron-h", lambda layer: replace(layer, mlp=replace(layer.mlp, activation="relu"))),
+    "square of an MLP alone": (
+        "nemotron-h",
+        lambda layer: replace(layer, mlp=replace(layer.mlp, activation="relu")),
+    ),
     "gate and up": (
         "llama",
         lambda layer: replace(
