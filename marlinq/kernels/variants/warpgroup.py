@@ -148,9 +148,13 @@ def _deepest(
     # NVRTC 13.0 puts fragments of this shape into local memory.
     if words == 1 and problem.bfloat16 and problem.quant_group == 32 and not problem.format.fuses:
         return None
-    # It spills registers of the largest sparse tile whose rows are groups.
-    if words == 4 and tile_m == 64 and problem.format.sparsity is not None and problem.quant_group == 32:
-        return None
+    # With sparse weights it spills registers of tiles of 64 rows whose rows are groups, and waits for each
+    # product in large tiles of one word in three parts.
+    if problem.format.sparsity is not None:
+        if words == 4 and tile_m == 64 and problem.quant_group == 32:
+            return None
+        if words == 1 and parts_k == 3 and tile_m > 128:
+            return None
     most = device.multiprocessors * min_blocks
     # 1024 bytes a block: barriers, and the shared memory that the driver reserves.
     room = device.shared_bytes // min_blocks - 1024

@@ -31,6 +31,8 @@ _OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
 _ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
 _FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
 _SPARSE_REGISTERS = {1: 6, 2: 6, 4: 4}
+# Further ones of sparse weights in tiles of more than 128 rows.
+_LARGE_SPARSE_REGISTERS = 3
 _STREAM_K_REGISTERS, _STREAM_K_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # Rows of the largest tile whose sums are scaled instead of its weights; in larger tiles scaling sums costs
@@ -159,7 +161,7 @@ class WarpgroupConfig:
         # A thread holds the words of two rows at a time.
         needed += 2 * self.words * (problem.format.block_words - 1)
         if problem.format.sparsity is not None:
-            needed += _SPARSE_REGISTERS[self.words]
+            needed += _SPARSE_REGISTERS[self.words] + _LARGE_SPARSE_REGISTERS * (self.tile_m > 128)
         if scaling == "FUSED":
             needed += _FUSED_REGISTERS[self.words]
         if self.stream_k:
