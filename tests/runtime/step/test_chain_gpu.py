@@ -219,9 +219,12 @@ def test_mixtures(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(before, after), "a replay gives other bits"
 
 
-@pytest.mark.parametrize("name", ["granite-4.0-h-small", "nemotron-h-8b"])
-def test_published_sizes_of_mixers_are_decoded_by_the_chain(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("granite-4.0-h-small", 9), ("nemotron-h-8b", 9), ("glm-4.7-flash", 2), ("deepseek-v2-lite", 2)],
+)
+def test_published_sizes_are_decoded_by_the_chain(name: str, layers: int) -> None:
     """The first blocks, with all kinds of parts: the probe holds them to transformers' forward."""
-    made = synthetic_model(Synthetic(name, layers=9), device="cuda", dtype="float16")
+    made = synthetic_model(Synthetic(name, layers=layers), device="cuda", dtype="float16")
     forward = choose_forward(made, batch=1, capacity=64)
     assert isinstance(forward, ChainForward), forward.reason
