@@ -15,18 +15,21 @@ from marlinq.core.errors import UsageError
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in value.split(",")]
+def _numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[int, ...]:
+    listed = ",".join(value)
+    parts = [part.strip() for part in listed.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"expected integers such as 1,8,64, found {value!r}")
+        raise click.BadParameter(f"expected integers such as 1,8,64, found {listed!r}")
     return tuple(int(part) for part in parts)
 
 
 def _numbers_option(
     *names: str, default: str, words: str, metavar: str = "M,M,..."
 ) -> Callable[[_Command], _Command]:
-    """An option whose value is several numbers of at least 1."""
-    return click.option(*names, metavar=metavar, callback=_numbers, default=default, help=words)
+    """An option whose value is several numbers of at least 1; it may be repeated."""
+    return click.option(
+        *names, metavar=metavar, callback=_numbers, multiple=True, default=(default,), help=words
+    )
 
 
 def _rows_option(
@@ -38,7 +41,10 @@ def _rows_option(
 
 def _against_option(default: str, words: str) -> Callable[[_Command], _Command]:
     """``--against``."""
-    return click.option("--against", metavar="PEER,PEER,...", callback=names, default=default, help=words)
+    shown = "PEER,PEER,..."
+    return click.option(
+        "--against", metavar=shown, callback=names, multiple=True, default=(default,), help=words
+    )
 
 
 def _group_size_option(words: str) -> Callable[[_Command], _Command]:

@@ -36,7 +36,7 @@ from marlinq.core.errors import UsageError
     "--tasks",
     metavar="TASK,TASK,...",
     callback=names,
-    default="",
+    multiple=True,
     help="Also score tasks of lm-evaluation-harness (the extra [eval]), by name or YAML file.",
 )
 @click.option(

@@ -26,7 +26,7 @@ from marlinq.cli.types import names
     "--servers",
     metavar="NAME,NAME,...",
     callback=names,
-    default="",
+    multiple=True,
     help="Servers that must load the weights, such as vllm,sglang,transformers; by default any.",
 )
 @click.option(

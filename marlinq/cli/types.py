@@ -31,9 +31,9 @@ def suggestion(word: str, choices: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
-    """click callback: the names of a comma-separated list."""
-    return tuple(name.strip() for name in value.split(",") if name.strip())
+def names(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """click callback of an option that may be repeated: the names of its comma-separated lists."""
+    return tuple(name.strip() for part in value for name in part.split(",") if name.strip())
 
 
 class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on

@@ -183,6 +183,15 @@ def test_reasons_for_kernels_are_printed_on_request(
     assert "one reason" not in marlinq("eval", "folder", "--explain", "--json").out
 
 
+def test_a_list_may_be_repeated(
+    marlinq: Callable, operation: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = operation("marlinq.operations.recommend", "recommend")
+    monkeypatch.setattr(sys.modules["marlinq.operations.recommend"], "save_plot", None, raising=False)
+    assert marlinq("recommend", "folder", "--servers", "vllm, sglang", "--servers", "marlinq").code == 0
+    assert asked.options["servers"] == ("vllm", "sglang", "marlinq")
+
+
 def test_failed_verification_has_its_exit_code(marlinq: Callable, operation: Callable) -> None:
     operation("marlinq.operations.verify", "verify", ok=False)
     assert marlinq("verify", "folder").code == errors.VerificationFailed.exit_code

@@ -21,8 +21,8 @@ def test_quantised_with_calibration_it_is_verified_and_runs(model_type: str, tmp
     random_model(family).save_pretrained(tmp_path / "model")
     rows = torch.randint(3, TEXT_TOKENS, (8, 48), generator=torch.Generator().manual_seed(0)).tolist()
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
-    calibration = (str(tmp_path / "rows.jsonl"),)
-    recipe = marlinq.Recipe(calibration=calibration, max_length=48, group_size=32, expert_tokens=8)
+    text = {"calibration": (str(tmp_path / "rows.jsonl"),), "samples": 8, "max_length": 48}
+    recipe = marlinq.Recipe(**text, group_size=32, expert_tokens=8)
     marlinq.quantize(tmp_path / "model", tmp_path / "out", recipe=recipe, device="cpu", progress=False)
     report = marlinq.verify(tmp_path / "out", against=tmp_path / "model", device="cpu", progress=False)
     assert not [check for check in report.checks if check.status == "failed"]
