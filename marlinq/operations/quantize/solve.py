@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from marlinq.core.progress import ReportMessage, ReportProgress
@@ -14,7 +15,7 @@ from marlinq.operations.quantize.output import Output
 from marlinq.operations.quantize.prepare import Prepared
 from marlinq.operations.quantize.ranks import own_batches
 from marlinq.operations.quantize.report import ModuleReport
-from marlinq.operations.quantize.tuning import NOTE, tune
+from marlinq.operations.quantize.tuning import NOTE, TuningRun, tune
 from marlinq.operations.quantize.watch import Watch
 
 TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}
@@ -67,7 +68,8 @@ def solve(
         ).run()
     output.copying.finish()
     if output.untuned and decisions.tuning is not None and text.learning:
-        tune(
+        begin = partial(
+            TuningRun,
             decisions.checkpoint,
             decisions.blueprint,
             decisions.plan,
@@ -80,6 +82,7 @@ def solve(
             progress=progress,
             message=message,
         )
+        tune(writer, decisions.device, begin)
     decisions.checkpoint.check_unchanged()
     notes = writer.notes
     return Solved(module_reports(notes), notes.get("calibration"), notes.get(NOTE))

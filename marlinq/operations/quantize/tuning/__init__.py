@@ -16,6 +16,7 @@ from __future__ import annotations
 from marlinq.operations.quantize.tuning.loop import TuningReport, TuningSettings
 from marlinq.operations.quantize.tuning.run import (
     NOTE,
+    TuningRun,
     check_head,
     draw_calibration,
     forget_tuning,
@@ -28,6 +29,7 @@ from marlinq.operations.quantize.tuning.text_rows import hold_out
 __all__ = [
     "NOTE",
     "TuningReport",
+    "TuningRun",
     "TuningSettings",
     "check_head",
     "draw_calibration",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -68,20 +68,7 @@ _SHARE_OF_MEMORY = 0.7
 """share of a GPU's memory for tuned codes; the rest is for scales, embeddings, a block and its activations"""
 
 
-def tune(
-    checkpoint: Checkpoint,
-    blueprint: Blueprint,
-    plan: OutputPlan,
-    writer: CheckpointWriter,
-    learning: Sequence[Document],
-    held_out: Sequence[Document],
-    settings: TuningSettings,
-    *,
-    max_length: int,
-    device: torch.device,
-    progress: ReportProgress,
-    message: ReportMessage,
-) -> None:
+def tune(writer: CheckpointWriter, device: torch.device, begin: Callable[[], TuningRun]) -> None:
     """Tunes the modules that ``writer`` holds, overwrites their tensors, and notes the :class:`TuningReport`.
 
     The state is saved in the unfinished folder about once a minute, a large state less often or never. The
@@ -89,17 +76,9 @@ def tune(
     continues to the same values.
 
     Args:
-        checkpoint: the original.
-        blueprint: structure of the original.
-        plan: plan of the output.
         writer: writer with every quantised module.
-        learning: documents to learn from.
-        held_out: documents to evaluate on; may be empty.
-        settings: length and rates.
-        max_length: tokens that a row of text may have.
         device: device to tune on.
-        progress: called for every block of the original, then for every step.
-        message: called with one line from time to time on the state of tuning.
+        begin: makes the run; not called if there is a result already.
 
     Raises:
         UnsupportedError: a weight can't be tuned.
@@ -119,20 +98,7 @@ def tune(
     tuned = kept(writer, RESULT, result)
     if tuned is None:
         with reproducible(device):
-            run = _Run(
-                checkpoint,
-                blueprint,
-                plan,
-                writer,
-                learning,
-                held_out,
-                settings,
-                max_length,
-                device,
-                progress,
-                message,
-            )
-            tuned = run.result()
+            tuned = begin().result()
         keep(writer, RESULT, *tuned)
     tensors, report = tuned
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="marlinq-write") as threads:
@@ -147,8 +113,22 @@ def forget_tuning(writer: CheckpointWriter) -> None:
     writer.remove(RESULT)
 
 
-class _Run:
-    """One tuning run, from the stored tensors to the tuned ones; takes the arguments of :func:`tune`."""
+class TuningRun:
+    """One tuning run, from the stored tensors to the tuned ones.
+
+    Args:
+        checkpoint: the original.
+        blueprint: structure of the original.
+        plan: plan of the output.
+        writer: writer with every quantised module.
+        learning: documents to learn from.
+        held_out: documents to evaluate on; may be empty.
+        settings: length and rates.
+        max_length: tokens that a row of text may have.
+        device: device to tune on.
+        progress: called for every block of the original, then for every step.
+        message: called with one line from time to time on the state of tuning.
+    """
 
     def __init__(
         self,
@@ -159,6 +139,7 @@ class _Run:
         learning: Sequence[Document],
         held_out: Sequence[Document],
         settings: TuningSettings,
+        *,
         max_length: int,
         device: torch.device,
         progress: ReportProgress,

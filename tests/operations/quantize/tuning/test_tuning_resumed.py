@@ -92,7 +92,7 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Loop, "_step", counted)
         if moment == "before the result":
-            patch.setattr(run._Run, "_outcome", dies)
+            patch.setattr(run.TuningRun, "_outcome", dies)
         if moment == "between tensors":
             write, done = CheckpointWriter.write, []
 
@@ -128,7 +128,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run._Run, "_outcome", dies)
+        patch.setattr(run.TuningRun, "_outcome", dies)
         with pytest.raises(Killed):
             quantize(source, tmp_path / "out", recipe=rounded.replace(tune_steps=2), device="cpu")
     state = tmp_path / "out.partial" / "tuning.safetensors"

@@ -303,22 +303,22 @@ def test_text_that_was_there_before_is_varied(
     seen: list[list[Batch]] = []
     given: list[list[Document]] = []
     stages: list[str] = []
-    learn, prepare = teacher.learn, run.tune
+    learn, prepare = teacher.learn, run.TuningRun
 
     def noted(instance: Any, replay: Any, batches: Any, **options: Any) -> Any:
         seen.append(list(batches))
         return learn(instance, replay, batches, **options)
 
-    def divided(checkpoint: Any, blueprint: Any, plan: Any, writer: Any, *rest: Any, **options: Any) -> None:
+    def divided(checkpoint: Any, blueprint: Any, plan: Any, writer: Any, *rest: Any, **options: Any) -> Any:
         given.extend(rest[:2])
-        prepare(checkpoint, blueprint, plan, writer, *rest, **options)
+        return prepare(checkpoint, blueprint, plan, writer, *rest, **options)
 
     def progress(stage: str, done: int, total: int) -> None:
         stages.append(stage)
 
     monkeypatch.setattr(teacher, "learn", noted)
     monkeypatch.setattr(run, "learn", noted)
-    monkeypatch.setattr(solve, "tune", divided)
+    monkeypatch.setattr(solve, "TuningRun", divided)
     monkeypatch.setitem(run._PLACES, "cpu", 100)
     quantize(
         source,
