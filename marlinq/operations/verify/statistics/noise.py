@@ -113,7 +113,7 @@ def _spread_of_others(r: Tensor, size: int) -> Tensor:
     Returns:
         float32 [pieces, N].
     """
-    squares = _capped(r, dim=0).square_().split(size)
+    squares = torch.split(_capped(r, dim=0).square_(), size)
     sums = torch.stack([piece.sum(dim=0) for piece in squares])
     counts = torch.tensor([len(piece) for piece in squares], device=r.device).unsqueeze(1)
     if len(squares) > 1:
