@@ -232,6 +232,19 @@ KNOWN |= {
             "logits_scaling": 8.0,
         },
     ),
+    "mamba-2": Decoder(
+        "mamba2",
+        {
+            "vocab_size": 96,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 32,
+            "n_groups": 2,
+            "state_size": 16,
+            "chunk_size": 16,
+        },
+    ),
     "falcon-h1": Decoder(
         "falcon_h1",
         {
