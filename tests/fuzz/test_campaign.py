@@ -1,4 +1,4 @@
-"""Twenty cases of the campaign, and eighty where it may be slow; ``make fuzz`` runs ten thousand."""
+"""Ten cases of the campaign, and ninety where it may be slow; ``make fuzz`` runs ten thousand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     return Campaign(tmp_path_factory.mktemp("campaign"), seed=SEED, apart_every=0)
 
 
-@pytest.mark.parametrize("part", slow_but(range(10), 0, 1))
+@pytest.mark.parametrize("part", slow_but(range(10), 0))
 def test_no_case_breaks_a_promise(campaign: Campaign, part: int) -> None:
     for number in range(10 * part, 10 * part + 10):
         campaign.case(number)

@@ -34,6 +34,7 @@ from marlinq.runtime.linear import QuantLinear
 from tests.operations.quantize.test_quantize import open_quantized
 from tests.operations.quantize.test_resume import Killed, interrupt
 from tests.testing.original_folders import READ, ROWS, folder_bytes, save_tiny
+from tests.testing.pairs import slow_but
 from tests.testing.quantized_folders import assert_holds
 from tests.testing.tiny_models import CONFIGS
 
@@ -315,7 +316,8 @@ def test_nan_in_the_head_is_named(tmp_path: Path) -> None:
 LAYOUTS_OF_THE_HEAD = ("gptq", "gptq-v2", "awq", "marlin", "compressed-tensors")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_OF_THE_HEAD)
+# Every time two: convert's tests take a quantised head from layout to layout.
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS_OF_THE_HEAD, "gptq", "marlin"))
 def test_a_quantised_head_converts_to_every_format(tmp_path: Path, layout: str) -> None:
     source = save("llama-tied", tmp_path / "model")
     # Marlin wants N in multiples of 64, which the two small projections are not.
