@@ -114,7 +114,7 @@ def test_a_name_in_a_plot_is_text() -> None:
 def test_an_engine_that_fails_shows_its_log(checkpoint: Path) -> None:
     (checkpoint / "broken").touch()
     with pytest.raises(
-        EnvironmentProblem, match="vLLM ended with 1; the end of its log:\nno kernel for this model"
+        EnvironmentProblem, match="vLLM ended with 1; the end of its log: no kernel for this model"
     ):
         bench_serve(Workload(str(checkpoint), **WORK))
 
