@@ -129,7 +129,7 @@ def test_convert_pairs(marlinq: Callable, operation: Callable, source: str, targ
         ("--to AWQ a b", None, "awq"),
         ("auto a b --to awq", None, "awq"),
         ("a b --from GPTQ --to gptq_v2", "gptq", "gptq-v2"),
-        ("a b --to CT", None, "compressed-tensors"),
+        ("a b --to Compressed_Tensors", None, "compressed-tensors"),
         ("gptq_to_awq a b", "gptq", "awq"),
         ("GPTQ-to-Marlin a b", "gptq", "marlin"),
         ("gptq_v2_to_compressed_tensors a b", "gptq-v2", "compressed-tensors"),

@@ -142,7 +142,8 @@ def test_no_more_text_is_used_than_is_enough(tmp_path: Path, monkeypatch: pytest
         assert len(limits) == (name == "enough"), name
         assert all(told in line for line in limits), name
         if name == "self":
-            assert any("writes it: 200 tokens (enough for imatrix)" in line for line in messages)
+            announced = "writes its calibration text: 200 tokens (enough for imatrix)"
+            assert any(announced in line for line in messages)
 
 
 def test_the_token_limit_is_shared_and_options_override_it() -> None:
