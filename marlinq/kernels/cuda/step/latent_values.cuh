@@ -3,8 +3,8 @@
 //   x = sum over splits of 2^(maximum - most) sums / sum over splits of 2^(maximum - most) total      [L] of a row and a head
 //   out[m, h] = V_h x                                                                                  V_h is [V, L]
 //
-// A block takes 8 rows of a head and some of the V outputs (step/latent_product.cuh). It adds the splits itself: for few splits
-// that is less than a kernel of its own costs.
+// A block takes 8 rows of a head and some of the V outputs (step/latent_product.cuh). It adds the splits itself, because
+// there are few: adding them again in every block takes less time than launching another kernel to add them once.
 //
 // Configuration: Element, IN (L), OUT (V), TILE (of step/latent_attend.cuh).
 #pragma once
