@@ -22,7 +22,7 @@ from marlinq.kernels.experts.launch import precompile_experts, shape_of
 from marlinq.operations.bench.contest import Launch, attempted, check_and_time, first_and_last
 from marlinq.operations.bench.expert_shapes import ExpertsLayer, layers_named
 from marlinq.operations.bench.hardware import hardware_line
-from marlinq.operations.bench.kernels import scheme_named
+from marlinq.operations.bench.kernels import scale_dtype_of, scheme_named
 from marlinq.operations.bench.peers import EXPERT_PEERS
 from marlinq.operations.bench.peers.base import ExpertsContender, Routing
 from marlinq.operations.bench.peers.own import MarlinqExperts
@@ -130,9 +130,10 @@ def bench_experts(
                 dtype=_DTYPES[dtype],
                 device=gpu,
                 weight_format=weight_format,
+                scale_dtype=scale_dtype_of(scheme),
             )
             cold[layer.name] = cold_read_seconds(weights.gate_up.words, weights.gate_up.scales)
-            ready = _load(contenders, layer, weights, notes)
+            ready = _load(contenders, layer, weights, scale_dtype_of(scheme), notes)
             notes.append(f"{layer.name} took {time.perf_counter() - begun:.0f} s to make and pack")
             bandwidth = (weights.gate_up.words.nbytes + weights.gate_up.scales.nbytes) / cold[layer.name]
             for m in batches:
@@ -158,10 +159,14 @@ def bench_experts(
 
 
 def _load(
-    contenders: Sequence[ExpertsContender], layer: ExpertsLayer, weights: ExpertWeights, notes: list[str]
+    contenders: Sequence[ExpertsContender],
+    layer: ExpertsLayer,
+    weights: ExpertWeights,
+    scale_dtype: torch.dtype | None,
+    notes: list[str],
 ) -> list[ExpertsContender]:
     def loaded(contender: ExpertsContender) -> ExpertsContender:
-        contender.load(layer, weights)
+        contender.load(layer, weights, scale_dtype)
         return contender
 
     made = [

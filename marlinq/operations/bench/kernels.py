@@ -17,6 +17,7 @@ from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import UsageError
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.schemes import SCHEMES as NAMED_SCHEMES
 from marlinq.core.sparsity import SPARSITIES
 from marlinq.kernels import GEMMS, GROUP_SIZES, Problem, explain, precompile
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
@@ -40,6 +41,12 @@ SCHEMES: dict[str, tuple[WeightFormat, int | None]] = {
 }
 """Name of a scheme -> (weight format, default group size); None is the largest size that divides every
 layer."""
+
+
+def scale_dtype_of(scheme: str) -> torch.dtype | None:
+    """Dtype of the scales in files of a scheme of :data:`SCHEMES`; None where it is that of activations."""
+    name = NAMED_SCHEMES[scheme].scale_dtype
+    return None if name is None else getattr(torch, name)
 
 
 def scheme_named(name: str, *, asymmetric: bool) -> tuple[WeightFormat, int | None]:
@@ -72,6 +79,7 @@ class _Setting:
     explain: bool
     sustained: bool = False
     sparse: bool = False
+    scale_dtype: torch.dtype | None = None
 
     def problem(self, layer: Layer, m: int) -> Problem:
         bfloat16 = self.dtype == torch.bfloat16
@@ -85,6 +93,7 @@ class _Setting:
             dtype=self.dtype,
             device=self.device,
             weight_format=self.weight_format,
+            scale_dtype=self.scale_dtype,
         )
         return pruned(made) if self.sparse else made
 
@@ -185,6 +194,7 @@ def bench_kernels(
     setting = _Setting(
         *(chosen, _DTYPES[dtype], weight_format, granularity, asymmetric, explain, sustained),
         sparse=sparsity is not None,
+        scale_dtype=scale_dtype_of(scheme),
     )
     ordered = tuple(sorted(set(batches)))
     if chosen.type == "cpu":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,9 +23,10 @@ def random_experts(
     dtype: torch.dtype,
     device: torch.device,
     weight_format: WeightFormat,
+    scale_dtype: torch.dtype | None = None,
 ) -> ExpertWeights:
     """Random experts with codes and scales as in :func:`marlinq.operations.bench.weights.random_weight`."""
-    kind = weight_format, granularity, asymmetric, dtype, device
+    kind = weight_format, granularity, asymmetric, dtype, device, scale_dtype
     return ExpertWeights(
         _product(layer.experts, 2 * layer.inner, layer.hidden, *kind),
         _product(layer.experts, layer.hidden, layer.inner, *kind),
@@ -39,6 +42,7 @@ def _product(
     asymmetric: bool,
     dtype: torch.dtype,
     device: torch.device,
+    scale_dtype: torch.dtype | None,
 ) -> StoredExperts:
     # Experts concatenated along K are one weight of E * K channels, unless a scale covers a whole channel.
     channels = granularity.channels_per_group(k)
@@ -49,8 +53,10 @@ def _product(
         dtype=dtype,
         device=device,
         weight_format=weight_format,
+        scale_dtype=scale_dtype,
     )
-    scales = (made.scales * experts**0.5).view(experts, k // channels, n)
+    # The square root of E, for E times the channels, as the power of two next to it: scales stay as exact.
+    scales = (made.scales * 2.0 ** round(math.log2(experts) / 2)).view(experts, k // channels, n)
     zeros = None if made.zeros is None else made.zeros.view(experts, k // channels, n)
     words = made.words.view(experts, k // weight_format.row_channels, n * weight_format.row_words)
     return StoredExperts(weight_format, granularity, words, scales, zeros)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from marlinq.core.float_elements import E4M3 as E4M3_ELEMENT
 from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import ELEMENTS
 from marlinq.core.scheme import INT4 as INT4_ELEMENT
 from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.formats.layouts.marlin import pack_tiles
 from marlinq.kernels import Operand
-from marlinq.kernels.contract.weight_formats import E4M3, INT4, WeightFormat
+from marlinq.kernels.contract.weight_formats import E4M3, INT4, INT8, WeightFormat
 from marlinq.operations.bench.shapes import Layer
 
 MIDPOINT = 8
@@ -22,10 +25,18 @@ _EVEN_EXPONENTS = 0xF7F7F7F7 - 2**32
 
 @dataclass(frozen=True)
 class Weight:
-    """A random weight in the kernel's layout; codes and scales in channel order exist for 4 bits only."""
+    """A random weight in the kernel's layout.
+
+    Attributes:
+        layer: name and size.
+        operand: the weight as kernels take it.
+        scale_dtype: dtype of the scales in files of the scheme, which holds them but for a power of two for
+            the whole weight; None where it is that of activations.
+    """
 
     layer: Layer
     operand: Operand
+    scale_dtype: torch.dtype | None = None
 
     @property
     def words(self) -> Tensor:
@@ -58,27 +69,42 @@ class Weight:
 
     def codes(self) -> Tensor:
         """Codes, uint8 [K, N]."""
-        ones = torch.ones_like(self.scales[:1])
-        values = self.operand.format.dequantize(self.words, ones, None, torch.float32)
-        return (values + MIDPOINT).to(torch.uint8)
+        return stored_codes(self.operand.format, self.words)
 
     def natural_scales(self) -> Tensor:
-        """Scales [G, N] in channel order."""
-        return self._natural(self.scales)
+        """True scales [G, N], without a weight format's power of two, in channel order and activations'
+        dtype."""
+        return true_scales(self.operand.format, self.scales)
 
     def natural_zeros(self) -> Tensor | None:
         """Zero points, uint8 [G, N], in channel order; None without any."""
-        return None if self.zeros is None else self._natural(self.zeros).to(torch.uint8)
+        return None if self.zeros is None else self.operand.format.in_order(self.zeros).to(torch.uint8)
 
-    def _natural(self, stored: Tensor) -> Tensor:
-        # A weight with all codes 9 and zero point 8 dequantises to its scales, in channel order.
-        nine = torch.full(
-            (stored.shape[0], self.words.shape[1]),
-            0x99999999 - 2**32,
-            dtype=torch.int32,
-            device=stored.device,
-        )
-        return self.operand.format.dequantize(nine, stored, None, torch.float32)[::16].to(stored.dtype)
+
+def stored_codes(weight_format: WeightFormat, words: Tensor) -> Tensor:
+    """Codes uint8 [K, N] of a dense weight's words; of zeros of floats, which have two, the positive one."""
+    return ELEMENTS[weight_format.name].nearest(weight_format.values(words, torch.float32))
+
+
+def true_scales(weight_format: WeightFormat, scales: Tensor) -> Tensor:
+    """Scales [G, N] in channel order and their dtype, of those that kernels take."""
+    natural = weight_format.in_order(scales)
+    return (natural.float() / weight_format.scale_factor(scales.dtype)).to(scales.dtype)
+
+
+def scale_level(scales: Tensor) -> float:
+    """The least power of two whose quotients by positive ``scales`` fit E4M3."""
+    return 2.0 ** math.ceil(math.log2(float(scales.max()) / E4M3_ELEMENT.ends[1]))
+
+
+def _held(scales: Tensor, scale_dtype: torch.dtype | None) -> Tensor:
+    """Positive scales, float32, as near as values of ``scale_dtype`` times a power of two come."""
+    if scale_dtype is None:
+        return scales
+    if scale_dtype == torch.float8_e8m0fnu:
+        return torch.exp2(torch.round(torch.log2(scales)))
+    level = scale_level(scales)
+    return (scales / level).to(scale_dtype).float() * level
 
 
 def random_weight(
@@ -89,11 +115,21 @@ def random_weight(
     dtype: torch.dtype,
     device: torch.device,
     weight_format: WeightFormat,
+    scale_dtype: torch.dtype | None = None,
 ) -> Weight:
     """Random codes, and scales that keep the products of unit activations near one.
 
-    4-bit codes are 1..15 with mean 8. Code 0 is replaced by 8, because a peer is faster for symmetric weights
-    without it. The mean of the weights is zero, since a mean would grow through a chain of layers.
+    Code 0 of integers is replaced by that of zero, because a peer is faster for symmetric weights without it.
+    The mean of the weights is zero, since a mean would grow through a chain of layers.
+
+    Args:
+        layer: name and size.
+        granularity: granularity of the scales.
+        asymmetric: whether there are zero points.
+        dtype: dtype of the stored scales.
+        device: device to make it on.
+        weight_format: type and order of the codes.
+        scale_dtype: as in :class:`Weight`.
     """
     groups = granularity.groups(layer.k)
     rows, columns = layer.k // weight_format.row_channels, layer.n * weight_format.row_words
@@ -102,18 +138,21 @@ def random_weight(
         words = weight_format.pack(_pruned_codes(torch.randint(1, 16, (layer.k, layer.n), device=device)))
     if weight_format == INT4:
         words |= (~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111) << 3
+    elif weight_format == INT8:
+        every_byte = words.view(torch.uint8)
+        every_byte[every_byte == 0] = int(INT8.midpoint)
     elif weight_format == E4M3:
         # Clears the lowest bit of every exponent, so that no code is NaN.
         words &= _EVEN_EXPONENTS
     deviation = float(weight_format.values(words[:, : weight_format.tile_words], torch.float32).std())
     unit = weight_format.scale_factor(dtype) / (deviation * layer.k**0.5)
-    scales = (unit * (0.5 + torch.rand(groups, layer.n, device=device))).to(dtype)
+    scales = _held(unit * (0.5 + torch.rand(groups, layer.n, device=device)), scale_dtype).to(dtype)
     middle = int(weight_format.midpoint)
     points = (
         torch.randint(middle // 2, middle * 3 // 2, (groups, layer.n), device=device) if asymmetric else None
     )
     zeros = None if points is None else points.to(dtype)
-    return Weight(layer, Operand.whole(weight_format, granularity, words, scales, zeros))
+    return Weight(layer, Operand.whole(weight_format, granularity, words, scales, zeros), scale_dtype)
 
 
 def pruned(weight: Weight) -> Weight:

@@ -19,7 +19,6 @@ from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.operations.bench import Cell, KernelBench, bench_kernels, contest, kernels
 from marlinq.operations.bench.peers import PEERS
 from marlinq.operations.bench.peers.base import Run
-from marlinq.operations.bench.peers.humming import pack_rows
 from marlinq.operations.bench.peers.own import Marlinq
 from marlinq.operations.bench.shapes import MODELS, Layer, dividing_group_size, layers_of
 from marlinq.operations.bench.weights import Weight, random_weight
@@ -117,14 +116,6 @@ def test_contenders_agree(dtype: torch.dtype, tolerance: float) -> None:
             assert (found.float() - expected).norm() / expected.norm() < tolerance
     assert PEERS["cublas"].nbytes(weight) == 2 * 192 * 256
     assert Marlinq().nbytes(weight) == 192 * 256 // 2 + 2 * 2 * 4 * 192
-
-
-def test_pack_rows_puts_the_first_code_lowest() -> None:
-    codes = torch.randint(16, (3, 16), dtype=torch.uint8)
-    words = pack_rows(codes)
-    assert words.shape == (3, 2)
-    fields = [(words >> 4 * position) & 15 for position in range(8)]
-    assert torch.equal(torch.stack(fields, dim=-1).reshape(3, 16).to(torch.uint8), codes)
 
 
 def test_tinygemm_says_what_it_takes() -> None:

@@ -62,8 +62,11 @@ class ExpertsContender(Protocol):
         """Why it can't run here, or None."""
         ...
 
-    def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
-        """Pack the experts."""
+    def load(
+        self, layer: ExpertsLayer, weights: ExpertWeights, scale_dtype: torch.dtype | None = None
+    ) -> None:
+        """Pack the experts, whose scales files hold in ``scale_dtype``, as in
+        :class:`~marlinq.operations.bench.weights.Weight`."""
         ...
 
     def prepare(self, m: int, routings: Sequence[Routing]) -> RunLayer:

@@ -50,7 +50,9 @@ class _DenseExperts(ABC):
     def unavailable(self) -> str | None:
         return None
 
-    def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
+    def load(
+        self, layer: ExpertsLayer, weights: ExpertWeights, scale_dtype: torch.dtype | None = None
+    ) -> None:
         self._layer = layer
         self._gate_up = _dense(weights.gate_up, gate_then_up(layer, weights))
         self._down = _dense(weights.down, None)
@@ -103,7 +105,9 @@ class GroupedExperts(_DenseExperts):
 
     name = "grouped_mm"
 
-    def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
+    def load(
+        self, layer: ExpertsLayer, weights: ExpertWeights, scale_dtype: torch.dtype | None = None
+    ) -> None:
         if weights.down.scales.dtype != torch.bfloat16:
             raise UnsupportedError("torch's grouped product multiplies bfloat16 alone; add --dtype bfloat16")
         super().load(layer, weights)

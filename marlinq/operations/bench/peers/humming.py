@@ -5,28 +5,81 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from marlinq.core.errors import UnsupportedError
-from marlinq.formats.layouts.marlin import permute_scales
-from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.formats.packing import pack_rows
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
 from marlinq.kernels.experts.launch import Workspace, shape_of, start, sum_step
-from marlinq.kernels.experts.layout import permute_single
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.peers.base import Routing, Run, RunLayer
 from marlinq.operations.bench.synthetic_experts import gate_then_up
-from marlinq.operations.bench.weights import Weight
+from marlinq.operations.bench.weights import Weight, scale_level, stored_codes, true_scales
+
+_ELEMENTS = {INT4: "uint4", INT8: "uint8", E4M3: "float8e4m3", E2M1: "float4e2m1"}
+"""Humming's names of the codes of weight formats."""
+_STATE = ("weight", "weight_scale", "weight_scale_2", "zero_point", "locks")
+"""Tensors of a layer that its products read."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A weight, or those of a layer's E experts, as a ``HummingLayer`` takes it before it orders the codes.
+
+    Attributes:
+        config: ``weight_config``: type of the codes, channels of a scale (0 for all), types of the scales.
+        tensors: ``weight`` int32 [N, K * bits / 32], codes in order from the lowest bits; ``weight_scale``
+            [N, G]; where scales are E4M3, ``weight_scale_2``, float32 [1]; ``zero_point`` int32
+            [N * bits / 32, G]. Those of experts begin with E.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def given(
+    weight_format: WeightFormat,
+    group_size: int,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    scale_dtype: torch.dtype | None,
+) -> Given:
+    """What a ``HummingLayer`` takes for codes uint8 [K, N], true scales [G, N] and zero points uint8 [G, N].
+
+    Scales become ``scale_dtype``, theirs in files, where there is one: Humming multiplies with those.
+    """
+    bits = weight_format.bits
+    config: dict[str, Any] = {
+        "dtype": _ELEMENTS[weight_format],
+        "group_size": max(group_size, 0),
+        "has_zero_point": zeros is not None,
+    }
+    tensors = {"weight": pack_rows(codes, bits).t().contiguous()}
+    rows = scales.t().contiguous()
+    if scale_dtype == torch.float8_e4m3fn:
+        config |= {"scale_dtype": "float8e4m3", "scale_2_type": "tensor"}
+        level = scale_level(rows)
+        tensors["weight_scale_2"] = torch.full((1,), level, device=rows.device)
+        rows = (rows.float() / level).to(scale_dtype)
+    elif scale_dtype is not None:
+        config["scale_dtype"] = "float8e8m0"
+        rows = rows.to(scale_dtype)
+    tensors["weight_scale"] = rows
+    if zeros is not None:
+        tensors["zero_point"] = pack_rows(zeros.t().contiguous(), bits)
+    return Given(config, tensors)
 
 
 class Humming:
     """Products by humming."""
 
     name = "humming"
-    any_format = False
+    any_format = True
 
     def unavailable(self, dtype: torch.dtype, group_size: int, asymmetric: bool) -> str | None:
         return _missing()
@@ -39,28 +92,23 @@ class Humming:
         from humming.layer import HummingLayer
         from humming.tune import get_heuristics_config
 
-        config = {
-            "dtype": "uint4",
-            "group_size": max(weight.group_size, 0),
-            "has_zero_point": weight.zeros is not None,
-        }
+        loaded = given(
+            weight.operand.format,
+            weight.group_size,
+            weight.codes(),
+            weight.natural_scales(),
+            weight.natural_zeros(),
+            weight.scale_dtype,
+        )
         layer = HummingLayer(
             shape_n=weight.layer.n,
             shape_k=weight.layer.k,
-            weight_config=config,
+            weight_config=loaded.config,
             torch_dtype=weight.scales.dtype,
         ).to(weight.words.device)
-        zeros = weight.natural_zeros()
-        tensors = {
-            "weight": pack_rows(weight.codes().t()),
-            "weight_scale": weight.natural_scales().t().contiguous(),
-        }
-        if zeros is not None:
-            tensors["zero_point"] = pack_rows(zeros).t().contiguous()
-        layer.load_from_tensors(tensors)
+        layer.load_from_tensors(loaded.tensors)
         layer.transform()
-        names = ("weight", "weight_scale", "zero_point", "locks")
-        packed = {name: value for name in names if (value := getattr(layer, name, None)) is not None}
+        packed = {name: value for name in _STATE if (value := getattr(layer, name, None)) is not None}
         # Its stream-K locks can't be shared by launches that overlap, so each copy has its own.
         operands = [{name: value.detach().clone() for name, value in packed.items()} for _ in range(copies)]
         humming_config = layer.humming_config
@@ -95,37 +143,25 @@ class HummingExperts:
     def unavailable(self) -> str | None:
         return _missing()
 
-    def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
+    def load(
+        self, layer: ExpertsLayer, weights: ExpertWeights, scale_dtype: torch.dtype | None = None
+    ) -> None:
         from humming.layer import HummingLayer
 
-        if weights.down.format != INT4:
-            raise UnsupportedError(f"it is measured with {INT4.name} weights alone")
         self._weights, self._layer = weights, layer
         order = gate_then_up(layer, weights)
         self._layers = []
         for stored, columns in ((weights.gate_up, order), (weights.down, None)):
             experts, k, n = stored.shape
-            config = {
-                "dtype": "uint4",
-                "group_size": stored.granularity.channels,
-                "has_zero_point": stored.zeros is not None,
-            }
+            loaded = experts_given(stored, columns, scale_dtype)
             packed = HummingLayer(
                 shape_n=n,
                 shape_k=k,
                 num_experts=experts,
-                weight_config=config,
+                weight_config=loaded.config,
                 torch_dtype=stored.scales.dtype,
             ).to(stored.words.device)
-            made = [_natural(stored, expert, columns) for expert in range(experts)]
-            tensors = {
-                "weight": torch.stack([pack_rows(codes.t()) for codes, _, _ in made]),
-                "weight_scale": torch.stack([scales.t().contiguous() for _, scales, _ in made]),
-            }
-            if stored.zeros is not None:
-                points = [zeros for _, _, zeros in made if zeros is not None]
-                tensors["zero_point"] = torch.stack([pack_rows(zeros).t().contiguous() for zeros in points])
-            packed.load_from_tensors(tensors)
+            packed.load_from_tensors(loaded.tensors)
             packed.transform()
             self._layers.append(packed)
 
@@ -187,30 +223,30 @@ class HummingExperts:
         return run
 
 
-def _natural(
-    stored: StoredExperts, expert: int, columns: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes uint8 [K, N], scales and zero points [G, N] of one expert in channel order, columns reordered."""
-    words, scales = stored.words[expert], stored.scales[expert]
-    codes = (INT4.dequantize(words, torch.ones_like(scales[:1]), None, torch.float32) + 8).to(torch.uint8)
+def experts_given(stored: StoredExperts, columns: Tensor | None, scale_dtype: torch.dtype | None) -> Given:
+    """:func:`given` of all experts, with the stored columns ``columns``, or all in stored order."""
+    weight_format = stored.format
 
     def ordered(value: Tensor) -> Tensor:
-        natural = permute_single(value[None])[0] if value.shape[0] == 1 else permute_scales(value)
-        return natural if columns is None else natural[:, columns]
+        return value if columns is None else value[:, columns]
 
-    zeros = None if stored.zeros is None else ordered(stored.zeros[expert]).to(torch.uint8)
-    return codes if columns is None else codes[:, columns], ordered(scales), zeros
+    made = []
+    for expert, (words, scales) in enumerate(zip(stored.words, stored.scales, strict=True)):
+        zeros = None
+        if stored.zeros is not None:
+            zeros = ordered(weight_format.in_order(stored.zeros[expert])).to(torch.uint8)
+        codes, true = (
+            ordered(value)
+            for value in (stored_codes(weight_format, words), true_scales(weight_format, scales))
+        )
+        made.append(given(weight_format, stored.granularity.group_size, codes, true, zeros, scale_dtype))
+    tensors = {name: torch.stack([each.tensors[name] for each in made]) for name in made[0].tensors}
+    if "weight_scale_2" in tensors:
+        tensors["weight_scale_2"] = tensors["weight_scale_2"].flatten()
+    return Given(made[0].config, tensors)
 
 
 def _missing() -> str | None:
     if importlib.util.find_spec("humming") is None:
         return "not installed; pip install humming-kernels==0.1.19"
     return None
-
-
-def pack_rows(codes: Tensor) -> Tensor:
-    """uint8 [R, C] to int32 [R, C/8], eight codes a word, the first in the lowest bits."""
-    packed = torch.zeros((codes.shape[0], codes.shape[1] // 8), dtype=torch.int32, device=codes.device)
-    for position in range(8):
-        packed |= codes[:, position::8].to(torch.int32) << (4 * position)
-    return packed

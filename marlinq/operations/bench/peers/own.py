@@ -88,7 +88,9 @@ class MarlinqExperts:
     def unavailable(self) -> str | None:
         return None
 
-    def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
+    def load(
+        self, layer: ExpertsLayer, weights: ExpertWeights, scale_dtype: torch.dtype | None = None
+    ) -> None:
         self._weights = weights
 
     def prepare(self, m: int, routings: Sequence[Routing]) -> RunLayer:
