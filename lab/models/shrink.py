@@ -71,6 +71,26 @@ _LEFT_OUT = {"model_type", "transformers_version", "id2label", "label2id", "dtyp
 # By family: what the defaults leave out or rules can't know. A dotted key lies in an inner config.
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _SECTIONS = {**_ROPE, "mrope_section": [2, 3, 3]}
+_ROPE_BY_LAYER = {"full_attention": _ROPE, "sliding_attention": _ROPE}
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_DIM,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
+_WINDOWED = {"num_attention_heads": HEADS, "head_dim": 2 * HEAD_DIM, "qk_nope_head_dim": HEAD_DIM}
+# In place of towers of timm, a package that brings torchvision; the language model is their own.
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "image_size": 32,
+    "patch_size": 8,
+    "model_args": {"embed_dim": HIDDEN},
+}
 _HALF_SECTIONS = {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 _SET: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
@@ -97,9 +117,75 @@ _SET: dict[str, dict[str, Any]] = {
     "glmga": {"text_config.rope_parameters": _HALF_SECTIONS},
     "glm_ocr": {"text_config.rope_parameters": {**_SECTIONS}},
     "glm4v_moe": {"text_config.rope_parameters": _HALF_SECTIONS},
-    "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mlp"]},
+    "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
+    "cohere_compass_text": {"rope_parameters": _ROPE_BY_LAYER},
+    "cohere_compass": {"text_config.rope_parameters": _ROPE_BY_LAYER},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8, "kv_n_heads": HEADS // 2},
+        "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
+    "qwen4_exp_text": _INDEXER,
+    "qwen4_exp": {f"text_config.{key}": value for key, value in _INDEXER.items()},
+    "reformer": {"axial_pos_embds_dim": [32, 32], "is_decoder": True},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+    "chameleon": {"vocabulary_map": {"<image>": 4, "IMGIMGA": 100}, "vq_config.base_channels": 32},
+    "emu3": {
+        "vocabulary_map": {"<image>": 4, "<|extra_200|>": 5, "<|visual token 000000|>": 100},
+        "vq_config.base_channels": 32,
+    },
+    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_vl_moe": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
+    "exaone4_5": {"text_config.model_type": "exaone4"},
+    "florence2": {
+        "vision_config.embed_dim": [32, 32, 32, HIDDEN],
+        "vision_config.num_heads": [2] * 4,
+        "vision_config.num_groups": [2] * 4,
+        "vision_config.depths": [1] * 4,
+    },
+    "diffusion_gemma": {
+        "text_config.num_experts": 4,
+        "text_config.top_k_experts": 2,
+        "text_config.moe_intermediate_size": 32,
+    },
+    "dots3_note_text": {"head_dim": 2 * HEAD_DIM, "per_layer_config": {2: _WINDOWED}},
+    "dots3_note": {
+        "text_config.head_dim": 2 * HEAD_DIM,
+        "text_config.per_layer_config": {2: _WINDOWED},
+        "vision_config.adapter_input_size": HIDDEN,
+    },
+    "granite4_vision": {
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [0, 0, 1, 1],
+    },
+    "hunyuan_vl": {"text_config.head_dim": HEAD_DIM},
+    "janus": {"vq_config.base_channels": 32},
+    "muse_spark": {
+        "audio_config.patch_sizes": [16, 6, 5, 4],
+        "audio_config.hidden_sizes": [32, 32, 32, HIDDEN],
+    },
+    "fun_asr_nano": {"adaptor_config.intermediate_size": HIDDEN // 4},
+    "kyutai_speech_to_text": {"codec_config.upsample_groups": HIDDEN, "codec_config.num_filters": 4},
+    "qwen2_5_omni": {"token2wav_config.bigvgan_config.upsample_initial_channel": 128},
+    "qwen3_omni_moe": {
+        "talker_config.text_config.shared_expert_intermediate_size": 32,
+        "talker_config.spatial_merge_size": 2,
+    },
+    "gemma3n": {"vision_config": _SIGLIP},
+    "fast_vlm": {"vision_config": _SIGLIP},
+    "perception_lm": {"vision_config": _SIGLIP},
+    "vibevoice_asr": {
+        "acoustic_tokenizer_encoder_config.num_filters": 2,
+        "semantic_tokenizer_encoder_config.num_filters": 2,
+    },
 }
 
 
@@ -115,6 +201,7 @@ def shrunk(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         *path, last = key.split(".")
         inner = result
         for part in path:
+            inner[part] = inner.get(part) or {}
             inner = inner[part]
         inner[last] = value
     return result

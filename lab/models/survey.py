@@ -1,11 +1,12 @@
 """What becomes of every decoder family of transformers: quantised, verified, loaded, compared, inspected.
 
-    python -m lab.models.survey [FAMILY ...] [--part I/N] [--accept]
+    python -m lab.models.survey [FAMILY ...] [--from FAMILY] [--accept]
 
 Each family's tiny random model (``lab/models/families.py``) is planned, quantised (round to nearest),
 verified against the original, loaded, and compared in its logits with transformers' own model that holds the
-dequantised weights. Rows go into ``lab/models/survey.json``, and as a table into ``docs/models.md``. The
-exit code is 1 when a family that worked does not work any more; ``--accept`` records that instead.
+dequantised weights. Rows go into ``lab/models/survey.json``, and as a table into ``docs/models.md``, each
+as soon as it is known: ``--from`` continues a run that was ended. The exit code is 1 when a family that
+worked does not work any more; ``--accept`` records that instead.
 """
 
 from __future__ import annotations
@@ -171,30 +172,37 @@ def key_of(row: Row | Family) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("family", nargs="*", help="model types; all by default")
-    parser.add_argument("--part", default="1/1", help="the I-th of N parts of the families")
+    parser.add_argument("--from", dest="first", help="begin with this model type, in the order of the table")
     parser.add_argument("--accept", action="store_true", help="record families that work no more")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    part, parts = map(int, options.part.split("/"))
+    # Matrices are tiny: threads would wait for each other longer than they multiply.
+    torch.set_num_threads(1)
     everything = list(families())
-    chosen = [each for each in everything if not options.family or each.model_type in options.family]
-    before = read_rows()
-    after: dict[str, Row] = {}
-    for family in chosen[part - 1 :: parts]:
+    types = [each.model_type for each in everything]
+    unknown = {*options.family, *([options.first] if options.first else [])} - set(types)
+    if unknown:
+        parser.error(f"no such model type: {', '.join(sorted(unknown))}")
+    rest = everything[types.index(options.first) if options.first else 0 :]
+    rows = read_rows()
+    lost: list[str] = []
+    for family in rest:
+        if options.family and family.model_type not in options.family:
+            continue
         started = time.perf_counter()
-        row = after[key_of(family)] = examine(family)
+        row = examine(family)
         seconds = time.perf_counter() - started
         print(f"{row.model_type:28} {row.outcome:10} {seconds:5.1f} s  {row.reason} | {row.step}", flush=True)
-    lost = worse(before, after)
+        lines = worse(rows, {key_of(family): row})
+        lost += lines
+        if options.accept or not lines:
+            rows[key_of(family)] = row
+            write([rows[key_of(each)] for each in everything if key_of(each) in rows])
     for line in lost:
         print(f"worked before: {line}", file=sys.stderr)
-    if lost and not options.accept:
-        return 1
-    rows = {**before, **after}
-    write([rows[key_of(family)] for family in everything if key_of(family) in rows])
-    return 0
+    return 1 if lost and not options.accept else 0
 
 
 def write(rows: Sequence[Row]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 
-from lab.models.families import families
+from lab.models import survey
+from lab.models.families import Family, families
 from lab.models.survey import PAGE, RESULTS, WORKS, Row, examine, key_of, page, read_rows, worse
 from tests.testing.pairs import slow_but
 
@@ -35,3 +37,25 @@ def test_a_family_that_turns_from_works_to_refused_is_named() -> None:
     refused = Row("llama", "LlamaForCausalLM", False, "refused", "no such thing")
     assert worse({"llama": works}, {"llama": refused}) == ["llama: refused: no such thing"]
     assert not worse({"llama": refused}, {"llama": works})
+
+
+def test_rows_of_a_run_that_is_ended_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [Family(name, "Model", wrapper=False) for name in ("first", "second", "third")]
+    ends = ["third"]
+
+    def examined(family: Family) -> Row:
+        if family.model_type in ends:
+            raise KeyboardInterrupt
+        return Row(family.model_type, family.architecture, family.wrapper, WORKS)
+
+    monkeypatch.setattr(survey, "families", lambda: iter(known))
+    monkeypatch.setattr(survey, "examine", examined)
+    monkeypatch.setattr(survey, "RESULTS", tmp_path / "survey.json")
+    monkeypatch.setattr(survey, "PAGE", tmp_path / "models.md")
+    with pytest.raises(KeyboardInterrupt):
+        survey.main([])
+    assert [row.model_type for row in read_rows().values()] == ["first", "second"]
+    ends[:] = ["first", "second"]
+    assert survey.main(["--from", "third"]) == 0
+    assert [row.model_type for row in read_rows().values()] == ["first", "second", "third"]
+    assert "3 of 3" in (tmp_path / "models.md").read_text()
