@@ -27,8 +27,10 @@ _HOST_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
 def reason(error: BaseException) -> str:
-    """An exception in one short line."""
+    """An exception in one short line; marlinq's own errors need no name of their class."""
     text = " ".join(str(error).split())
+    if isinstance(error, MarlinqError):
+        return text
     name = type(error).__name__
     line = f"{name}: {text}" if text else name
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."
@@ -79,8 +81,7 @@ def decoration(problem: str, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, hours of work are not thrown away for it
-        why = str(error) if isinstance(error, MarlinqError) else reason(error)
-        warnings.warn(f"{problem} ({why}); {advice}", stacklevel=4)
+        warnings.warn(f"{problem} ({reason(error)}); {advice}", stacklevel=4)
 
 
 def model_config(folder: str | os.PathLike[str], model_type: object) -> AbstractContextManager[None]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
-from marlinq.core.errors import MarlinqError
+from marlinq.core.boundaries import reason
 
 MODES = ("all", "linear", "experts", "off")
 VARIABLE = "MARLINQ_VLLM"
@@ -27,8 +28,8 @@ logger = logging.getLogger("vllm.plugins.marlinq")
 def register() -> None:
     """Puts marlinq's kernels before vLLM's own; may be called any number of times.
 
-    Never raises: with an unsupported version of vLLM or an unknown mode, it logs a warning, and vLLM's own
-    kernels run.
+    Never raises: with an unknown mode, or where a step fails with this version of vLLM, it logs a warning,
+    and vLLM's own kernels run those layers.
     """
     mode = os.environ.get(VARIABLE, MODES[0])
     if mode not in MODES:
@@ -39,15 +40,38 @@ def register() -> None:
     if mode == "off":
         logger.info("marlinq: off by %s; vLLM's kernels run", VARIABLE)
         return
-    try:
-        from marlinq.integrations.vllm.experts import register_experts
-        from marlinq.integrations.vllm.interface import key_compiled_graphs, put_first
-        from marlinq.integrations.vllm.linear import IntegerLinearKernel
+    if not _succeeds("linear layers and experts", lambda: _key_compiled_graphs(mode)):
+        return
+    if mode in ("all", "linear"):
+        _succeeds("linear layers", _take_linear_layers)
+    if mode in ("all", "experts"):
+        _succeeds("experts", _take_experts)
 
-        key_compiled_graphs(mode)
-        if mode in ("all", "linear"):
-            put_first(IntegerLinearKernel)
-        if mode in ("all", "experts"):
-            register_experts()
-    except (ImportError, AttributeError, TypeError, MarlinqError) as error:
-        logger.warning("marlinq: %s; vLLM's kernels run", error)
+
+def _succeeds(layers: str, step: Callable[[], None]) -> bool:
+    """Whether ``step`` raises nothing; otherwise a warning says that vLLM keeps these layers."""
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - whatever a plugin raises would end the server
+        logger.warning("marlinq: %s; vLLM's kernels run %s", reason(error), layers)
+        return False
+    return True
+
+
+def _key_compiled_graphs(mode: str) -> None:
+    from marlinq.integrations.vllm.interface import key_compiled_graphs
+
+    key_compiled_graphs(mode)
+
+
+def _take_linear_layers() -> None:
+    from marlinq.integrations.vllm.interface import put_first
+    from marlinq.integrations.vllm.linear import IntegerLinearKernel
+
+    put_first(IntegerLinearKernel)
+
+
+def _take_experts() -> None:
+    from marlinq.integrations.vllm.experts import register_experts
+
+    register_experts()

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from marlinq.core.errors import MarlinqError, UnsupportedError
+from marlinq.core.boundaries import reason
+from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, INT8, Element, Scheme
 from marlinq.formats import LAYOUTS, StoredWeight
@@ -105,14 +106,20 @@ def may_have_integers(quantization: Mapping[str, Any]) -> bool:
         return False
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping):
-        return quantization.get("bits", quantization.get("w_bit")) in _ELEMENTS
-    return any(
-        weights.get("num_bits") in _ELEMENTS
-        and weights.get("type", "int") == "int"
-        and group.get("input_activations") is None
-        for group in groups.values()
-        if (weights := group.get("weights"))
-    )
+        return _are_bits(quantization.get("bits", quantization.get("w_bit")))
+    return any(_has_integers(group) for group in groups.values())
+
+
+def _has_integers(group: Any) -> bool:
+    """Whether a group of compressed-tensors' config has 4- or 8-bit integer weights and plain activations."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or group.get("input_activations") is not None:
+        return False
+    return _are_bits(weights.get("num_bits")) and weights.get("type", "int") == "int"
+
+
+def _are_bits(value: Any) -> bool:
+    return isinstance(value, int) and value in _ELEMENTS
 
 
 def _config_with_experts(config: Any) -> Any:
@@ -122,9 +129,12 @@ def _config_with_experts(config: Any) -> Any:
         method = config.get_quant_method(self, layer, prefix)
         if type(method).__name__ not in EXPERT_METHODS:
             return method
-        reason = experts_refusal(method, layer)
-        if reason is not None:
-            logger.info("marlinq: %s: vLLM's kernels run: %s", prefix, reason)
+        try:
+            refusal = experts_refusal(method, layer)
+        except Exception as error:  # noqa: BLE001 - names differ between vLLM's versions
+            refusal = reason(error)
+        if refusal is not None:
+            logger.info("marlinq: %s: vLLM's kernels run: %s", prefix, refusal)
             return method
         method.__class__ = _method_with_kernels(type(method))
         return method
@@ -157,9 +167,9 @@ def experts_refusal(method: Any, layer: Any) -> str | None:
         and (group not in (32, 64, 128) or bool(hidden % group or inner % group)),
         f"{moe.num_local_experts} experts": moe.num_local_experts > _MOST_EXPERTS,
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if reason is not None:
-        return reason
+    refusal = next((refusal for refusal, holds in reasons.items() if holds), None)
+    if refusal is not None:
+        return refusal
     return None if current_platform.is_cuda() and (why := missing_package()) is None else why
 
 
@@ -177,8 +187,8 @@ def _method_with_kernels(method: Any) -> Any:
             try:
                 weights = expert_weights(self, layer)
                 prepare(weights, _activation(layer), layer.moe_config.experts_per_token)
-            except (MarlinqError, AttributeError, KeyError) as error:
-                logger.warning("marlinq: %s: %s; vLLM's kernels run", layer.layer_name, error)
+            except Exception as error:  # noqa: BLE001 - the parameters are unchanged, whatever failed
+                logger.warning("marlinq: %s: %s; vLLM's kernels run", layer.layer_name, reason(error))
                 super().process_weights_after_loading(layer)
                 return
             self._operands = put_operands(layer, weights)
@@ -372,7 +382,6 @@ def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
     key = experts, inner, hidden, top, granularity, weight_format, zeros, dtype, activation, device.index
     if key in _prepared:
         return
-    _prepared.add(key)
     shapes = [
         ExpertsShape(
             m,
@@ -388,6 +397,8 @@ def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
         for m in batches(max_batched_tokens(), capture_sizes())
     ]
     compiled = precompile_experts(shapes, activation, device.index)
+    # Only now: where compiling fails, it fails for each layer of this shape, and vLLM's kernels run all.
+    _prepared.add(key)
     logger.info(
         "marlinq: %d experts of %d x %d, %d a token, %s: for one token %s%s",
         experts,

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from marlinq.core.boundaries import reason
 from marlinq.core.dtypes import dtype_name
-from marlinq.core.errors import MarlinqError
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, INT8, Element, Scheme
 from marlinq.formats import LAYOUTS, StoredWeight
@@ -106,9 +106,9 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
             stored = self._stored(layer)
             operand = stored_operand(stored, self.config.act_type, stored.words.device)
             self._prepare(operand)
-        except MarlinqError as error:
+        except Exception as error:  # noqa: BLE001 - the parameters are unchanged, whatever failed
             kernel = own_linear_kernel(self.config, type(self))
-            logger.warning("marlinq: %s; %s runs a layer", error, kernel.__name__)
+            logger.warning("marlinq: %s; %s runs a layer", reason(error), kernel.__name__)
             names = [self.w_q_name, self.w_s_name, self.w_zp_name]
             self._own = kernel(self.config, *names, *filter(None, [self._g_idx_name]))
             self._own.process_weights_after_loading(layer)
@@ -203,8 +203,9 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
         key = shape, dtype, device.index
         if key in _prepared:
             return
-        _prepared.add(key)
         compiled = precompile_model([shape], dtype, device.index, most_rows=max_batched_tokens())
+        # Only now: where compiling fails, it fails for each layer of this shape, and vLLM's kernels run all.
+        _prepared.add(key)
         decision = explain(device, operand.problem(1))
         logger.info(
             "marlinq: layers of %d x %d, %s: %s%s",

@@ -54,6 +54,7 @@ def config_class(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
         ({"quant_method": "gptq", "bits": 8}, {"num_experts": 8}, None, True),
         ({"quant_method": "gptq", "bits": 3}, {"num_experts": 8}, None, False),
+        ({"quant_method": "gptq", "bits": [4]}, {"num_experts": 8}, None, False),
         ({"quant_method": "gptq", "bits": 4}, {"num_experts": 8}, "gptq_marlin", False),
         ({"quant_method": "gptq", "bits": 4}, {"num_experts": 1}, None, False),
         ({"quant_method": "gptq", "bits": 4}, {}, None, False),
@@ -69,6 +70,9 @@ def config_class(monkeypatch: pytest.MonkeyPatch) -> Any:
                 {"weights": None},
                 {"weights": {"num_bits": 8, "type": "float"}},
                 {"weights": {"num_bits": 8, "type": "int"}, "input_activations": {"num_bits": 8}},
+                {"weights": {"num_bits": [4]}},
+                {"weights": [4]},
+                None,
             )
         ),
     ],
@@ -307,6 +311,10 @@ def unknown_shape(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     layer.w2_qweight = nn.Parameter(torch.zeros(EXPERTS, 3, 5, dtype=torch.int32), requires_grad=False)
 
 
+def flat_words(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer.w2_qweight = nn.Parameter(torch.zeros(15, dtype=torch.int32), requires_grad=False)
+
+
 def no_parameter(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     del layer.w13_qweight
 
@@ -318,7 +326,7 @@ def no_compiler(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["marlinq.integrations.vllm.experts"], "prepare", fails)
 
 
-@pytest.mark.parametrize("breaks", [overflowing_scale, unknown_shape, no_parameter, no_compiler])
+@pytest.mark.parametrize("breaks", [overflowing_scale, unknown_shape, flat_words, no_parameter, no_compiler])
 def test_experts_that_can_not_be_loaded_stay_vllms(
     config_class: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks: Any
 ) -> None:

@@ -6,8 +6,10 @@ import logging
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from marlinq.core.scheme import INT4, INT8, Element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats.packing import pack_rows
 from marlinq.integrations.vllm import VARIABLE, register
+from marlinq.runtime import marlin_operand
 from tests.integrations.vllm import stub
 from tests.testing.schemes import quantized
 
@@ -144,6 +147,22 @@ def test_without_a_key_nothing_is_taken_over(
     assert "expected environment_variables" in record.getMessage()
     assert kernels == [stub.OtherKernel]
     assert not sys.modules["vllm.model_executor.layers.quantization"].registered
+
+
+@pytest.mark.parametrize("raised", [ValueError("known already"), KeyError("gptq"), RuntimeError("no driver")])
+def test_experts_that_can_not_be_registered_leave_linear_layers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, raised: Exception
+) -> None:
+    def fails(name: str) -> None:
+        raise raised
+
+    kernels = stub.install(monkeypatch)._POSSIBLE_KERNELS[stub.PlatformEnum.CUDA]
+    sys.modules["vllm.model_executor.layers.quantization"].register_quantization_config = fails  # type: ignore[attr-defined]
+    register()
+    (record,) = caplog.records
+    assert f"{type(raised).__name__}: " in record.getMessage()
+    assert record.getMessage().endswith("vLLM's kernels run experts")
+    assert [each.__name__ for each in kernels] == ["IntegerLinearKernel", "OtherKernel"]
 
 
 def test_a_missing_name_is_one_warning(
@@ -322,11 +341,18 @@ def no_compiler(kernel: Any, layer: nn.Module, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernel, "_prepare", fails)
 
 
+def broken_compiler(kernel: Any, layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any, operand: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(kernel, "_prepare", fails)
+
+
 def large_scale(kernel: Any, layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     layer.weight_scale.data = layer.weight_scale.data.float().fill_(1e6)
 
 
-@pytest.mark.parametrize("breaks", [no_compiler, large_scale])
+@pytest.mark.parametrize("breaks", [no_compiler, broken_compiler, large_scale])
 @pytest.mark.parametrize("act_order", [False, True])
 def test_a_layer_that_fails_is_vllms_own(
     kernel: Any,
@@ -348,3 +374,22 @@ def test_a_layer_that_fails_is_vllms_own(
     assert "OtherKernel runs" in record.getMessage()
     # The next layer is asked about again.
     assert kernels == [kernel, stub.OtherKernel]
+
+
+def test_every_layer_of_a_shape_that_does_not_compile_is_vllms_own(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object, **named: object) -> None:
+        raise EnvironmentProblem("no NVRTC")
+
+    import marlinq.kernels
+
+    monkeypatch.setattr(marlinq.kernels, "precompile_model", fails)
+    made = kernel(config(), "weight_packed", "weight_scale")
+    operand = marlin_operand(weight(128, 64, 32, zeros=False), torch.float16)
+    on_gpu = replace(
+        operand, words=SimpleNamespace(device=torch.device("cuda", 0), shape=operand.words.shape)
+    )
+    for _ in range(2):
+        with pytest.raises(EnvironmentProblem):
+            made._prepare(on_gpu)
