@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from marlinq.models.convolution import GatedConvolution
 from marlinq.models.delta_net import DeltaNet
 from marlinq.models.mamba import Mamba, Scales
 from marlinq.models.parts import Norm, Slices
@@ -21,6 +22,7 @@ __all__ = [
     "Anatomy",
     "Attention",
     "DeltaNet",
+    "GatedConvolution",
     "Groups",
     "LatentAttention",
     "Layer",
@@ -257,8 +259,8 @@ class Layer:
 
     Attributes:
         name: full module name of the block.
-        attention: attention, or latent attention, a delta net or a Mamba-2 mixer in its place; None without
-            one.
+        attention: attention, or latent attention, a delta net, a Mamba-2 mixer or a gated convolution in its
+            place; None without one.
         mlp: MLP, or routed experts; None without one.
         attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: norms of the formulas above.
         parallel: whether attention and MLP read the same x.
@@ -268,7 +270,7 @@ class Layer:
     """
 
     name: str
-    attention: Attention | LatentAttention | DeltaNet | Mamba | None
+    attention: Attention | LatentAttention | DeltaNet | Mamba | GatedConvolution | None
     mlp: MLP | Mixture | None
     attention_norm: Norm | None
     mlp_norm: Norm | None

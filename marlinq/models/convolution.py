@@ -1,9 +1,56 @@
-"""The short convolution over time in front of a recurrent mixer."""
+"""Short convolutions over time: in front of a recurrent mixer, or between gates in the place of attention."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
+
+from marlinq.models.parts import Slices
+
+
+@dataclass(frozen=True)
+class GatedConvolution:
+    """A short convolution between gates, in the place of attention (Liquid AI, "LFM2", 2025).
+
+    With a, b and c the three parts of the inputs, c that of index ``gate``::
+
+        output(c * convolution(a * b))
+
+    Attributes:
+        inputs: the three projections, of the same width.
+        gate: index of the part that multiplies the convolution's result.
+        convolution: full name of the depthwise convolution.
+        taps: number of tokens that the convolution sees, the newest included.
+        output: full name of the output projection.
+    """
+
+    inputs: Slices
+    gate: int
+    convolution: str
+    taps: int
+    output: str
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution."""
+        return self.inputs.widths[0]
+
+    def parts(self, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(inputs of the convolution, gates behind it) from the three parts of the inputs."""
+        first, second = (part for index, part in enumerate(given) if index != self.gate)
+        return first * second, given[self.gate]
+
+    def within(self, name: str) -> GatedConvolution:
+        """The same convolution with names relative to the parent of module ``name``."""
+        return replace(
+            self,
+            inputs=self.inputs.within(name),
+            convolution=f"{name}.{self.convolution}",
+            output=f"{name}.{self.output}",
+        )
 
 
 def convolve(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

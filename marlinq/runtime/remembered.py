@@ -19,6 +19,7 @@ from marlinq.models.anatomy import (
     Anatomy,
     Attention,
     DeltaNet,
+    GatedConvolution,
     Groups,
     LatentAttention,
     Layer,
@@ -36,8 +37,8 @@ from marlinq.models.recognise import recognise
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Anatomy, Attention, DeltaNet, Groups, LatentAttention, Layer, Mamba, Mixture, MLP),
-        *(Norm, Rotary, Router, Scales, Slices),
+        *(Anatomy, Attention, DeltaNet, GatedConvolution, Groups, LatentAttention, Layer, Mamba, Mixture),
+        *(MLP, Norm, Rotary, Router, Scales, Slices),
     )
 }
 # Key of the class's name in JSON; no field has this name.

@@ -11,6 +11,7 @@ from emulation.faults import Planted, UnknownSite, sites
 from tests.emulation import (
     faults,
     test_attention,
+    test_convolution,
     test_delta,
     test_eight_bits,
     test_expert_faults,
@@ -44,6 +45,7 @@ PLANTED: list[Planted] = [
     *(planted for _, _, planted, _ in test_rows.FAULTS.values()),
     *test_sample.FAULTS.values(),
     *(planted for planted, _ in test_other_elements.SPARSE_FAULTS.values()),
+    *test_convolution.FAULTS,
     *test_delta.FAULTS,
     *test_mamba.FAULTS,
     *(planted for _, planted in test_latent.FAULTS.values()),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marlinq.kernels.step import (
+    ConvolutionWeights,
     DeltaWeights,
     HeadNorm,
     HeadWork,
@@ -127,7 +128,7 @@ def expected_attention(
 def _convolved(
     newest: Tensor, ring: Tensor, lengths: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``silu`` of a convolution behind the token ``newest`` [B, C], rounded as kernels do, in float64; and
+    """The convolution behind the token ``newest`` [B, C], rounded as kernels do, in float64; and
     the ring with that token."""
     ring, taps = ring.clone(), weight.shape[1]
     total = torch.zeros_like(newest, dtype=torch.float64)
@@ -137,7 +138,23 @@ def _convolved(
             total[b] += weight[:, taps - 1 - tap].double() * ring[b, (length - tap) % taps].double()
     if bias is not None:
         total += bias.double()
-    return F.silu(total.to(newest.dtype)).double(), ring
+    return total.to(newest.dtype), ring
+
+
+def _silu(x: Tensor) -> Tensor:
+    """``silu`` rounded to the dtype of ``x``, in float64."""
+    return F.silu(x).double()
+
+
+def expected_convolution(
+    x: Tensor, ring: Tensor, lengths: Tensor, weights: ConvolutionWeights
+) -> tuple[Tensor, Tensor]:
+    """The result of a gated convolution [B, channels] in float64, and the ring, behind a token."""
+    parts = list(x[:, : 3 * weights.channels].split(weights.channels, 1))
+    gate = parts.pop(weights.gate)
+    newest = (parts[0].double() * parts[1].double()).to(x.dtype)
+    convolved, ring = _convolved(newest, ring, lengths, weights.weight, weights.bias)
+    return gate.double() * convolved.double(), ring
 
 
 def expected_mamba(
@@ -148,7 +165,7 @@ def expected_mamba(
     widths = (width, width, keys, keys, weights.heads)
     gate, *joined, step = x[:, : sum(widths)].split(widths, -1)
     convolved, ring = _convolved(torch.cat(joined, -1), ring, lengths, weights.weight, weights.bias)
-    values, key, query = convolved.split((width, keys, keys), -1)
+    values, key, query = _silu(convolved).split((width, keys, keys), -1)
     values = values.unflatten(-1, (weights.heads, -1))
     each = weights.heads // weights.groups
     key, query = (part.unflatten(-1, shape).repeat_interleave(each, 1) for part in (key, query))
@@ -206,9 +223,9 @@ def expected_delta(
     )
     beta, step = (part.double() for part in Slices(("",), (heads, heads), weights.turns).split(rates))
     convolved, ring = _convolved(torch.cat(joined, -1), ring, lengths, weights.weight, None)
-    q, k, v = (part.unflatten(-1, (count, -1)) for part, count in zip(
-        convolved.split((keys, keys, values), -1), (weights.key_heads, weights.key_heads, heads), strict=True
-    ))  # fmt: skip
+    parts = _silu(convolved).split((keys, keys, values), -1)
+    counts = (weights.key_heads, weights.key_heads, heads)
+    q, k, v = (part.unflatten(-1, (count, -1)) for part, count in zip(parts, counts, strict=True))
     q, k = (
         (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(
             heads // weights.key_heads, 1

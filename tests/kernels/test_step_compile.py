@@ -16,6 +16,7 @@ from marlinq.kernels.step import (
     ROUTER_WIDEST,
     Addition,
     AttentionShape,
+    ConvolutionWeights,
     DeltaWeights,
     Division,
     Gather,
@@ -34,6 +35,7 @@ from marlinq.kernels.step import (
     append,
     attend,
     delta,
+    gated_convolution,
     latent_attend,
     latent_queries,
     latent_values,
@@ -196,6 +198,15 @@ def mambas() -> list[Prepared]:
     return prepared
 
 
+def convolutions() -> list[Prepared]:
+    prepared = []
+    for taps, dtype in ((3, HALF), (7, BFLOAT16)):
+        weights = ConvolutionWeights(torch.empty(2048, taps), None, gate=1)
+        x, out, ring = (empty(*shape, dtype=dtype) for shape in ((1, 6144), (1, 2048), (1, taps, 2048)))
+        prepared.append(gated_convolution(x, out, ring, torch.zeros(1, dtype=torch.int32), weights))
+    return prepared
+
+
 def latents() -> list[list[Prepared]]:
     """The three kernels of latent attention, of DeepSeek-V3's heads, GLM-4.7-Flash's and MiniCPM3's."""
     prepared = []
@@ -299,8 +310,10 @@ def cluster_routers() -> list[Prepared]:
     return routers(clusters=True)
 
 
-KERNELS = (residuals, appends, attentions, runs, deltas, mambas, activations, routers)
-KERNELS = (*(absorbing, latent_attentions, latent_results),)
+KERNELS = (
+    *(residuals, appends, attentions, runs, deltas, mambas, convolutions, activations, routers),
+    *(absorbing, latent_attentions, latent_results),
+)
 CLUSTERED = (cluster_attentions, cluster_routers)
 
 

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.models import build_blueprint
-from marlinq.models.anatomy import Anatomy, DeltaNet, LatentAttention, Mamba, Unrecognised
+from marlinq.models.anatomy import (
+    Anatomy,
+    DeltaNet,
+    GatedConvolution,
+    LatentAttention,
+    Mamba,
+    Unrecognised,
+)
 from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.formulas import norm_formula
 from marlinq.models.recognise import anatomy_of, recognise
@@ -41,7 +48,7 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
         named: set[str | None] = set()
         if isinstance(mixer, DeltaNet):
             named = {*mixer.inputs.modules, *mixer.rates.modules, mixer.output}
-        elif isinstance(mixer, Mamba):
+        elif isinstance(mixer, Mamba | GatedConvolution):
             named = {*mixer.inputs.modules, mixer.output}
         elif isinstance(mixer, LatentAttention):
             named = {*mixer.inputs.modules, mixer.query, mixer.expansion, mixer.output}

@@ -277,6 +277,19 @@ KNOWN |= {
 }
 """Name -> decoder with Mamba-2 mixers, or with blocks of a single part."""
 
+_LFM2: dict[str, Any] = {
+    **_BASE,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": False,
+}
+KNOWN |= {
+    "lfm2": Decoder("lfm2", _LFM2),
+    "lfm2-biases": Decoder("lfm2", {**_LFM2, "conv_bias": True, "conv_L_cache": 4}),
+}
+"""Name -> decoder with short convolutions between gates."""
+
 UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
     "mamba": (
         Decoder("mamba", {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2}),

@@ -10,6 +10,7 @@ from marlinq.kernels.launch.prepared import Prepared, bind, precompile_prepared
 from marlinq.kernels.step.activate import Arrangement, activate
 from marlinq.kernels.step.append import append
 from marlinq.kernels.step.attend import AttentionShape, Division, Workspace, attend, divide
+from marlinq.kernels.step.convolution import ConvolutionWeights, convolution_refusal, gated_convolution
 from marlinq.kernels.step.delta import DeltaWeights, delta, delta_refusal
 from marlinq.kernels.step.heads import HeadNorm, HeadWork
 from marlinq.kernels.step.latent import (
@@ -31,6 +32,7 @@ __all__ = [
     "Addition",
     "Arrangement",
     "AttentionShape",
+    "ConvolutionWeights",
     "DeltaWeights",
     "Division",
     "Gather",
@@ -49,10 +51,12 @@ __all__ = [
     "append",
     "attend",
     "bind",
+    "convolution_refusal",
     "delta",
     "delta_refusal",
     "divide",
     "divide_latent",
+    "gated_convolution",
     "latent_attend",
     "latent_queries",
     "latent_refusal",

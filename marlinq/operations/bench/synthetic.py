@@ -62,6 +62,10 @@ _NEMOTRON_H = [
 # Layers of Granite 4.0 H: every tenth attends, from the sixth on.
 _GRANITE_4_H = ["attention" if index % 10 == 5 else "mamba" for index in range(40)]
 
+# Layers of LFM2-2.6B and of LFM2-8B-A1B that attend, among those of short convolutions.
+_LFM2 = ["full_attention" if index in (2, 5, 9, 12, 15, 18, 21, 24, 27) else "conv" for index in range(30)]
+_LFM2_MOE = ["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)]
+
 SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
     "llama-3-8b": {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -162,6 +166,19 @@ SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64,
         "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "chunk_size": 128,
         "max_position_embeddings": 8192, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
+    },
+    "lfm2-2.6b": {
+        "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 10752,
+        "num_hidden_layers": 30, "layer_types": _LFM2, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "block_auto_adjust_ff_dim": False, "conv_L_cache": 3, "max_position_embeddings": 128000,
+        "norm_eps": 1e-5, "tie_word_embeddings": True,
+    },
+    "lfm2-8b-a1b": {
+        "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168,
+        "moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2,
+        "num_hidden_layers": 24, "layer_types": _LFM2_MOE, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "conv_L_cache": 3, "max_position_embeddings": 128000, "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
     },
     "smollm2-135m": {
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,

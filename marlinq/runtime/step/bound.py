@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR
 from marlinq.kernels.step import (
     Arrangement,
+    ConvolutionWeights,
     DeltaWeights,
     HeadNorm,
     HeadWork,
     LatentWeights,
     MambaWeights,
     RowNorm,
+    convolution_refusal,
     delta_refusal,
     latent_refusal,
     mamba_refusal,
@@ -28,6 +30,7 @@ from marlinq.models.anatomy import (
     Anatomy,
     Attention,
     DeltaNet,
+    GatedConvolution,
     LatentAttention,
     Layer,
     Mamba,
@@ -109,9 +112,11 @@ def _latent_refusal(attention: LatentAttention) -> Unrecognised | None:
     return None if reason is None else Unrecognised(attention.expansion, reason)
 
 
-def _mixer_refusal(mixer: DeltaNet | Mamba) -> Unrecognised | None:
+def _mixer_refusal(mixer: DeltaNet | Mamba | GatedConvolution) -> Unrecognised | None:
     if isinstance(mixer, DeltaNet):
         reason = delta_refusal(mixer.taps, mixer.key_dim, mixer.value_dim)
+    elif isinstance(mixer, GatedConvolution):
+        reason = convolution_refusal(mixer.taps, mixer.convolved)
     else:
         norm_width = mixer.width if mixer.norm is None else mixer.norm.width
         reason = mamba_refusal(mixer.taps, mixer.state_dim, mixer.head_dim, norm_width)
@@ -282,6 +287,28 @@ class BoundMamba:
 
 
 @dataclass(frozen=True, eq=False)
+class BoundConvolution:
+    """A gated convolution with its weights and its last inputs.
+
+    Attributes:
+        mixer: description of the gated convolution.
+        weights: parameters other than those of products.
+        ring: [B, taps, channels], inputs of the convolution, position p at p modulo taps.
+    """
+
+    mixer: GatedConvolution
+    weights: ConvolutionWeights
+    ring: Tensor
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return ()
+
+
+BoundMixer = BoundDelta | BoundMamba | BoundConvolution
+
+
+@dataclass(frozen=True, eq=False)
 class BoundLatent:
     """Latent attention with its weights and its cache.
 
@@ -335,7 +362,7 @@ class BoundLayer:
         attention_norm, mlp_norm, post_attention_norm, post_mlp_norm: norms as in the anatomy.
         heads: norms and rotation of queries and keys; none without ordinary attention.
         keys, values: the cache [B, KV, L, D]; empty without ordinary attention.
-        mixer: recurrent mixer in the place of attention, or None.
+        mixer: recurrent mixer or gated convolution in the place of attention, or None.
         latent: latent attention in the place of the ordinary one, or None.
         sinks: float32 [H] of attention, or None.
         beside: mixer beside attention, or None.
@@ -352,7 +379,7 @@ class BoundLayer:
     heads: HeadWork
     keys: Tensor
     values: Tensor
-    mixer: BoundDelta | BoundMamba | None = None
+    mixer: BoundMixer | None = None
     latent: BoundLatent | None = None
     sinks: Tensor | None = None
     beside: BoundBeside | None = None

@@ -15,6 +15,7 @@ from marlinq.kernels.contract.device import H200
 from marlinq.kernels.driver.cuda_driver import on_device
 from marlinq.kernels.step import (
     AttentionShape,
+    ConvolutionWeights,
     DeltaWeights,
     Division,
     HeadWork,
@@ -31,6 +32,7 @@ from marlinq.models.anatomy import (
     Anatomy,
     Attention,
     DeltaNet,
+    GatedConvolution,
     LatentAttention,
     Layer,
     Mamba,
@@ -41,10 +43,12 @@ from marlinq.runtime.grouped_experts import GroupedExperts
 from marlinq.runtime.step.attention import attention_sinks
 from marlinq.runtime.step.bound import (
     BoundBeside,
+    BoundConvolution,
     BoundDelta,
     BoundLatent,
     BoundLayer,
     BoundMamba,
+    BoundMixer,
     BoundMixture,
     BoundMLP,
     chain_refusal,
@@ -52,6 +56,7 @@ from marlinq.runtime.step.bound import (
     rotation_table,
     row_norm,
 )
+from marlinq.runtime.step.convolution import convolution_weights
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.latent import absorbed_weights
 from marlinq.runtime.step.mamba import mamba_weights
@@ -150,7 +155,7 @@ class BoundForward(Forward):
         empty = torch.empty(0, dtype=self.dtype, device=self.lengths.device)
         if not isinstance(attention, Attention):
             qkv = mixer = latent = None
-            if isinstance(attention, DeltaNet | Mamba):
+            if isinstance(attention, DeltaNet | Mamba | GatedConvolution):
                 qkv, mixer = self._mixer(model, attention, apart)
             elif attention is not None:
                 qkv, latent = self._latent(model, attention, tables, apart)
@@ -225,11 +230,11 @@ class BoundForward(Forward):
     def _mixer(
         self,
         model: nn.Module,
-        found: DeltaNet | Mamba,
+        found: DeltaNet | Mamba | GatedConvolution,
         apart: dict[str, None],
         result_scale: float = 1.0,
-    ) -> tuple[Product, BoundDelta | BoundMamba]:
-        """The product of a recurrent mixer's inputs, and the mixer with an empty state."""
+    ) -> tuple[Product, BoundMixer]:
+        """The product of the inputs of a mixer, and the mixer with an empty state."""
         products = []
         for slices in (found.inputs, *((found.rates,) if isinstance(found, DeltaNet) else ())):
             product, reason = find_product(model, slices, interleave=False)
@@ -238,12 +243,14 @@ class BoundForward(Forward):
             products.append(product)
         device = self.lengths.device
         ring = torch.zeros((self.batch, found.taps, found.convolved), dtype=self.dtype, device=device)
+        if isinstance(found, GatedConvolution):
+            weights = ConvolutionWeights(*convolution_weights(model, found.convolution), found.gate)
+            return products[0], BoundConvolution(found, weights, ring)
         if isinstance(found, Mamba):
             state = torch.zeros((self.batch, found.heads, found.state_dim, found.head_dim), device=device)
             return products[0], BoundMamba(found, mamba_weights(model, found, result_scale), ring, state)
         state = torch.zeros((self.batch, found.value_heads, found.key_dim, found.value_dim), device=device)
-        weights = self._delta_weights(model, found)
-        return products[0], BoundDelta(found, products[1], weights, ring, state)
+        return products[0], BoundDelta(found, products[1], self._delta_weights(model, found), ring, state)
 
     def _delta_weights(self, model: nn.Module, net: DeltaNet) -> DeltaWeights:
         norm = row_norm(model, net.norm, self.dtype)

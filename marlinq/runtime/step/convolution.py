@@ -1,11 +1,13 @@
-"""The short convolution of a recurrent mixer in torch, with its last inputs."""
+"""Short convolutions in torch with their last inputs: of a recurrent mixer, and between gates."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Sequence
 
-from marlinq.models.convolution import convolve
+import torch
+from torch import Tensor, nn
+
+from marlinq.models.convolution import GatedConvolution, convolve
 
 
 class ShortConvolution:
@@ -41,3 +43,50 @@ class ShortConvolution:
         result = convolve(x, self.before, self._weight, self._bias)
         self.before.copy_(torch.cat((self.before[:, 1:], x), 1))
         return result
+
+
+def convolution_weights(model: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
+    """(weight [C, taps], bias [C] or None) of the depthwise convolution ``name``, in float32."""
+    held = dict(model.get_submodule(name).named_parameters())
+    bias = held.get("bias")
+    weight = held["weight"].detach()[:, 0].float().contiguous()
+    return weight, None if bias is None else bias.detach().float().contiguous()
+
+
+class ConvolutionLayer:
+    """A gated convolution in the place of attention, with the last inputs of every row.
+
+    Args:
+        model: the model with the modules that ``mixer`` names.
+        mixer: description of the gated convolution.
+        inputs: function of its input projection, which returns the parts.
+        batch: B.
+        dtype: dtype of activations.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mixer: GatedConvolution,
+        inputs: Callable[[Tensor], Sequence[Tensor]],
+        batch: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.mixer, self._inputs = mixer, inputs
+        weight, bias = convolution_weights(model, mixer.convolution)
+        self._convolution = ShortConvolution(weight, bias, batch, dtype)
+
+    def prompts(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Forget earlier inputs and read prompts x [B, T, hidden]; each row has ``lengths`` [B] tokens, then
+        padding.
+
+        Returns:
+            [B, T, 1, width].
+        """
+        given, gate = self.mixer.parts(self._inputs(x))
+        return (gate * self._convolution.prompts(given, lengths))[:, :, None]
+
+    def step(self, x: Tensor) -> Tensor:
+        """The next token of every row: x [B, 1, hidden] to [B, 1, 1, width]."""
+        given, gate = self.mixer.parts(self._inputs(x))
+        return (gate * self._convolution.step(given))[:, :, None]

@@ -1,4 +1,4 @@
-"""Prompts through a recurrent mixer of the chain, in torch, behind its projections."""
+"""Prompts through a recurrent mixer or gated convolution of the chain, in torch, behind its projections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from marlinq.models.convolution import convolve
 from marlinq.models.delta_net import delta_rule, heads_of
 from marlinq.models.mamba import gated, scan, tokens_of
-from marlinq.runtime.step.bound import BoundDelta, BoundMamba
+from marlinq.runtime.step.bound import BoundConvolution, BoundDelta, BoundMamba
 
 
 def read_delta(
@@ -33,7 +33,8 @@ def read_delta(
     *parts, gate = net.inputs.split(joined[..., : sum(net.inputs.widths)])
     beta, step = net.rates.split(rates[..., : sum(net.rates.widths)])
     there = (ends - start).clamp(0, joined.shape[1])
-    convolved = _convolved(torch.cat(parts, -1), delta.ring[part], weights.weight, None, start, there)
+    joined_parts, ring = torch.cat(parts, -1), delta.ring[part]
+    convolved = F.silu(_convolved(joined_parts, ring, weights.weight, None, start, there))
     heads = heads_of(net, convolved, beta, step, weights.decay, weights.step_bias)
     # Padding must neither decay nor change the state.
     padding = _padding(joined, there)
@@ -54,12 +55,22 @@ def read_mamba(bound: BoundMamba, joined: Tensor, part: slice, start: int, ends:
     gate, *parts, step = mixer.inputs.split(joined[..., : sum(mixer.inputs.widths)])
     there = (ends - start).clamp(0, joined.shape[1])
     inputs, ring = torch.cat(parts, -1), bound.ring[part]
-    convolved = _convolved(inputs, ring, weights.weight, weights.bias, start, there)
+    convolved = F.silu(_convolved(inputs, ring, weights.weight, weights.bias, start, there))
     tokens = tokens_of(mixer, convolved, step, weights.step_bias)
     # Padding must neither decay nor change the state.
     tokens = tokens._replace(steps=tokens.steps.masked_fill(_padding(joined, there), 0.0))
     mixed = scan(tokens, weights.rates, weights.skip, state)
     return (weights.result_scale * gated(mixer, mixed, gate, weights.norm)).to(joined.dtype)
+
+
+def read_convolution(
+    bound: BoundConvolution, joined: Tensor, part: slice, start: int, ends: Tensor
+) -> Tensor:
+    """As :func:`read_delta`, of a gated convolution: [b, T, channels]."""
+    inputs, weights = bound.mixer.inputs, bound.weights
+    given, gate = bound.mixer.parts(inputs.split(joined[..., : sum(inputs.widths)]))
+    there = (ends - start).clamp(0, joined.shape[1])
+    return gate * _convolved(given, bound.ring[part], weights.weight, weights.bias, start, there)
 
 
 def _emptied(state: Tensor, start: int) -> Tensor:
@@ -75,14 +86,14 @@ def _padding(x: Tensor, there: Tensor) -> Tensor:
 def _convolved(
     inputs: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None, start: int, there: Tensor
 ) -> Tensor:
-    """``silu`` of the convolution of ``inputs`` [b, T, C]; ``ring`` then holds the last of the first
+    """The convolution of ``inputs`` [b, T, C]; ``ring`` then holds the last of the first
     ``there`` [b] inputs, and is emptied before if ``start``, the first one's position, is 0."""
     if start == 0:
         ring.zero_()
     taps = ring.shape[1]
     places = torch.arange(taps - 1, device=inputs.device)
     before = ring[:, (start - (taps - 1) + places) % taps]
-    result = F.silu(convolve(inputs, before, weight, bias))
+    result = convolve(inputs, before, weight, bias)
     last = there[:, None] + places
     kept = torch.cat((before, inputs), 1).gather(1, last[..., None].expand(-1, -1, inputs.shape[-1]))
     slots = (start - (taps - 1) + last) % taps

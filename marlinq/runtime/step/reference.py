@@ -13,6 +13,7 @@ from marlinq.models.anatomy import (
     Anatomy,
     Attention,
     DeltaNet,
+    GatedConvolution,
     LatentAttention,
     Layer,
     Mamba,
@@ -20,6 +21,7 @@ from marlinq.models.anatomy import (
     Norm,
 )
 from marlinq.runtime.step.attention import attention_sinks, capped, causal_attention, masked, one_query
+from marlinq.runtime.step.convolution import ConvolutionLayer
 from marlinq.runtime.step.delta import DeltaLayer
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.functions import (
@@ -37,8 +39,10 @@ from marlinq.runtime.step.mamba import MambaLayer
 from marlinq.runtime.step.rotations import Rotations, Turns
 from marlinq.runtime.threads import threads_at_most
 
-Mixing = Attention | LatentAttention | DeltaNet | Mamba | None
+Mixing = Attention | LatentAttention | DeltaNet | Mamba | GatedConvolution | None
 """What stands in a layer's place of attention."""
+
+MixerLayer = DeltaLayer | MambaLayer | ConvolutionLayer
 
 MOST_VERIFIED = 8
 """Tokens of a verification: products of up to eight rows read the weights once."""
@@ -209,7 +213,7 @@ class ReferenceForward(Forward):
             logits = logits * self.anatomy.logit_scale
         return capped(logits, self.anatomy.logit_softcap)
 
-    def _prompt_mixer(self, mixer: DeltaLayer | MambaLayer | None) -> Function | None:
+    def _prompt_mixer(self, mixer: MixerLayer | None) -> Function | None:
         return None if mixer is None else lambda x: mixer.prompts(x, self.lengths)
 
     def _prompt_attention(self, index: int, parts: _LayerParts, turns: Turns) -> Function | None:
@@ -416,8 +420,10 @@ def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
     return x if gate is None else x * torch.sigmoid(gate)
 
 
-def _mixer(model: nn.Module, mixer: Mixing, batch: int, dtype: torch.dtype) -> DeltaLayer | MambaLayer | None:
-    """The recurrent mixer in the place of attention, or None."""
+def _mixer(model: nn.Module, mixer: Mixing, batch: int, dtype: torch.dtype) -> MixerLayer | None:
+    """The recurrent mixer or gated convolution in the place of attention, or None."""
+    if isinstance(mixer, GatedConvolution):
+        return ConvolutionLayer(model, mixer, parts_of(model, mixer.inputs), batch, dtype)
     if isinstance(mixer, Mamba):
         return MambaLayer(model, mixer, parts_of(model, mixer.inputs), batch, dtype)
     if not isinstance(mixer, DeltaNet):

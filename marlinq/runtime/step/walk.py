@@ -12,16 +12,18 @@ from marlinq.kernels.experts import routed_experts
 from marlinq.kernels.step import ROUTER_WIDEST, Addition, Gather, Prepared, RoutedRows, RowNorm
 from marlinq.models.anatomy import Anatomy, Groups
 from marlinq.runtime.step.bound import (
+    BoundConvolution,
     BoundDelta,
     BoundLatent,
     BoundLayer,
     BoundMamba,
+    BoundMixer,
     BoundMixture,
     BoundMLP,
 )
 from marlinq.runtime.step.bound_forward import BoundForward
 from marlinq.runtime.step.latent_prompts import append_latents
-from marlinq.runtime.step.mixer_prompts import read_delta, read_mamba
+from marlinq.runtime.step.mixer_prompts import read_convolution, read_delta, read_mamba
 from marlinq.runtime.step.products import Product
 
 # Rows up to which the router's kernel also adds and normalises its input, which every block of a row repeats.
@@ -293,6 +295,8 @@ class Walk:
         forward, layer = self.forward, self.forward.layers[index]
         if isinstance(layer.mixer, BoundDelta):
             return self._delta(layer.mixer, joined)
+        if isinstance(layer.mixer, BoundConvolution):
+            return self._convolution(layer.mixer, joined)
         if layer.mixer is not None:
             return self._mamba(layer.mixer, joined)
         if layer.latent is not None:
@@ -326,6 +330,14 @@ class Walk:
         out = self.empty("attended", joined.shape[0], delta.net.value_heads * delta.net.value_dim)
         ring, state = delta.ring[self.part], delta.state[self.part]
         self.launch(kernels.delta(joined, rates, out, ring, state, self.lengths, delta.weights))
+        return out
+
+    def _convolution(self, bound: BoundConvolution, joined: Tensor) -> Tensor:
+        """The results of a gated convolution, [M, channels]."""
+        out = self.empty("attended", joined.shape[0], bound.weights.channels)
+        self.launch(
+            kernels.gated_convolution(joined, out, bound.ring[self.part], self.lengths, bound.weights)
+        )
         return out
 
     def latent_queries(self, latent: BoundLatent, joined: Tensor) -> tuple[Tensor, Tensor]:
@@ -392,13 +404,15 @@ class Walk:
         else:
             self._beside = self.read_mixer(beside.mixer, self._beside, start, ends)
 
-    def read_mixer(self, mixer: BoundDelta | BoundMamba, joined: Tensor, start: int, ends: Tensor) -> Tensor:
-        """The results of a recurrent mixer for prompts' tokens from position ``start`` on; ``ends`` [b] are
+    def read_mixer(self, mixer: BoundMixer, joined: Tensor, start: int, ends: Tensor) -> Tensor:
+        """The results of a mixer for prompts' tokens from position ``start`` on; ``ends`` [b] are
         the tokens of each prompt."""
         rows, each = joined.shape[0] // self.tokens_each, self.tokens_each
         given = joined.reshape(rows, each, -1)
         if isinstance(mixer, BoundMamba):
             return read_mamba(mixer, given, self.part, start, ends).flatten(0, 1)
+        if isinstance(mixer, BoundConvolution):
+            return read_convolution(mixer, given, self.part, start, ends).flatten(0, 1)
         assert self._rates is not None
         rates, self._rates = self._rates.reshape(rows, each, -1), None
         return read_delta(mixer, given, rates, self.part, start, ends).flatten(0, 1)

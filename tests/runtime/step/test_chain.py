@@ -31,7 +31,7 @@ from tests.testing.tiny_models import tiny_model
 TOLERANCE = 4e-3
 
 DELTA_NETS = ("qwen3.5", "qwen3-next")
-MIXERS = ("bamba", "granite-4", "nemotron-h", "falcon-h1", "mamba-2")
+MIXERS = ("bamba", "granite-4", "nemotron-h", "falcon-h1", "mamba-2", "lfm2", "lfm2-biases")
 LATENT = "deepseek-v3"
 MODELS = [
     *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3"),

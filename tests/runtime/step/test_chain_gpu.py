@@ -222,7 +222,13 @@ def test_mixtures(name: str, dtype: torch.dtype) -> None:
 # The first blocks, with all kinds of parts.
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("granite-4.0-h-small", 6), ("nemotron-h-8b", 9), ("glm-4.7-flash", 2), ("deepseek-v2-lite", 2)],
+    [
+        ("granite-4.0-h-small", 6),
+        ("nemotron-h-8b", 9),
+        ("glm-4.7-flash", 2),
+        ("deepseek-v2-lite", 2),
+        ("lfm2-8b-a1b", 3),
+    ],
 )
 def test_published_sizes_are_decoded_by_the_chain(name: str, layers: int) -> None:
     model = synthetic_model(Synthetic(name, layers=layers), device="cuda", dtype="float16").model

@@ -17,6 +17,7 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.step import (
     Addition,
     Arrangement,
+    ConvolutionWeights,
     DeltaWeights,
     Division,
     Gather,
@@ -33,6 +34,7 @@ from marlinq.kernels.step import (
 from tests.kernels.step_problems import (
     expected_activation,
     expected_attention,
+    expected_convolution,
     expected_delta,
     expected_groups,
     expected_latent,
@@ -50,6 +52,7 @@ __all__ = [
     "attend",
     "bind",
     "delta",
+    "gated_convolution",
     "latent_attend",
     "latent_queries",
     "latent_values",
@@ -280,6 +283,17 @@ def delta(
         mixed, last, kept = expected_delta(x, rates, ring, state, lengths, weights)
         out.copy_(mixed)
         state.copy_(last)
+        ring.copy_(kept)
+
+    return Prepared(run)
+
+
+def gated_convolution(
+    x: Tensor, out: Tensor, ring: Tensor, lengths: Tensor, weights: ConvolutionWeights
+) -> Prepared:
+    def run(_: Prepared) -> None:
+        mixed, kept = expected_convolution(x, ring, lengths, weights)
+        out.copy_(mixed)
         ring.copy_(kept)
 
     return Prepared(run)
