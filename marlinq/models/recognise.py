@@ -40,6 +40,7 @@ from marlinq.models.building import parameters_on_meta
 from marlinq.models.experts import find_experts
 from marlinq.models.formulas import (
     ACTIVATIONS,
+    TOLERANCE,
     ExpertActivation,
     NormFormula,
     clamped_swiglu,
@@ -737,6 +738,8 @@ class _Block:
                     share = taken / taken.sum(-1, keepdim=True) if normalised else taken
                     scale = factor(routed.weights.float(), share)
                     if scale is not None:
+                        # Some models add up to 1e-6 to the sum that they divide by.
+                        scale = tidy(scale, TOLERANCE)
                         kind: Literal["softmax", "sigmoid"] = "softmax" if scoring == "softmax" else "sigmoid"
                         router = Router(
                             *(call.name, count, top, kind, normalised, scale, correction, groups, call.wide),

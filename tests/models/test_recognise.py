@@ -17,6 +17,7 @@ from marlinq.models.anatomy import (
     GatedConvolution,
     LatentAttention,
     Mamba,
+    Mixture,
     Unrecognised,
 )
 from marlinq.models.blueprint import decoder_blocks
@@ -54,7 +55,9 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
             named = {*mixer.inputs.modules, mixer.query, mixer.expansion, mixer.output}
         elif mixer is not None:
             named = {*mixer.qkv.modules, mixer.output}
-        if mlp is not None:
+        if isinstance(mlp, Mixture):
+            named |= {each.name for each in block.projections if each.name.startswith(f"{mlp.experts}.")}
+        elif mlp is not None:
             named |= {*mlp.inputs.modules, mlp.down}
         if layer.beside is not None:
             named |= {*layer.beside.inputs.modules, layer.beside.output}

@@ -287,6 +287,16 @@ _LFM2: dict[str, Any] = {
 KNOWN |= {
     "lfm2": Decoder("lfm2", _LFM2),
     "lfm2-biases": Decoder("lfm2", {**_LFM2, "conv_bias": True, "conv_L_cache": 4}),
+    "lfm2-moe": Decoder(
+        "lfm2_moe",
+        {
+            **_LFM2,
+            "num_dense_layers": 1,
+            "moe_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 """Name -> decoder with short convolutions between gates."""
 
