@@ -77,7 +77,7 @@ coverage: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m lab.figures
-	$(BIN)/python -m marlinq.cli.reference docs/cli.md
+	$(BIN)/python -m marlinq.cli.command_reference docs/cli.md
 	$(BIN)/python -m lab.kernels.resources build/kernel-resources.md
 
 survey: $(INSTALLED)

@@ -33,7 +33,7 @@ from marlinq.formats import (
     register_format,
 )
 from marlinq.formats.dialects import DIALECTS, Dialect, Keys, QuantizationConfig, register_dialect
-from marlinq.formats.layouts.base import g_idx_refusal
+from marlinq.formats.layouts.layout import g_idx_refusal
 from marlinq.methods import METHODS, Method, MethodOptions, SolveReport, Statistics, register_method
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.runtime import OPERATORS, Estimate, Operator, Setting, register_operator

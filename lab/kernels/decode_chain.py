@@ -31,7 +31,7 @@ from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.raw_kernel import INT32, POINTER, RawKernel
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS
-from marlinq.operations.bench.peers.base import Contender, Run
+from marlinq.operations.bench.peers.contenders import Contender, Run
 from marlinq.operations.bench.peers.own import Marlinq
 from marlinq.operations.bench.shapes import MODELS, Layer
 from marlinq.operations.bench.timing import capture, time_in_turn

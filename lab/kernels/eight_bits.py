@@ -16,10 +16,10 @@ from marlinq.core.float_elements import E4M3 as ELEMENT
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Activations
 from marlinq.kernels import GEMMS, device_numbers
-from marlinq.kernels.choose.eight_bits import decide_eight_bits, estimate
+from marlinq.kernels.choose.eight_bit_decision import decide_eight_bits, estimate
 from marlinq.kernels.contract.weight_formats import E4M3
-from marlinq.kernels.launch.eight_bits import plain_bytes, quantize_rows
-from marlinq.kernels.ops.eight_bits import fp8_a8_gemm
+from marlinq.kernels.launch.eight_bit_product import plain_bytes, quantize_rows
+from marlinq.kernels.ops.fp8_a8 import fp8_a8_gemm
 from marlinq.operations.bench.shapes import Layer, layers_of
 from marlinq.operations.bench.timing import capture, copies_for, time_in_turn
 from marlinq.operations.bench.weights import random_weight

@@ -3,10 +3,10 @@
     python lab/kernels/experts_chain.py --batch 4 --batch 16 --layers 12
 
 The way that a layer's experts are launched is chosen by a model of the layer's time alone
-(``marlinq.kernels.experts.choose``), but in a chain its launches overlap with others. The fastest expected
-way of each kind is recorded as a whole step and replayed in turn with the others. Printed are microseconds
-per layer, without the head, over random keys and values, and the distance of its logits from those of the
-chosen way.
+(``marlinq.kernels.experts.experts_decision``), but in a chain its launches overlap with others. The fastest
+expected way of each kind is recorded as a whole step and replayed in turn with the others. Printed are
+microseconds per layer, without the head, over random keys and values, and the distance of its logits from
+those of the chosen way.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 from marlinq.core.progress import no_progress
 from marlinq.kernels import Device, dependent_launches, device_numbers
 from marlinq.kernels.driver.cache import compile_missing
-from marlinq.kernels.experts.choose import decide_experts, direct_variants, sorted_variants
 from marlinq.kernels.experts.configurations import ExpertsDecision, ExpertsShape
+from marlinq.kernels.experts.experts_decision import decide_experts, direct_variants, sorted_variants
 from marlinq.kernels.experts.launch import instantiations
 from marlinq.models.anatomy import Anatomy
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
 from marlinq.runtime.step import recorded_step
 from marlinq.runtime.step.chain import ChainForward
-from marlinq.runtime.step.choose import _anatomy
+from marlinq.runtime.step.forward_choice import _anatomy
 from marlinq.runtime.step.recorded_step import RecordedStep
 
 _REPLAYS = 25

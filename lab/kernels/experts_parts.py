@@ -26,14 +26,14 @@ from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.cuda_driver import on_device
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.experts import ExpertWeights
-from marlinq.kernels.experts.choose import _alone, _shared, decide_experts, decisions
 from marlinq.kernels.experts.configurations import DirectDecision, ExpertsDecision, ExpertsShape
+from marlinq.kernels.experts.experts_decision import _alone, _shared, decide_experts, decisions
 from marlinq.kernels.experts.launch import Workspace, instantiations, layer_steps, shape_of, start
 from marlinq.operations.bench.expert_shapes import EXPERT_LAYERS, ExpertsLayer
 from marlinq.operations.bench.experts import even_routings
-from marlinq.operations.bench.peers.base import Routing
+from marlinq.operations.bench.peers.contenders import Routing
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.operations.bench.timing import Recording, capture, launches_for, time_in_turn
 

@@ -46,7 +46,7 @@ from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.compiler import nvrtc_version
 from marlinq.kernels.driver.cuda_driver import empty_strided
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.call import prepare
 from marlinq.kernels.ops.operators import OPERATORS, w4a16_gemm
 from marlinq.operations.bench.hardware import hardware_line

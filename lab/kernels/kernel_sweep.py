@@ -29,7 +29,7 @@ from marlinq.kernels.choose.decision import estimates
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import INT4, INT4_SPARSE
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
 from marlinq.operations.bench.hardware import hardware_line

@@ -31,7 +31,7 @@ from marlinq.operations.bench.hardware import hardware_line
 from marlinq.runtime import QuantLinear
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.recorded_step import RecordedStep
-from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step.reference_forward import ReferenceForward
 
 HIDDEN, HEADS, KV, D, INNER, VOCABULARY = 4096, 32, 8, 128, 14336, 128256
 GROUP = 128

@@ -38,7 +38,7 @@ from quantize_time import PARTS, split_into, write_text  # type: ignore[import-n
 
 from marlinq import quantize
 from marlinq.operations.quantize.expert_solves import ExpertQuantizer
-from marlinq.operations.quantize.experts import ExpertCalibration
+from marlinq.operations.quantize.expert_statistics import ExpertCalibration
 from marlinq.operations.quantize.recipe import Recipe
 
 EXPERTS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD = 128, 2048, 768, 32, 4, 128

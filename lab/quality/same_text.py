@@ -29,7 +29,7 @@ from torch import Tensor
 from marlinq.core.errors import MarlinqError
 from marlinq.runtime import generate, load
 from marlinq.runtime.loading import LoadedModel
-from marlinq.runtime.step.choose import choose_forward
+from marlinq.runtime.step.forward_choice import choose_forward
 
 PROMPTS = (
     "The history of the lighthouse begins",

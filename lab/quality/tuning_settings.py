@@ -36,15 +36,15 @@ from torch import Tensor
 from marlinq import load
 from marlinq.calibration import Document, make_batches
 from marlinq.checkpoint import Checkpoint
-from marlinq.methods import gpu
+from marlinq.methods import panel_kernel
 from marlinq.methods import tuning as tuning_module
 from marlinq.models import BlockReplay, ModelInstance, build_blueprint
-from marlinq.operations.evaluate.text import read_windows
+from marlinq.operations.evaluate.windows import read_windows
 from marlinq.operations.quantize.budget import logits_at_once
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.reproducible import reproducible
-from marlinq.operations.quantize.tuning import TuningSettings, run
+from marlinq.operations.quantize.tuning import TuningSettings, tuning_run
 from marlinq.operations.quantize.tuning import loop as loop_module
 from marlinq.operations.quantize.tuning.loop import Loop
 from marlinq.operations.quantize.tuning.student import Student
@@ -127,7 +127,7 @@ def main() -> None:
         )
         loop_module._SMALL = int(asked.get("graph", 1)) << 30
         patched: Any = tuning_module
-        patched.has_panel_kernel = gpu.has_panel_kernel if int(asked.get("fused", 1)) else _never
+        patched.has_panel_kernel = panel_kernel.has_panel_kernel if int(asked.get("fused", 1)) else _never
         tuning_module._LARGEST_REMAINDER = float(asked.get("rem", 0.45))
         with reproducible(bench.device):
             lines = _try(bench, instance, documents, settings, asked, lessons)
@@ -325,7 +325,7 @@ def _never(device: torch.device) -> bool:
 def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any, lessons: Any) -> Any:
     learning, held_out = hold_out(documents)
     length, count = int(asked.get("row", 512)), int(asked.get("rows", 512))
-    places = int(asked.get("places", run._PLACES[bench.device.type]))
+    places = int(asked.get("places", tuning_run._PLACES[bench.device.type]))
     key = f"{length} {count} {places} {asked.get('whole')} {settings.seed}"
     if key not in lessons:
         for old in list(lessons):

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from marlinq.operations.bench.synthetic import Synthetic
-from marlinq.operations.recommend.costs import COSTS, decode
 from marlinq.operations.recommend.gpus import find_gpu
-from marlinq.operations.recommend.schemes import compared
 from marlinq.operations.recommend.shape import shape_of
+from marlinq.operations.recommend.step_times import COSTS, decode
+from marlinq.operations.recommend.weight_types import compared
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "recommend-h200.json"
 NAMES = {"16": "16 bits", "int4": "int4 g128"}

@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.evaluate import evaluate
 from marlinq.runtime import LoadedModel, load
-from marlinq.runtime.step.choose import choose_forward
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.forward_choice import choose_forward
 
 _PROFILED_STEPS = 10
 _PROFILED_ROWS = 12

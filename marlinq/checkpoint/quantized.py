@@ -17,7 +17,7 @@ from marlinq.core.rules import Keep
 from marlinq.core.weight import Grid, QuantizedWeight
 from marlinq.formats import FORMATS, LAYOUTS, Format, Layout, ModuleSpec, StoredWeight, TensorSpec
 from marlinq.formats.dialects import QuantizationConfig, is_head
-from marlinq.formats.layouts.base import UNQUANTIZED
+from marlinq.formats.layouts.layout import UNQUANTIZED
 from marlinq.formats.stored import check_zero_points
 
 if TYPE_CHECKING:

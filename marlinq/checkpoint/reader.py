@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor
-from marlinq.checkpoint.hub import WANTED, download
+from marlinq.checkpoint.hub_download import WANTED, download
 from marlinq.checkpoint.source import SourceFile, reading
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.files import kind_of, read_regular
+from marlinq.core.model_source import local_folder
 from marlinq.core.progress import ReportProgress
-from marlinq.core.sources import local_folder
 
 if TYPE_CHECKING:
     import torch
@@ -180,11 +180,11 @@ def locate(
     wanted: Sequence[str] = WANTED,
 ) -> Path:
     """The local folder of ``source``; of a Hub id the files ``wanted`` are downloaded
-    (:func:`marlinq.checkpoint.hub.download`).
+    (:func:`marlinq.checkpoint.hub_download.download`).
 
     Raises:
         UsageError: there is a revision, but ``source`` is a folder.
-        MarlinqError: as :func:`~marlinq.checkpoint.hub.download`.
+        MarlinqError: as :func:`~marlinq.checkpoint.hub_download.download`.
     """
     folder, text = local_folder(source), os.fspath(source)
     if folder is None:

@@ -11,9 +11,9 @@ from marlinq.cli.options import output_options, revision_option, shard_size_opti
 from marlinq.cli.output import print_report, showing_progress
 from marlinq.cli.types import FORMAT, PAIR, SOURCE, TARGET, SettingType
 from marlinq.core.errors import UsageError
+from marlinq.core.model_source import local_folder
 from marlinq.core.schemes import SCHEMES
 from marlinq.core.settings import Choice
-from marlinq.core.sources import local_folder
 
 _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARGET SRC DST"
 

@@ -22,8 +22,8 @@ from marlinq.cli.options import (
 from marlinq.cli.output import Report, print_message, print_report, showing_progress
 from marlinq.cli.types import CALIBRATION, FOLDER, FORMAT, SOURCE, SettingType
 from marlinq.core.devices import rank_and_size
+from marlinq.core.model_source import local_folder
 from marlinq.core.settings import Flag, Kind, kinds, meanings
-from marlinq.core.sources import local_folder
 from marlinq.methods import METHODS
 from marlinq.operations.quantize.early import refuse_by_config
 from marlinq.operations.quantize.override import Override

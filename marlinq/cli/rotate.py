@@ -16,7 +16,7 @@ from marlinq.cli.options import (
 )
 from marlinq.cli.output import print_report, showing_progress
 from marlinq.cli.types import FOLDER, SOURCE
-from marlinq.core.sources import local_folder
+from marlinq.core.model_source import local_folder
 
 
 @click.command("rotate", short_help="Rotate a model's residual stream, so that 4 bits cost less.")

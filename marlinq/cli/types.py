@@ -13,8 +13,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from marlinq.core.errors import CheckpointError
+from marlinq.core.model_source import local_folder
 from marlinq.core.settings import AUTO, NONE, Automatic, Choice, Kind, Unset, parse_bytes
-from marlinq.core.sources import local_folder
 from marlinq.formats import FORMATS
 
 _FORMAT_SPELLINGS = {

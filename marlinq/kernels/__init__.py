@@ -14,10 +14,10 @@ from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.driver.cache import DamagedCache, KernelSpills
 from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.precompile import LayerShape, precompile, precompile_model
+from marlinq.kernels.ops.gemm_reference import reference_gemm
 from marlinq.kernels.ops.operators import GEMMS, w4a16_gemm
-from marlinq.kernels.ops.reference import reference_gemm
 from marlinq.kernels.variants import KERNELS
 
 

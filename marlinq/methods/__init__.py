@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from marlinq.methods.base import Inputs, Method, MethodOptions, SolveReport, Statistics
 from marlinq.methods.gptq import GPTQ, GPTQOptions
 from marlinq.methods.imatrix import Imatrix, ImatrixOptions
 from marlinq.methods.input_range import StaticRTN
+from marlinq.methods.method import Inputs, Method, MethodOptions, SolveReport, Statistics
 from marlinq.methods.rtn import RTN, RTNOptions
 
 METHODS: dict[str, Method[Any, Any]] = {}

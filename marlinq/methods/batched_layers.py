@@ -23,10 +23,10 @@ from marlinq.core.dtypes import torch_dtype
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels.solve import PANEL_ROWS, PanelTensors, round_panels
-from marlinq.methods.base import SolveReport
 from marlinq.methods.factor import inverse_triangles
 from marlinq.methods.grid import minmax_grid, search_factors
 from marlinq.methods.hessian import tensor_cores
+from marlinq.methods.method import SolveReport
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.methods.solution import Solution
 

@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from marlinq.methods.base import real_rows
 from marlinq.methods.factor import Factor
 from marlinq.methods.hessian import HessianAccumulator, add_rounded_products, tensor_cores
+from marlinq.methods.method import real_rows
 
 if TYPE_CHECKING:
     import torch

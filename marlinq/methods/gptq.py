@@ -23,12 +23,12 @@ from marlinq.core.errors import NumericsError, UnsupportedError
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Choice, Flag, Fraction, ProperShare, Share, setting
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods.base import Inputs, Method, MethodOptions, SolveReport, check_weight, whole_groups
 from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_share
 from marlinq.methods.factor import Factor, channel_order, factorise
-from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.hessian import HessianAccumulator, tensor_cores
+from marlinq.methods.method import Inputs, Method, MethodOptions, SolveReport, check_weight, whole_groups
 from marlinq.methods.outputs import solve_in_parts
+from marlinq.methods.panel_kernel import has_panel_kernel
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.second_level import first_level, searched_second_level
 from marlinq.methods.slices import solve_slices

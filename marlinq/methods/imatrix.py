@@ -15,9 +15,9 @@ from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import NumericsError
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, real_rows, whole_groups
-from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.grid import nearest_scales, search_factors, search_grid
+from marlinq.methods.method import Method, MethodOptions, SolveReport, check_weight, real_rows, whole_groups
+from marlinq.methods.panel_kernel import has_panel_kernel
 from marlinq.methods.quantity import ErrorQuantity
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from marlinq.core.errors import NumericsError, UnsupportedError
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods.base import Method, SolveReport, real_rows
+from marlinq.methods.method import Method, SolveReport, real_rows
 from marlinq.methods.rtn import RTN, RTNOptions
 
 if TYPE_CHECKING:

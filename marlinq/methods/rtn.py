@@ -11,7 +11,8 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Flag, setting
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods.base import (
+from marlinq.methods.grid import minmax_grid, search_grid
+from marlinq.methods.method import (
     Method,
     MethodOptions,
     SolveReport,
@@ -19,7 +20,6 @@ from marlinq.methods.base import (
     check_weight,
     whole_groups,
 )
-from marlinq.methods.grid import minmax_grid, search_grid
 from marlinq.methods.pruning import smallest_removed
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.methods.second_level import first_level, second_level

@@ -20,8 +20,8 @@ from marlinq.core.sparsity import Sparsity
 from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels.solve import TunedTensors, launch, prepare_gradients, prepare_weight
 from marlinq.kernels.solve.panel import PreparedPanel
-from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.grid import storable_scales
+from marlinq.methods.panel_kernel import has_panel_kernel
 
 # Code units: a latent code begins at most so far from its code, and may lie so far beyond the first and last
 # code. Nearer to half a step, noise rather than the gradient would decide which code it rounds to.

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from marlinq.models.blueprint import Block, Blueprint, build_blueprint, describe
 from marlinq.models.conversion import Conversion, ConvertedTensors, converted, find_conversions
-from marlinq.models.experts import Experts, ExpertTokens, expert_inputs, tapped_layer
+from marlinq.models.fused_experts import Experts, ExpertTokens, expert_inputs, tapped_layer
 from marlinq.models.instance import ModelInstance, TensorSource
 from marlinq.models.names import TensorNames, without_false_ties
 from marlinq.models.projection import Projection, fused_experts, shared_inputs, tapped
 from marlinq.models.quantized_linears import check_linears, is_ignored, quantized_linears
 from marlinq.models.replay import BlockReplay
-from marlinq.models.stream import StreamFinder, streams_at
+from marlinq.models.residual_stream import StreamFinder, streams_at
 
 __all__ = [
     "Block",

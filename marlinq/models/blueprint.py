@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.models.building import build_on_meta
-from marlinq.models.experts import Experts, find_experts
+from marlinq.models.fused_experts import Experts, find_experts
 from marlinq.models.linears import is_linear, linear_shape, linear_weights
 from marlinq.models.plausible import StoredTensor
 from marlinq.models.projection import Projection
@@ -162,7 +162,7 @@ def build_blueprint(
     Raises:
         CheckpointError: transformers does not know the architecture, or rejects the config.
         UnsupportedError: the model has no list of equal decoder blocks, or an unknown layout of fused experts
-            (:mod:`marlinq.models.experts`).
+            (:mod:`marlinq.models.fused_experts`).
     """
     anew = partial(
         build_on_meta, dict(config), source=source, trust_remote_code=trust_remote_code, dtype=dtype

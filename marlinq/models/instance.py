@@ -14,7 +14,7 @@ from marlinq.checkpoint import Checkpoint, ReadAhead
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.models.blueprint import Blueprint
-from marlinq.models.experts import Experts
+from marlinq.models.fused_experts import Experts
 from marlinq.models.names import TensorNames
 from marlinq.models.projection import Projection
 

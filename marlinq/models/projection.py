@@ -117,7 +117,7 @@ def tapped(model: nn.Module, projections: Iterable[Projection], receive: Receive
     Args:
         model: module from which the projections' names start; their weights must be in memory.
         projections: projections that are modules; for experts of a fused parameter see
-            :func:`marlinq.models.experts.expert_inputs`.
+            :func:`marlinq.models.fused_experts.expert_inputs`.
         receive: function that gets each input.
     """
     with ExitStack() as stack:

@@ -37,7 +37,6 @@ from marlinq.models.anatomy import (
 )
 from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.building import parameters_on_meta
-from marlinq.models.experts import find_experts
 from marlinq.models.formulas import (
     ACTIVATIONS,
     TOLERANCE,
@@ -49,6 +48,7 @@ from marlinq.models.formulas import (
     norm_formula,
     tidy,
 )
+from marlinq.models.fused_experts import find_experts
 from marlinq.models.linears import is_linear
 from marlinq.models.recognise_attention import RotaryModules, attention_part
 from marlinq.models.recognise_groups import chosen_by, find_groups

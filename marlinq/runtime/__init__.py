@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from marlinq.runtime.decision import Candidate, Decision, decide
 from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.generation import Generation, Generations, Interrupted, generate, generate_batch
-from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.kernel_operand import marlin_operand, operand_refusal, stored_operand
 from marlinq.runtime.loading import LoadedModel, load
-from marlinq.runtime.operand import marlin_operand, operand_refusal, stored_operand
+from marlinq.runtime.operator_choice import Candidate, Decision, decide
 from marlinq.runtime.operators import OPERATORS, Estimate, Operator, Setting, register_operator
+from marlinq.runtime.quant_linear import QuantLinear
 from marlinq.runtime.sampling import GREEDY, Sampling
 
 __all__ = [

@@ -16,13 +16,13 @@ from marlinq.core.display import Block, Facts, Shown, lines
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.runtime.decision import summarize
 from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.loading import LoadedModel
+from marlinq.runtime.operator_choice import summarize
 from marlinq.runtime.operators import OPERATORS
 from marlinq.runtime.sampling import GREEDY, Sampling
 from marlinq.runtime.speculation import Speculated, Speculation
-from marlinq.runtime.step.choose import take_decoder
+from marlinq.runtime.step.forward_choice import take_decoder
 
 _CONTEXT_TOKENS = 8
 _REPLACEMENT = "\ufffd"

@@ -15,8 +15,8 @@ from marlinq.kernels.experts import (
     interleave_gate_up,
     routed_experts,
 )
-from marlinq.kernels.experts.reference import gated_product
-from marlinq.runtime.linear import QuantLinear
+from marlinq.kernels.experts.experts_reference import gated_product
+from marlinq.runtime.quant_linear import QuantLinear
 
 _TENSORS = ("words", "scales", "zeros", "bias")
 # Inputs on which activations are compared; the two most similar ones differ by 5e-4 there.

@@ -41,12 +41,12 @@ from marlinq.models import (
 )
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import recognise
-from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
+from marlinq.runtime.cpu_head import HalfWeightLinear, pack_head
 from marlinq.runtime.decoding import Decoders
-from marlinq.runtime.experts import check_experts, expert_bias, install_experts
-from marlinq.runtime.head import HalfWeightLinear, pack_head
-from marlinq.runtime.operand import KERNEL_LAYOUT
+from marlinq.runtime.kernel_operand import KERNEL_LAYOUT
+from marlinq.runtime.operator_choice import AUTO, Decision, decide, require_operator, summarize
 from marlinq.runtime.operators import OPERATORS, Setting
+from marlinq.runtime.packed_experts import check_experts, expert_bias, install_experts
 from marlinq.runtime.placement import place
 from marlinq.runtime.remembered import recognise_once
 from marlinq.runtime.timings import LoadTimings

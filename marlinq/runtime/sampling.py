@@ -24,7 +24,12 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UsageError
-from marlinq.kernels.launch.sampling import SamplerState, SampleTensors, precompile_sampling, sample_tokens
+from marlinq.kernels.launch.token_sampling import (
+    SamplerState,
+    SampleTensors,
+    precompile_sampling,
+    sample_tokens,
+)
 
 UNITS = 2.0**19
 """Distances of logits are counted in units of 1 / UNITS."""

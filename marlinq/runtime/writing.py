@@ -27,7 +27,7 @@ from marlinq.runtime.decoding import Decoder
 from marlinq.runtime.generation import end_tokens
 from marlinq.runtime.loading import LoadedModel
 from marlinq.runtime.sampling import Sampling
-from marlinq.runtime.step.choose import take_decoder
+from marlinq.runtime.step.forward_choice import take_decoder
 
 STAGE = "writing text"
 

@@ -9,7 +9,7 @@ import pytest
 from marlinq.calibration import read_documents
 from marlinq.calibration.chat import Chat, read_chat, render_chat
 from marlinq.core.errors import CheckpointError, UnsupportedError
-from marlinq.operations.evaluate.text import read_windows
+from marlinq.operations.evaluate.windows import read_windows
 from tests.testing.runnable_folders import save_tokenizer
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from marlinq.checkpoint.hub import download
+from marlinq.checkpoint.hub_download import download
 from marlinq.core import hub as core_hub
 from marlinq.core import hub_answers
 from marlinq.core.errors import CheckpointError, EnvironmentProblem, MarlinqError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from marlinq.core.sources import is_hub_id, local_folder
+from marlinq.core.model_source import is_hub_id, local_folder
 from tests.cli.test_main import HEAVY
 from tests.testing import forks
 from tests.testing.quantized_folders import plain_tensors, random_tuple, write

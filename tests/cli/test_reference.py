@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from marlinq.cli import COMMANDS
-from marlinq.cli.reference import reference
+from marlinq.cli.command_reference import reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 

@@ -11,7 +11,7 @@ from emulation.faults import Planted
 from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
 from marlinq.kernels.contract.weight_formats.byte_order import pack_bytes
 from marlinq.kernels.driver.compiler import compile_kernel
-from marlinq.kernels.launch import eight_bits
+from marlinq.kernels.launch import eight_bit_product
 from tests.emulation.gemm import SOURCES
 
 
@@ -29,23 +29,23 @@ def quantized(
 ) -> tuple[Tensor, Tensor]:
     """What the kernel makes of ``x``; scales as the launcher has them, without rows past M."""
     m, k = x.shape
-    rows, of_scales = eight_bits.quantized_shapes(m, k, group)
+    rows, of_scales = eight_bit_product.quantized_shapes(m, k, group)
     # Rows of x further apart than their channels.
     x = apart(torch.nn.functional.pad(x, (0, 64)))[:, :k]
     codes = apart(torch.zeros(rows, dtype=torch.uint8))
     scales = apart(torch.full(of_scales, torch.nan))
     given = None if given is None else apart(given.reshape(1))
-    text = eight_bits.row_instantiation(x.dtype, group, given=given is not None).text()
+    text = eight_bit_product.row_instantiation(x.dtype, group, given=given is not None).text()
     kernel = EmulatedKernel(builder.kernel(text, "quantize_rows", SOURCES, planted=planted))
     memory = [Memory("x", x), Memory("codes", codes, writable=True), Memory("scales", scales, writable=True)]
     address = 0
     if given is not None:
         memory.append(Memory("given", given))
         address = given.data_ptr()
-    arguments = eight_bits.RowArguments(
+    arguments = eight_bit_product.RowArguments(
         *(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), address), k, rows[0], x.stride(0)
     )
-    kernel.launch(m, eight_bits.ROW_THREADS, 0, arguments, memory)
+    kernel.launch(m, eight_bit_product.ROW_THREADS, 0, arguments, memory)
     return codes[:m], scales.t()[:m] if group else scales[:, None]
 
 
@@ -64,7 +64,7 @@ def test_rows_are_quantised_in_one_launch(
     x = activations(m, k, dtype)
     scale = None if given is None else torch.tensor(given)
     codes, scales = quantized(builder, x, group, scale)
-    expected, of_rows = eight_bits.quantize_rows(x, group, scale)
+    expected, of_rows = eight_bit_product.quantize_rows(x, group, scale)
     assert torch.equal(codes, expected.view(torch.uint8))
     assert torch.equal(scales, of_rows)
 
@@ -84,7 +84,7 @@ PLAIN_FAULTS = {
 def test_faults_planted_into_rows_are_seen(builder: Builder, name: str) -> None:
     planted, group = ROW_FAULTS[name]
     x = activations(2, 256, torch.bfloat16)
-    expected, of_rows = eight_bits.quantize_rows(x, group)
+    expected, of_rows = eight_bit_product.quantize_rows(x, group)
     try:
         codes, scales = quantized(builder, x, group, None, planted)
     except KernelFault:
@@ -96,11 +96,13 @@ def plain(builder: Builder, codes: Tensor, planted: Planted | None = None) -> Te
     k, n = codes.shape
     words, found = apart(pack_bytes(codes)), apart(torch.zeros(n, k, dtype=torch.uint8))
     kernel = EmulatedKernel(
-        builder.kernel(eight_bits.plain_instantiation().text(), "plain_bytes", SOURCES, planted=planted)
+        builder.kernel(
+            eight_bit_product.plain_instantiation().text(), "plain_bytes", SOURCES, planted=planted
+        )
     )
-    arguments = eight_bits.PlainArguments(words.data_ptr(), found.data_ptr(), k, n)
+    arguments = eight_bit_product.PlainArguments(words.data_ptr(), found.data_ptr(), k, n)
     memory = [Memory("words", words), Memory("plain", found, writable=True)]
-    kernel.launch(n // 64 * -(-k // 128), eight_bits.PLAIN_THREADS, 0, arguments, memory)
+    kernel.launch(n // 64 * -(-k // 128), eight_bit_product.PLAIN_THREADS, 0, arguments, memory)
     return found
 
 
@@ -124,10 +126,10 @@ def test_faults_planted_into_the_order_are_seen(builder: Builder, name: str) -> 
 def test_they_compile_without_spills(architecture: str) -> None:
     wanted = [
         *(
-            eight_bits.row_instantiation(torch.bfloat16, group, given=given)
+            eight_bit_product.row_instantiation(torch.bfloat16, group, given=given)
             for group, given in ((0, False), (0, True), (128, False))
         ),
-        eight_bits.plain_instantiation(),
+        eight_bit_product.plain_instantiation(),
     ]
     for instantiation in wanted:
         compiled = compile_kernel(instantiation, architecture)

@@ -11,7 +11,7 @@ from torch import Tensor
 from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
-from marlinq.kernels.launch.sampling import THREADS, SamplerState, SampleTensors, sample_config
+from marlinq.kernels.launch.token_sampling import THREADS, SamplerState, SampleTensors, sample_config
 from marlinq.runtime.sampling import FAULT, GREEDY, RING, Sampler, Sampling
 from tests.emulation.gemm import SOURCES
 from tests.testing.pairs import in_turn
@@ -48,7 +48,7 @@ def emulate(
     seed: int = 0,
     planted: Planted | None = None,
 ) -> None:
-    """What :func:`marlinq.kernels.launch.sampling.sample_tokens` does, on watched copies of the state."""
+    """Runs what :func:`marlinq.kernels.launch.token_sampling.sample_tokens` launches, on watched copies."""
     state = SamplerState(*(apart(tensor) if tensor.numel() else tensor for tensor in sampler.state))
     tensors = SampleTensors(apart(logits), state)
     config = sample_config(tensors, clusters=clusters, **sampler.shape._asdict())

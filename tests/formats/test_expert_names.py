@@ -8,7 +8,7 @@ import pytest
 
 from marlinq.formats import FORMATS, ModuleSpec
 from marlinq.formats.dialects import Keys, dialect_of, write_quantization_config
-from marlinq.formats.dialects.patterns import expert_layer, names_pattern, with_whole_experts
+from marlinq.formats.dialects.name_patterns import expert_layer, names_pattern, with_whole_experts
 from tests.testing.schemes import scheme
 
 PARTS = ("gate_proj", "up_proj", "down_proj")

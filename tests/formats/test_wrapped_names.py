@@ -14,7 +14,7 @@ import pytest
 
 from marlinq.formats import FORMATS, ModuleSpec
 from marlinq.formats.dialects import write_quantization_config
-from marlinq.formats.dialects.patterns import in_wrapper
+from marlinq.formats.dialects.name_patterns import in_wrapper
 from tests.testing.schemes import scheme
 
 RENAMINGS: dict[str, dict[str, str]] = {

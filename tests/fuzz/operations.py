@@ -27,7 +27,7 @@ import yaml
 
 from marlinq.core.errors import MarlinqError
 from marlinq.operations.evaluate.tasks.task_files import read_task
-from marlinq.operations.quantize import operation
+from marlinq.operations.quantize import quantize_model
 from marlinq.operations.quantize.candidates import CANDIDATES
 from marlinq.runtime import load
 from tests.fuzz.campaign import EXIT_CODES, Finding, Killed, Result, limited, quiet, run_here
@@ -120,7 +120,7 @@ def prepare(folder: Path, plain: Path) -> Prepared:
     )
     out = folder / "target"
     asked = ("--calibration", str(text), "--target-bits", str(_TARGET), *shared, "compressed-tensors")
-    with mock.patch.object(operation, "solve", side_effect=Killed):
+    with mock.patch.object(quantize_model, "solve", side_effect=Killed):
         assert run_here(["quantize", str(plain), str(out), *asked]) == "killed"
     save_mixture(folder / "mixture", "qwen3-moe")
     return Prepared(asked, out.with_name("target.partial"), sparse, folder / "mixture")

@@ -45,7 +45,7 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 import marlinq
-from marlinq.checkpoint.hub import download
+from marlinq.checkpoint.hub_download import download
 from marlinq.checkpoint.journal import JOURNAL
 from marlinq.core import confined, hub_answers, kept
 from marlinq.core import hub as core_hub

@@ -9,8 +9,8 @@ import pytest
 
 from marlinq.checkpoint import Checkpoint
 from marlinq.checkpoint import source as source_module
-from marlinq.operations.verify import operation as verify_operation
-from marlinq.operations.verify.report import Check
+from marlinq.operations.verify import verify_checkpoint as verify_operation
+from marlinq.operations.verify.verification_report import Check
 from tests.fuzz.campaign import AREAS, Campaign
 from tests.fuzz.mutations import MARKER
 from tests.testing.pairs import slow_but

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from marlinq.kernels.driver import cache
-from marlinq.operations.verify.report import MANIFEST_CHECK, Check
+from marlinq.operations.verify.verification_report import MANIFEST_CHECK, Check
 from tests.fuzz import campaign, operations
 from tests.fuzz.surfaces import RANKS_EVERY, Surfaces, _Case, on_a_local_hub
 from tests.testing.hub_server import Lie

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from marlinq.operations.quantize import Recipe, quantize
 from marlinq.runtime import load
-from marlinq.runtime.experts import PackedExperts
+from marlinq.runtime.packed_experts import PackedExperts
 from tests.testing.mixtures import save_mixture
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, interleave_gate_up
-from marlinq.kernels.experts.reference import gated_product, local_experts
+from marlinq.kernels.experts.experts_reference import gated_product, local_experts
 from tests.kernels.problems import random_operands
 
 

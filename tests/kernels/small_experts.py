@@ -14,9 +14,9 @@ import torch
 
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT8
 from marlinq.kernels.driver.cache import compile_missing
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.experts import ExpertWeights
-from marlinq.kernels.experts.choose import decisions
+from marlinq.kernels.experts.experts_decision import decisions
 from marlinq.kernels.experts.launch import instantiations, launch_experts, shape_of
 from tests.kernels.experts_problems import Layer, Shape, random_layer, random_routing
 from tests.kernels.problems import BOUND, relative_error

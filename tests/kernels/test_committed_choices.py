@@ -19,8 +19,8 @@ from marlinq.kernels import decide
 from marlinq.kernels.choose.measured import measured_choice
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.weight_formats import INT4
-from marlinq.kernels.experts.choose import decide_experts
 from marlinq.kernels.experts.configurations import ExpertsShape
+from marlinq.kernels.experts.experts_decision import decide_experts
 from tests.kernels.problems import int4_problem
 
 ROOT = Path(__file__).resolve().parents[2]

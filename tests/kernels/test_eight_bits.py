@@ -10,10 +10,10 @@ import torch
 from marlinq.core.float_elements import E4M3 as ELEMENT
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Activations
-from marlinq.kernels.choose.eight_bits import decide_eight_bits
+from marlinq.kernels.choose.eight_bit_decision import decide_eight_bits
 from marlinq.kernels.contract.problem import Problem
 from marlinq.kernels.contract.weight_formats import E4M3, INT8
-from marlinq.kernels.ops.eight_bits import fp8_a8_gemm
+from marlinq.kernels.ops.fp8_a8 import fp8_a8_gemm
 from tests.emulation.gemm import AMPERE, H200
 from tests.kernels.problems import random_operands, relative_error
 

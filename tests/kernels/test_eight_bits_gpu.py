@@ -7,8 +7,8 @@ import torch
 
 from marlinq.kernels import device_numbers
 from marlinq.kernels.contract.weight_formats import E4M3
-from marlinq.kernels.launch.eight_bits import plain_bytes, quantize_rows
-from marlinq.kernels.ops.eight_bits import fp8_a8_gemm
+from marlinq.kernels.launch.eight_bit_product import plain_bytes, quantize_rows
+from marlinq.kernels.ops.fp8_a8 import fp8_a8_gemm
 from marlinq.operations.bench.timing import capture
 from tests.kernels.problems import random_operands, relative_error
 

@@ -10,7 +10,7 @@ import torch
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
 from marlinq.kernels.experts import ACTIVATIONS, ExpertWeights, routed_experts
-from marlinq.kernels.experts.reference import expert_matrix
+from marlinq.kernels.experts.experts_reference import expert_matrix
 from tests.kernels.experts_problems import Shape, random_layer, random_routing
 from tests.kernels.problems import BOUND, relative_error
 

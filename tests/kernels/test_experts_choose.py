@@ -16,7 +16,14 @@ from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.instantiation import Instantiation, unit
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
 from marlinq.kernels.driver.compiler import compile_text
-from marlinq.kernels.experts.choose import (
+from marlinq.kernels.experts.configurations import (
+    DirectConfig,
+    DirectDecision,
+    ExpertsShape,
+    GroupedConfig,
+    SortedDecision,
+)
+from marlinq.kernels.experts.experts_decision import (
     _ROWS_MOST,
     Columns,
     decide_experts,
@@ -24,13 +31,6 @@ from marlinq.kernels.experts.choose import (
     direct_variants,
     grouped,
     sorted_variants,
-)
-from marlinq.kernels.experts.configurations import (
-    DirectConfig,
-    DirectDecision,
-    ExpertsShape,
-    GroupedConfig,
-    SortedDecision,
 )
 from marlinq.kernels.experts.launch import Workspace, instantiations, most_tiles
 from marlinq.kernels.variants.stream import StreamConfig

@@ -16,10 +16,10 @@ from torch import Tensor
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8
 from marlinq.kernels.driver.cache import compile_missing
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.experts import ACTIVATIONS, ExpertWeights, reference_experts, routed_experts
-from marlinq.kernels.experts.choose import decide_experts, decisions
 from marlinq.kernels.experts.configurations import ExpertsDecision, ExpertsShape
+from marlinq.kernels.experts.experts_decision import decide_experts, decisions
 from marlinq.kernels.experts.launch import instantiations, launch_experts
 from marlinq.operations.bench.timing import capture
 from tests.kernels.experts_problems import Layer, Shape, random_layer, random_routing

@@ -32,7 +32,7 @@ from marlinq.kernels import (
 from marlinq.kernels.choose.decision import available
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.product_tensors import ProductTensors as GemmOperands
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
 from marlinq.operations.bench.timing import capture

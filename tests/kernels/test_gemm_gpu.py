@@ -27,7 +27,7 @@ from marlinq.kernels.choose.decision import available, estimates
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.product_tensors import ProductTensors as Tensors
 from marlinq.kernels.driver import handover_memory
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
 from marlinq.kernels.variants.stream import StreamConfig

@@ -16,7 +16,7 @@ from marlinq.kernels import LayerShape, batch_invariant, precompile_model
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.weight_formats import INT4
-from marlinq.kernels.driver import notes
+from marlinq.kernels.driver import compiled_notes
 from marlinq.kernels.driver.cache import entry_path
 from marlinq.kernels.launch import precompile
 
@@ -107,7 +107,7 @@ def test_whatever_decisions_rest_on_makes_another_note(
     assert len(asked) == 4
     monkeypatch.setattr("marlinq.core.notes.code_digest", lambda _: "other files")
     prepare()
-    monkeypatch.setattr(notes, "nvrtc_version", lambda: "other")
+    monkeypatch.setattr(compiled_notes, "nvrtc_version", lambda: "other")
     prepare()
     assert len(asked) == 6
 

@@ -19,8 +19,8 @@ from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
 from marlinq.kernels.contract.weight_formats.byte_order import pack_bytes, unpack_bytes
 from marlinq.operations.inspect.eligibility import OWN_ELEMENTS
 from marlinq.runtime import OPERATORS, Setting, decide
-from marlinq.runtime.linear import QuantLinear
-from marlinq.runtime.operand import marlin_operand
+from marlinq.runtime.kernel_operand import marlin_operand
+from marlinq.runtime.quant_linear import QuantLinear
 from tests.kernels.problems import BOUND, relative_error
 
 GRANULARITIES = {

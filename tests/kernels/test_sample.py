@@ -11,8 +11,8 @@ import torch
 
 from marlinq.kernels import ARCHITECTURES, Device, compile_kernel
 from marlinq.kernels.contract.instantiation import Instantiation
-from marlinq.kernels.launch import sampling as launching
-from marlinq.kernels.launch.sampling import SampleConfig, SamplerState, SampleTensors, sample_config
+from marlinq.kernels.launch import token_sampling as launching
+from marlinq.kernels.launch.token_sampling import SampleConfig, SamplerState, SampleTensors, sample_config
 from marlinq.runtime.sampling import (
     FAULT,
     GREEDY,

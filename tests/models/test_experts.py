@@ -13,7 +13,7 @@ from torch.nn import functional
 from marlinq.checkpoint import Checkpoint
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.models import Experts, ModelInstance, build_blueprint, describe
-from marlinq.models.experts import (
+from marlinq.models.fused_experts import (
     FIRST,
     SECOND,
     ExpertTokens,

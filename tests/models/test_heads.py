@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from transformers import CONFIG_MAPPING
 
-from marlinq.models.heads import key_channels
+from marlinq.models.head_sizes import key_channels
 
 
 def test_layers_of_two_head_sizes() -> None:

@@ -20,7 +20,7 @@ from marlinq.operations.quantize import Recipe, quantize
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
-from marlinq.runtime.experts import PackedExperts
+from marlinq.runtime.packed_experts import PackedExperts
 from tests.testing.mixtures import MIXTURES, Mixture, calibration_text, save_mixture
 
 FORMATS = ("gptq-v2", "awq", "compressed-tensors")

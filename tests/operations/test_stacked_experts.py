@@ -21,7 +21,7 @@ from marlinq.operations.evaluate import evaluate
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import Recipe, quantize
 from marlinq.operations.quantize.override import Override
-from marlinq.operations.report import operation as report
+from marlinq.operations.report import written_report as report
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
 from tests.testing.mixtures import calibration_text, save_mixture

@@ -27,8 +27,8 @@ from marlinq.runtime import (
     load,
     stored_operand,
 )
-from marlinq.runtime.step.choose import choose_forward
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.forward_choice import choose_forward
 from marlinq.runtime.step.transformers_forward import TransformersForward
 from tests.testing.layouts import INTEGERS
 from tests.testing.near_ties import is_near_tie

@@ -10,8 +10,8 @@ import torch
 from marlinq.core.errors import EnvironmentProblem, UsageError
 from marlinq.kernels import Device, KernelDecision
 from marlinq.runtime import Decision, Setting, decide, load
-from marlinq.runtime.decision import summarize
-from marlinq.runtime.operators import base, dense, packed
+from marlinq.runtime.operator_choice import summarize
+from marlinq.runtime.operators import dense, operator, packed
 from tests.kernels.problems import int4_problem
 from tests.testing.runnable_folders import random_tuple, stored_weight
 
@@ -29,7 +29,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         asked.append(problem)
         return KernelDecision("stream", "tile 8x128", seconds=2e-6)
 
-    monkeypatch.setattr(base, "find_spec", lambda name: object())
+    monkeypatch.setattr(operator, "find_spec", lambda name: object())
     monkeypatch.setattr(packed, "explain", explain)
     monkeypatch.setattr(dense, "device_numbers", lambda index: NUMBERS)
     return asked
@@ -81,7 +81,7 @@ def test_an_old_gpu_multiplies_dense_weights(monkeypatch: pytest.MonkeyPatch) ->
     def too_old(*_: object) -> None:
         raise EnvironmentProblem("compute capability 7.0; the kernels need 8.0 or later")
 
-    monkeypatch.setattr(base, "find_spec", lambda name: object())
+    monkeypatch.setattr(operator, "find_spec", lambda name: object())
     monkeypatch.setattr(packed, "explain", too_old)
     monkeypatch.setattr(dense, "device_numbers", too_old)
     found = decided()
@@ -92,7 +92,7 @@ def test_an_old_gpu_multiplies_dense_weights(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_package_is_named_with_its_fix(
     hopper: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "find_spec", lambda name: None)
+    monkeypatch.setattr(operator, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"CuPy is not installed.*\[cuda13\].*device cpu"):
         decided()
     assert decided(operator="dense").operator == "dense"

@@ -9,10 +9,10 @@ from torch import Tensor
 from marlinq.core.schemes import SCHEMES
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS, ModuleSpec, StoredWeight
-from marlinq.kernels.ops.eight_bits import fp8_a8_gemm
+from marlinq.kernels.ops.fp8_a8 import fp8_a8_gemm
 from marlinq.runtime import OPERATORS, Setting
-from marlinq.runtime import linear as runtime_linear
-from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime import quant_linear as runtime_linear
+from marlinq.runtime.quant_linear import QuantLinear
 from marlinq.runtime.step.join import join_operands
 from tests.kernels.problems import relative_error
 from tests.testing.schemes import scheme

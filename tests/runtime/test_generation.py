@@ -14,7 +14,7 @@ from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError
 from marlinq.runtime import LoadedModel, Sampling, generate, load
 from marlinq.runtime.generation import TextStream, generate_batch
 from marlinq.runtime.operators import OPERATORS
-from marlinq.runtime.step.choose import fixed_cache_refusal
+from marlinq.runtime.step.forward_choice import fixed_cache_refusal
 from marlinq.runtime.step.transformers_forward import TransformersForward
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized, save_tokenizer
 from tests.testing.tiny_models import tiny_model

@@ -18,7 +18,7 @@ from marlinq.runtime.grouped_experts import (
     group_experts,
     grouping_refusal,
 )
-from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.quant_linear import QuantLinear
 from tests.kernels.problems import random_operands, relative_error
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from marlinq.operations.bench.decode import weight_bytes
-from marlinq.runtime import Setting, generate, head, load
-from marlinq.runtime.head import HalfWeightLinear, pack_head
+from marlinq.runtime import Setting, cpu_head, generate, load
+from marlinq.runtime.cpu_head import HalfWeightLinear, pack_head
 from tests.runtime.test_loading import logits
 from tests.testing.runnable_folders import save_plain
 from tests.testing.tiny_models import tiny_model
@@ -23,8 +23,8 @@ FLOAT32 = Setting(CPU, torch.float32, exact=False)
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every head is large enough, and packed ones are faster."""
-    monkeypatch.setattr(head, "_LEAST_VALUES", 1)
-    monkeypatch.setattr(head, "seconds_in_turn", lambda *candidates: (2e-6, 8e-6))
+    monkeypatch.setattr(cpu_head, "_LEAST_VALUES", 1)
+    monkeypatch.setattr(cpu_head, "seconds_in_turn", lambda *candidates: (2e-6, 8e-6))
 
 
 def rounded_model(dtype: torch.dtype = torch.float16) -> PreTrainedModel:
@@ -76,7 +76,7 @@ def test_a_value_that_float16_does_not_hold_keeps_float32(value: float, held: bo
 
 
 def test_a_slower_product_is_not_taken(fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "seconds_in_turn", lambda *candidates: (7e-6, 8e-6))
+    monkeypatch.setattr(cpu_head, "seconds_in_turn", lambda *candidates: (7e-6, 8e-6))
     model = rounded_model()
     (note,) = pack_head(model, FLOAT32)
     why = "packed in float16 it is not 1.2 times faster"
@@ -85,7 +85,7 @@ def test_a_slower_product_is_not_taken(fast: None, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_torch_without_the_product_is_named(fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "_OPERATIONS", ("no_such_product",))
+    monkeypatch.setattr(cpu_head, "_OPERATIONS", ("no_such_product",))
     (note,) = pack_head(rounded_model(), FLOAT32)
     assert f"torch {torch.__version__} has no product of float16 weights" in note
 

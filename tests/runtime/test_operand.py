@@ -17,8 +17,8 @@ from marlinq.formats.layouts.marlin import Marlin, permute_scales, unpack_tiles
 from marlinq.kernels import GRANULARITIES, Operand
 from marlinq.runtime import (
     QuantLinear,
+    kernel_operand,
     marlin_operand,
-    operand,
     operand_refusal,
     stored_operand,
 )
@@ -63,7 +63,7 @@ def test_every_weight_is_held_and_padding_is_zero(
     order = torch.arange(k) if operand.order is None else operand.order[:k]
     assert operand.order is None or (operand.order[k:] == -1).all()
     expected[:n, :k] = q.dequantize()[:, order]
-    assert torch.equal(held_weight(operand), expected)
+    assert torch.equal(held_weight(kernel_operand), expected)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(place, "unpack_rows", forbidden)
     for place in (layouts.words, layouts.marlin):
         monkeypatch.setattr(place, "pack_rows", forbidden)
-    monkeypatch.setattr(operand, "marlin_operand", forbidden)
+    monkeypatch.setattr(kernel_operand, "marlin_operand", forbidden)
     monkeypatch.setattr(layouts.marlin, "unpack_tiles", forbidden)
 
 
@@ -200,7 +200,7 @@ def test_any_layout_of_the_kernels_bits_is_taken_as_stored(
     no_codes(monkeypatch)
     for name in ("tile_words", "untile_words", "permute_scales"):
         monkeypatch.setattr(layouts.marlin, name, None)
-    monkeypatch.setattr(operand, "permute_scales", None)
+    monkeypatch.setattr(kernel_operand, "permute_scales", None)
     found = stored_operand(stored, torch.float16, CPU)
     assert found.words is packed.words
     assert found.scales is packed.scales

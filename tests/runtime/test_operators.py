@@ -181,7 +181,7 @@ def test_a_checkpoint_in_the_kernels_layout_is_taken_as_stored(
     for method in ("pack", "pack_grid", "unpack", "unpack_grid", "from_natural", "to_natural"):
         monkeypatch.setattr(layout, method, forbidden)
     for function in ("permute_scales", "marlin_operand"):
-        monkeypatch.setattr(f"marlinq.runtime.operand.{function}", forbidden)
+        monkeypatch.setattr(f"marlinq.runtime.kernel_operand.{function}", forbidden)
     loaded = load(tmp_path, device="cpu", dtype="float16", operator="w4a16")
     assert len(loaded.decisions) > 0
     for name in loaded.decisions:

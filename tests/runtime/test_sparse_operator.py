@@ -12,7 +12,7 @@ from marlinq.formats import LAYOUTS, StoredWeight, spec_of
 from marlinq.kernels import Device, KernelDecision, Problem
 from marlinq.kernels.contract.weight_formats import INT4_SPARSE
 from marlinq.runtime import OPERATORS, QuantLinear, Setting, decide
-from marlinq.runtime.operators import base, dense, packed
+from marlinq.runtime.operators import dense, operator, packed
 from tests.kernels.sparse_problems import random_sparse
 
 CPU = Setting(torch.device("cpu"), torch.float32)
@@ -46,7 +46,7 @@ def test_a_gpu_takes_the_faster_format(monkeypatch: pytest.MonkeyPatch) -> None:
         return KernelDecision("bulk", "tile 8x64", seconds=seconds[problem.format.name])
 
     seconds = {"int4": 4e-6, "int4-2:4": 3e-6}
-    monkeypatch.setattr(base, "find_spec", lambda name: object())
+    monkeypatch.setattr(operator, "find_spec", lambda name: object())
     monkeypatch.setattr(packed, "explain", explain)
     monkeypatch.setattr(dense, "device_numbers", lambda index: Device("sm_90a", 132, 232448, bandwidth=4e12))
     gpu = Setting(torch.device("cuda:0"), torch.float16)

@@ -8,14 +8,14 @@ from typing import Any
 from marlinq.core.errors import ConversionRefused, UnsupportedError
 from marlinq.formats.dialects.auto_round import AutoRoundDialect
 from marlinq.formats.dialects.awq import AWQDialect
-from marlinq.formats.dialects.base import Dialect, QuantizationConfig
 from marlinq.formats.dialects.compressed_tensors import CompressedTensorsDialect
+from marlinq.formats.dialects.dialect import Dialect, QuantizationConfig
 from marlinq.formats.dialects.fp8 import FP8Dialect
 from marlinq.formats.dialects.gptq import GPTQDialect
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.dialects.modelopt import ModelOptDialect
 from marlinq.formats.dialects.mxfp4 import MXFP4Dialect
-from marlinq.formats.dialects.patterns import is_head
+from marlinq.formats.dialects.name_patterns import is_head
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
 

@@ -12,7 +12,7 @@ from typing import Any
 from marlinq.core.errors import CheckpointError, ConversionRefused, UnsupportedError
 from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import Scheme
-from marlinq.formats.dialects.base import Dialect, QuantizationConfig
+from marlinq.formats.dialects.dialect import Dialect, QuantizationConfig
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec

@@ -12,9 +12,9 @@ from typing import Any
 from marlinq.core.errors import ConversionRefused, UnsupportedError
 from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import INT4, Scheme
-from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes
+from marlinq.formats.dialects.dialect import Dialect, QuantizationConfig, declared_schemes
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import (
+from marlinq.formats.dialects.name_patterns import (
     WHOLE_DRAFT,
     in_wrapper,
     is_head,

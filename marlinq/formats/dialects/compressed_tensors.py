@@ -16,9 +16,9 @@ from marlinq.core.rules import Keep, Matcher, Rule, Rules
 from marlinq.core.scheme import Activations, Element, Scheme
 from marlinq.core.schemes import MX_GROUP
 from marlinq.core.sparsity import TWO_OF_FOUR
-from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
+from marlinq.formats.dialects.dialect import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import (
+from marlinq.formats.dialects.name_patterns import (
     EXPERTS,
     in_wrapper,
     is_head,

@@ -17,9 +17,9 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import Activations, Scheme
 from marlinq.core.schemes import MX_GROUP
-from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes
+from marlinq.formats.dialects.dialect import Dialect, QuantizationConfig, declared_schemes
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import (
+from marlinq.formats.dialects.name_patterns import (
     both_spellings,
     expert_layer,
     in_wrapper,

@@ -14,9 +14,9 @@ from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import Scheme, ZeroPoint
 from marlinq.core.version import __version__
-from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
+from marlinq.formats.dialects.dialect import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import (
+from marlinq.formats.dialects.name_patterns import (
     expert_layer,
     in_block,
     in_wrapper,

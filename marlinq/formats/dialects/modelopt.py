@@ -15,9 +15,9 @@ from marlinq.core.float_elements import E2M1, E4M3
 from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import Activations, Scheme
-from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes
+from marlinq.formats.dialects.dialect import Dialect, QuantizationConfig, declared_schemes
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import (
+from marlinq.formats.dialects.name_patterns import (
     WHOLE_DRAFT,
     both_spellings,
     in_wrapper,

@@ -14,9 +14,9 @@ from marlinq.core.float_elements import E2M1
 from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import Scheme
 from marlinq.core.schemes import MX_GROUP
-from marlinq.formats.dialects.base import Dialect, QuantizationConfig
+from marlinq.formats.dialects.dialect import Dialect, QuantizationConfig
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import expert_layer, with_whole_experts
+from marlinq.formats.dialects.name_patterns import expert_layer, with_whole_experts
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.formats.stacks import part_named

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from marlinq.formats.layouts.awq import AWQ
-from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, spec_of
 from marlinq.formats.layouts.byte_codes import ByteLayout
 from marlinq.formats.layouts.compressed_tensors import CompressedTensors
 from marlinq.formats.layouts.floats import (
@@ -15,6 +14,7 @@ from marlinq.formats.layouts.floats import (
     MODELOPT,
 )
 from marlinq.formats.layouts.gptq import GPTQ
+from marlinq.formats.layouts.layout import Layout, ModuleSpec, TensorSpec, spec_of
 from marlinq.formats.layouts.marlin import Marlin
 from marlinq.formats.layouts.marlin_24 import COMPRESSED_24, GPTQ_24
 from marlinq.formats.layouts.transcoding import transcode

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid
-from marlinq.formats.layouts.base import (
+from marlinq.formats.layouts.layout import (
     ModuleSpec,
     PlainTensors,
     TensorSpec,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.scheme import Element
-from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec
+from marlinq.formats.layouts.layout import Layout, ModuleSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from marlinq.core.granularity import Granularity, GranularityKind
 from marlinq.core.scheme import Scheme, TensorScale
 from marlinq.core.weight import Grid
-from marlinq.formats.layouts.base import UNQUANTIZED, ModuleSpec, TensorSpec, spec_of
 from marlinq.formats.layouts.byte_codes import ByteLayout
+from marlinq.formats.layouts.layout import UNQUANTIZED, ModuleSpec, TensorSpec, spec_of
 
 if TYPE_CHECKING:
     import torch

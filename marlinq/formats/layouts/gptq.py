@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from marlinq.core.errors import ConversionRefused
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid
-from marlinq.formats.layouts.base import ModuleSpec, PlainTensors, TensorSpec, zero_range_refusal
+from marlinq.formats.layouts.layout import ModuleSpec, PlainTensors, TensorSpec, zero_range_refusal
 from marlinq.formats.layouts.words import WordLayout
 from marlinq.formats.packing import pack_columns, slots_per_word, unpack_columns
 

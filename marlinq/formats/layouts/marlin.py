@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid
-from marlinq.formats.layouts.base import ModuleSpec, PlainTensors, TensorSpec, g_idx_refusal
+from marlinq.formats.layouts.layout import ModuleSpec, PlainTensors, TensorSpec, g_idx_refusal
 from marlinq.formats.layouts.words import WordLayout
 from marlinq.formats.packing import pack_rows, transpose_fields, unpack_rows
 

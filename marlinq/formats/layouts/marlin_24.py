@@ -30,7 +30,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.core.weight import Grid
-from marlinq.formats.layouts.base import Layout, ModuleSpec, PlainTensors, TensorSpec, g_idx_refusal
+from marlinq.formats.layouts.layout import Layout, ModuleSpec, PlainTensors, TensorSpec, g_idx_refusal
 from marlinq.formats.layouts.marlin import GRANULARITIES
 from marlinq.formats.packing import pack_last, slots_per_word, unpack_last
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from marlinq.formats.layouts.base import Layout, ModuleSpec
 from marlinq.formats.layouts.byte_codes import ByteLayout
+from marlinq.formats.layouts.layout import Layout, ModuleSpec
 from marlinq.formats.layouts.words import WordLayout, permuted
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from marlinq.core.scheme import Element
-from marlinq.formats.layouts.base import Layout, ModuleSpec
+from marlinq.formats.layouts.layout import Layout, ModuleSpec
 from marlinq.formats.packing import pack_rows, slots_per_word, unpack_rows
 
 if TYPE_CHECKING:

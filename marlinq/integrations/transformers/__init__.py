@@ -32,7 +32,7 @@ def register(*, operator: str = "auto", compile_kernels: bool = True) -> None:
         EnvironmentProblem: transformers is not installed, or has no such tables (it is older than 5.17).
         UsageError: there is no operator with this name.
     """
-    from marlinq.runtime.decision import require_operator
+    from marlinq.runtime.operator_choice import require_operator
 
     require_operator(operator)
     try:

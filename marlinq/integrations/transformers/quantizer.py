@@ -123,7 +123,7 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def report(self) -> list[str]:
         """One line for each choice of an operator, and the notes."""
-        from marlinq.runtime.decision import summarize
+        from marlinq.runtime.operator_choice import summarize
 
         return [*summarize(self.decisions.values()), *self.notes]
 
@@ -154,8 +154,8 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
         from marlinq.formats.stacks import STACKS
         from marlinq.models import ModelInstance, describe
         from marlinq.models.classes import refuse_encoder_decoder
-        from marlinq.runtime.experts import hollow
         from marlinq.runtime.loading import match_tensors
+        from marlinq.runtime.packed_experts import hollow
         from marlinq.runtime.placement import place
 
         if getattr(model.config, "distributed_config", None) is not None:

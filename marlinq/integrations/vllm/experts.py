@@ -34,8 +34,8 @@ from marlinq.integrations.vllm.interface import (
     register_quantization_config,
 )
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, interleave_gate_up
-from marlinq.kernels.experts.layout import permute_single
-from marlinq.runtime.operand import stored_operand
+from marlinq.kernels.experts.stored_experts import permute_single
+from marlinq.runtime.kernel_operand import stored_operand
 
 logger = logging.getLogger("vllm.plugins.marlinq")
 
@@ -372,8 +372,8 @@ def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
     if device.type != "cuda":
         return
     from marlinq.kernels import device_numbers
-    from marlinq.kernels.experts.choose import decide_experts
     from marlinq.kernels.experts.configurations import ExpertsShape
+    from marlinq.kernels.experts.experts_decision import decide_experts
     from marlinq.kernels.experts.launch import precompile_experts
 
     experts, inner, hidden = weights.down.shape

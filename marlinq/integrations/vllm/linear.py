@@ -100,7 +100,7 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
 
         If either fails, vLLM's own choice takes the layer.
         """
-        from marlinq.runtime.operand import stored_operand
+        from marlinq.runtime.kernel_operand import stored_operand
 
         try:
             stored = self._stored(layer)

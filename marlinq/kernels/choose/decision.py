@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.kernels.choose import dequantized
+from marlinq.kernels.choose import dequantized_estimate
 from marlinq.kernels.choose.measured import measured_choice
 from marlinq.kernels.contract.configuration import VARIANTS, Configuration, Variant
 from marlinq.kernels.contract.demands import Demands, demands
@@ -116,7 +116,7 @@ def _dequantized(problem: Problem, device: Device, demanded: Demands) -> KernelD
     Kernels without ``wgmma`` dequantise a weight again for every 64 rows of a batch, so for large batches it
     is faster to do it once. Never where batch invariance is demanded: cuBLAS promises no order of its sums.
     """
-    seconds = dequantized.estimate(problem, device)
+    seconds = dequantized_estimate.estimate(problem, device)
     if demanded.kernel == DEQUANTIZE:
         why = "asked for"
     elif not any(variant.takes(problem.format) for variant in VARIANTS.values()):
@@ -125,7 +125,7 @@ def _dequantized(problem: Problem, device: Device, demanded: Demands) -> KernelD
         return None
     else:
         best = model_choice(problem, device, demanded)[0]
-        if seconds > dequantized.MARGIN * best:
+        if seconds > dequantized_estimate.MARGIN * best:
             return None
         why = f"the fastest kernel takes about {best * 1e6:.1f} us"
     reason = f"dequantised once, then cuBLAS: {why}, this about {seconds * 1e6:.1f} us{_unmeasured(device)}"

@@ -29,7 +29,7 @@ class Operand:
         in_features: K.
         out_features: N.
         activations: 8-bit scheme of activations that the checkpoint names, used for the values of M where it
-            is faster (:mod:`marlinq.kernels.choose.eight_bits`). None keeps them in 16 bits.
+            is faster (:mod:`marlinq.kernels.choose.eight_bit_decision`). None keeps them in 16 bits.
         input_scale: scale of static activations, float32 []; None where they are dynamic, or not quantised.
     """
 

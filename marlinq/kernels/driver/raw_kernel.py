@@ -11,7 +11,7 @@ import torch
 
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.driver.cuda_driver import Launches, on_device
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.driver.module import load_kernel
 
 POINTER = ctypes.c_void_p

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts, interleave_gate_up
-from marlinq.kernels.experts.operator import routed_experts
-from marlinq.kernels.experts.reference import ACTIVATIONS, reference_experts
+from marlinq.kernels.experts.experts_op import routed_experts
+from marlinq.kernels.experts.experts_reference import ACTIVATIONS, reference_experts
+from marlinq.kernels.experts.stored_experts import ExpertWeights, StoredExperts, interleave_gate_up
 
 __all__ = [
     "ACTIVATIONS",

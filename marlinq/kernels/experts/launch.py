@@ -15,10 +15,9 @@ from marlinq.kernels.contract.demands import demands
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.driver.module import load_kernel
 from marlinq.kernels.driver.tensor_maps import sorted_rows_map, weight_maps
-from marlinq.kernels.experts.choose import at_least, decide_experts
 from marlinq.kernels.experts.configurations import (
     DirectConfig,
     DirectDecision,
@@ -27,7 +26,8 @@ from marlinq.kernels.experts.configurations import (
     GroupedConfig,
     SortedDecision,
 )
-from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
+from marlinq.kernels.experts.experts_decision import at_least, decide_experts
+from marlinq.kernels.experts.stored_experts import ExpertWeights, StoredExperts
 from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, address
 
 _ROUTE_THREADS, _SUM_THREADS = 1024, 64

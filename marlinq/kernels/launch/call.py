@@ -20,11 +20,11 @@ from marlinq.kernels.contract.problem import Problem
 from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.whole_rows import RowWork
 from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.driver.handover_memory import handover_memory
 from marlinq.kernels.driver.module import load_kernel
 from marlinq.kernels.driver.tensor_maps import activation_maps
-from marlinq.kernels.launch.dequantized import dequantized_gemm
+from marlinq.kernels.launch.dequantized_product import dequantized_gemm
 
 
 @dataclass(frozen=True, slots=True)

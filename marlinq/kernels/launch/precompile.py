@@ -18,8 +18,8 @@ from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.problem import Problem
 from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.driver.cache import compile_missing
-from marlinq.kernels.driver.gpu import device_numbers
-from marlinq.kernels.driver.notes import is_complete, note_complete
+from marlinq.kernels.driver.compiled_notes import is_complete, note_complete
+from marlinq.kernels.driver.gpu_rates import device_numbers
 
 
 def precompile(
@@ -74,7 +74,7 @@ def precompile_model(
     """Compile in parallel the kernels of a model's products, for all batches of up to ``most_rows`` rows.
 
     A model has about 40 kernels. Choosing them takes half a second; later calls read a note in the cache
-    instead (:mod:`marlinq.kernels.driver.notes`). Call it inside :func:`dependent_launches` or
+    instead (:mod:`marlinq.kernels.driver.compiled_notes`). Call it inside :func:`dependent_launches` or
     :func:`batch_invariant` if the products will run inside of it.
 
     Args:

@@ -14,7 +14,7 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.cuda_driver import Function, Launch, Launches
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.driver.module import load_kernel
 
 ELEMENTS = {torch.float16: "Half", torch.bfloat16: "Bfloat16"}

@@ -15,7 +15,7 @@ from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.launch import plans
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.gather import gather_channels
-from marlinq.kernels.ops.reference import reference_gemm
+from marlinq.kernels.ops.gemm_reference import reference_gemm
 
 _LIBRARY = torch.library.Library("marlinq", "FRAGMENT")  # type: ignore[no-untyped-call]
 _SCHEMA = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from marlinq.core.scheme import Scheme
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.driver.module import load_kernel
 
 PANEL_ROWS = 128

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from marlinq.operations.bench.decode import DecodeBench, DecodeCell, bench_decode
 from marlinq.operations.bench.experts import bench_experts
+from marlinq.operations.bench.kernel_bench import Cell, KernelBench
 from marlinq.operations.bench.kernels import bench_kernels
-from marlinq.operations.bench.report import Cell, KernelBench
 from marlinq.operations.bench.serve import ServeBench, Workload, bench_serve
 from marlinq.operations.bench.synthetic import SYNTHETIC, Synthetic, synthetic_model
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from marlinq.operations.bench.report import OURS
+from marlinq.operations.bench.kernel_bench import OURS
 from marlinq.operations.bench.timing import Recording, capture, launches_for, time_in_turn
 
 _PEER_SLACK = 4.0

@@ -20,16 +20,16 @@ from marlinq.core.display import Block, Shown, Table, lines
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import Blueprint, build_blueprint
-from marlinq.models.heads import key_channels
+from marlinq.models.head_sizes import key_channels
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers.transformers import PEERS, CompiledTransformers, dense_twin
 from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
 from marlinq.operations.bench.trace import StepProfile, profile_steps
 from marlinq.runtime import LoadedModel, StepDecision, load
+from marlinq.runtime.cpu_head import HalfWeightLinear
 from marlinq.runtime.generation import position_limit
 from marlinq.runtime.grouped_experts import GroupedExperts
-from marlinq.runtime.head import HalfWeightLinear
-from marlinq.runtime.step.choose import take_decoder
+from marlinq.runtime.step.forward_choice import take_decoder
 
 _REPEATS = 3
 _WARM_UP_STEPS = 3

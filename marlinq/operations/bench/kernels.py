@@ -23,11 +23,11 @@ from marlinq.kernels import GEMMS, GROUP_SIZES, Problem, explain, precompile
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
 from marlinq.operations.bench.contest import Launch, attempted, check_and_time, first_and_last
 from marlinq.operations.bench.hardware import hardware_line
+from marlinq.operations.bench.kernel_bench import OURS, Cell, KernelBench
 from marlinq.operations.bench.peers import PEERS
-from marlinq.operations.bench.peers.base import Contender, Run
+from marlinq.operations.bench.peers.contenders import Contender, Run
 from marlinq.operations.bench.peers.own import Marlinq
 from marlinq.operations.bench.peers.sparse import SparseContender
-from marlinq.operations.bench.report import OURS, Cell, KernelBench
 from marlinq.operations.bench.shapes import Layer, dividing_group_size, layers_of
 from marlinq.operations.bench.timing import cold_read_seconds, copies_for, peak_rate
 from marlinq.operations.bench.weights import Weight, pruned, random_weight

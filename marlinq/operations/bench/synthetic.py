@@ -32,11 +32,11 @@ from marlinq.operations.bench.shapes import Layer
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.operations.bench.weights import random_weight
 from marlinq.runtime import OPERATORS, Decision, LoadedModel, Setting, decide
-from marlinq.runtime.decision import Candidate
 from marlinq.runtime.grouped_experts import GroupedExperts, activation_name
-from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.operator_choice import Candidate
 from marlinq.runtime.operators.packed import Packed
 from marlinq.runtime.placement import DTYPES
+from marlinq.runtime.quant_linear import QuantLinear
 
 Head = Literal["16", "int4"]
 """Type of the output head: the activations' dtype, or 4-bit integers."""

@@ -3,7 +3,7 @@ its reason."""
 
 from __future__ import annotations
 
-from marlinq.operations.convert.operation import convert
-from marlinq.operations.convert.report import ConversionReport
+from marlinq.operations.convert.conversion_report import ConversionReport
+from marlinq.operations.convert.convert_checkpoint import convert
 
 __all__ = ["ConversionReport", "convert"]

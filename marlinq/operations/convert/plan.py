@@ -32,9 +32,9 @@ from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.core.weight import Grid
 from marlinq.formats import Format, Layout, ModuleSpec
 from marlinq.formats.dialects import write_quantization_config
-from marlinq.formats.dialects.patterns import FUSED
+from marlinq.formats.dialects.name_patterns import FUSED
 from marlinq.operations.convert.recast import Recast, recast
-from marlinq.operations.convert.sparse import with_sparsity
+from marlinq.operations.convert.sparsity_checks import with_sparsity
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from marlinq.operations.evaluate.measure import DEFAULT_SEED, Evaluation, divergence, evaluate
 from marlinq.operations.evaluate.tasks import TaskOptions
-from marlinq.operations.evaluate.text import EvaluationText, write_windows
+from marlinq.operations.evaluate.windows import EvaluationText, write_windows
 
 __all__ = [
     "DEFAULT_SEED",

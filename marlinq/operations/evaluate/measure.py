@@ -24,8 +24,8 @@ from torch import Tensor
 from marlinq.core import boundaries
 from marlinq.core.display import Block, Facts, Shown, Table, lines
 from marlinq.core.errors import CheckpointError, NumericsError, UsageError
+from marlinq.core.model_source import local_folder
 from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
-from marlinq.core.sources import local_folder
 from marlinq.operations.evaluate.tasks import (
     Ratio,
     TaskOptions,
@@ -34,7 +34,7 @@ from marlinq.operations.evaluate.tasks import (
     mean_recovery,
     run_tasks,
 )
-from marlinq.operations.evaluate.text import EvaluationText, read_windows, write_windows
+from marlinq.operations.evaluate.windows import EvaluationText, read_windows, write_windows
 from marlinq.operations.report import keep_evaluation
 from marlinq.runtime import LoadedModel, load
 from marlinq.runtime.generation import device_name, position_limit
@@ -211,7 +211,7 @@ def evaluate(
     Args:
         model: quantised or unquantised checkpoint.
         against: the original; KL divergence and top-1 agreement are measured only with one.
-        text: a file or dataset (:func:`marlinq.operations.evaluate.text.read_windows`); None
+        text: a file or dataset (:func:`marlinq.operations.evaluate.windows.read_windows`); None
             evaluates on text that the original samples, or the model itself without an original.
         windows: largest number of windows.
         length: tokens per window.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from marlinq.operations.inspect.eligibility import KernelVerdict, ServerVerdict
-from marlinq.operations.inspect.operation import inspect
-from marlinq.operations.inspect.report import Inspection, ModuleFacts
+from marlinq.operations.inspect.inspect_checkpoint import inspect
+from marlinq.operations.inspect.inspection import Inspection, ModuleFacts
 
 __all__ = ["Inspection", "KernelVerdict", "ModuleFacts", "ServerVerdict", "inspect"]

@@ -442,7 +442,7 @@ imports torch, which ``inspect`` does without."""
 
 
 def _own_refusal(layer: Layer) -> str | None:
-    """The answer of :func:`marlinq.runtime.operand.operand_refusal`, from ``inspect``'s facts alone."""
+    """What :func:`marlinq.runtime.kernel_operand.operand_refusal` says, from ``inspect``'s facts alone."""
     if layer.element.name not in OWN_ELEMENTS:
         return f"{layer.element.name} weights; kernels multiply {', '.join(OWN_ELEMENTS)}"
     size = layer.granularity.channels_per_group(layer.in_features)

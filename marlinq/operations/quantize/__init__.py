@@ -9,18 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from marlinq.operations.quantize.operation import quantize
     from marlinq.operations.quantize.plan_report import PlanReport, plan_quantize
+    from marlinq.operations.quantize.quantize_model import quantize
+    from marlinq.operations.quantize.quantize_report import ModuleReport, QuantizeReport
     from marlinq.operations.quantize.recipe import Recipe, read_recipe
-    from marlinq.operations.quantize.report import ModuleReport, QuantizeReport
 
 _HOMES = {
-    "ModuleReport": "report",
+    "ModuleReport": "quantize_report",
     "PlanReport": "plan_report",
-    "QuantizeReport": "report",
+    "QuantizeReport": "quantize_report",
     "Recipe": "recipe",
     "plan_quantize": "plan_report",
-    "quantize": "operation",
+    "quantize": "quantize_model",
     "read_recipe": "recipe",
 }
 __all__ = [

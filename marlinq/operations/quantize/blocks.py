@@ -17,16 +17,16 @@ from marlinq.methods import SolveReport, Statistics
 from marlinq.models import BlockReplay, ModelInstance
 from marlinq.operations.quantize.budget import Work, gradient_jobs, logits_at_once
 from marlinq.operations.quantize.expert_solves import ExpertQuantizer
-from marlinq.operations.quantize.experts import ExpertCalibration
+from marlinq.operations.quantize.expert_statistics import ExpertCalibration
 from marlinq.operations.quantize.gathering import BlockOutputs, Gathered, Gathering
 from marlinq.operations.quantize.gradients import LossGradients
-from marlinq.operations.quantize.head import head_statistics, quantize_head
 from marlinq.operations.quantize.module_writer import ModuleWriter, install
 from marlinq.operations.quantize.original import OriginalStates, compared_batches
+from marlinq.operations.quantize.output_head import head_statistics, quantize_head
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.quantize_report import ModuleReport, module_report
 from marlinq.operations.quantize.ranks import ALONE, Ranks
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.report import ModuleReport, module_report
 from marlinq.operations.quantize.solves import Solve, shared_solves
 from marlinq.operations.quantize.states import copied_states, first_states
 from marlinq.operations.quantize.watch import stop_if_far_off

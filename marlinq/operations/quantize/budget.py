@@ -17,7 +17,7 @@ from marlinq.core.devices import multiplies_bfloat16
 from marlinq.core.settings import AUTO
 from marlinq.kernels import device_numbers
 from marlinq.models import Blueprint
-from marlinq.models.heads import key_channels
+from marlinq.models.head_sizes import key_channels
 from marlinq.operations.quantize.recipe import Recipe
 
 SAMPLES = 128

@@ -6,9 +6,9 @@ from marlinq.calibration.documents import Duplicates
 from marlinq.calibration.sources import Source
 from marlinq.checkpoint import Checkpoint
 from marlinq.models import Blueprint
+from marlinq.operations.quantize.calibration_text import text_from_outside
 from marlinq.operations.quantize.planned_text import SELF, longest, recipes_of_parts
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.text import text_from_outside
 
 
 def local_tokens(

@@ -17,14 +17,14 @@ from marlinq.core.settings import AUTO
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.inspect.servers import loads
 from marlinq.operations.quantize.allocation.stored_allocation import forget_allocation
+from marlinq.operations.quantize.calibration_text import forget_written_text
 from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.numerics import described_dtype
-from marlinq.operations.quantize.output import Output
 from marlinq.operations.quantize.prepare import Decisions, Prepared
-from marlinq.operations.quantize.report import QuantizeReport
+from marlinq.operations.quantize.quantize_report import QuantizeReport
 from marlinq.operations.quantize.solve import Solved
-from marlinq.operations.quantize.text import forget_written_text
 from marlinq.operations.quantize.tuning import forget_tuning
+from marlinq.operations.quantize.unfinished_output import Output
 from marlinq.operations.report import CARD, TimeFigures, hub_id, model_card, write_report
 
 

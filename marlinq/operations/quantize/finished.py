@@ -13,9 +13,9 @@ from marlinq.checkpoint.reader import read_json
 from marlinq.core.errors import MarlinqError, OutputError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.rules import Keep
-from marlinq.operations.quantize.notes import TEXT, check_notes, module_reports
+from marlinq.operations.quantize.journal_notes import TEXT, check_notes, module_reports
+from marlinq.operations.quantize.quantize_report import QuantizeReport
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.quantize.tuning import NOTE
 
 _BLOCK = re.compile(r".*?\.\d+\.")

@@ -7,11 +7,11 @@ from functools import partial
 
 from marlinq.calibration import Document
 from marlinq.core.progress import ReportProgress
-from marlinq.operations.quantize.output import Output
+from marlinq.operations.quantize.calibration_text import add_drawn_anew, note_text
 from marlinq.operations.quantize.prepare import Prepared
 from marlinq.operations.quantize.ranks import share_documents
-from marlinq.operations.quantize.text import add_drawn_anew, note_text
 from marlinq.operations.quantize.tuning import draw_calibration, hold_out
+from marlinq.operations.quantize.unfinished_output import Output
 
 
 @dataclass(frozen=True)

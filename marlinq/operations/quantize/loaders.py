@@ -10,7 +10,7 @@ from marlinq.checkpoint.header import TensorInfo
 from marlinq.core.errors import MarlinqError
 from marlinq.formats import FORMATS
 from marlinq.operations.inspect.eligibility import OWN, ServerVerdict
-from marlinq.operations.inspect.operation import planned_verdicts
+from marlinq.operations.inspect.inspect_checkpoint import planned_verdicts
 from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.recipe import Recipe
 

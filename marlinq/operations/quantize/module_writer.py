@@ -14,8 +14,8 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.models import ModelInstance
 from marlinq.operations.quantize.batches_of_modules import in_module_batches
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, module_note
+from marlinq.operations.quantize.quantize_report import ModuleReport
 from marlinq.operations.quantize.ranks import Ranks
-from marlinq.operations.quantize.report import ModuleReport
 
 _BYTES_AT_ONCE = 1 << 29
 """bytes of packed tensors after which they are handed to the writer's thread"""

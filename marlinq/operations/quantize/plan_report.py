@@ -19,7 +19,7 @@ from marlinq.core.progress import Progress, ReportMessage, messages_beside, show
 from marlinq.kernels import Device, Problem, decide, device_numbers
 from marlinq.kernels.contract.device import H200
 from marlinq.operations.inspect.eligibility import ServerVerdict
-from marlinq.operations.inspect.operation import planned_verdicts
+from marlinq.operations.inspect.inspect_checkpoint import planned_verdicts
 from marlinq.operations.quantize.allocation.chosen import Allocation
 from marlinq.operations.quantize.budget import tuning_work, writing_dtype
 from marlinq.operations.quantize.counting import local_tokens
@@ -38,7 +38,7 @@ from marlinq.operations.quantize.recipe import Recipe, as_recipe
 from marlinq.operations.quantize.solve import TOKEN_BUDGET
 from marlinq.operations.quantize.tuning import tuning_bytes
 from marlinq.operations.quantize.watch import duration
-from marlinq.runtime.operand import format_of, kernel_granularity, scheme_refusal
+from marlinq.runtime.kernel_operand import format_of, kernel_granularity, scheme_refusal
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 """numbers of GPUs that share each layer, for which servers are judged"""

@@ -22,7 +22,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep
 from marlinq.formats import FORMATS, Format, Layout, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
-from marlinq.formats.dialects.patterns import FUSED
+from marlinq.formats.dialects.name_patterns import FUSED
 from marlinq.methods import METHODS, Method, MethodOptions
 from marlinq.models import Block, Blueprint, Conversion, Projection, TensorNames, converted
 from marlinq.operations.inspect.servers import built_plain

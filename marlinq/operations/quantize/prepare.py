@@ -35,6 +35,7 @@ from marlinq.operations.quantize.allocation.sizes import check_allocation
 from marlinq.operations.quantize.allocation.stored_allocation import kept_allocation
 from marlinq.operations.quantize.allocation.units import fuses
 from marlinq.operations.quantize.budget import Work
+from marlinq.operations.quantize.calibration_text import TextGatherer
 from marlinq.operations.quantize.loaders import loader_notes
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of
 from marlinq.operations.quantize.planned_text import PlannedText, longest, planned_text, writes_text
@@ -42,7 +43,6 @@ from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_o
 from marlinq.operations.quantize.ranks import Ranks
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.solves import try_solver
-from marlinq.operations.quantize.text import TextGatherer
 from marlinq.operations.quantize.tuning import TuningSettings, check_head, settings_that_fit
 
 

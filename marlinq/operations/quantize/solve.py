@@ -10,12 +10,12 @@ from typing import Any
 from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.operations.quantize.blocks import BlockQuantizer
 from marlinq.operations.quantize.gather_text import RunText
-from marlinq.operations.quantize.notes import module_reports
-from marlinq.operations.quantize.output import Output
+from marlinq.operations.quantize.journal_notes import module_reports
 from marlinq.operations.quantize.prepare import Prepared
+from marlinq.operations.quantize.quantize_report import ModuleReport
 from marlinq.operations.quantize.ranks import own_batches
-from marlinq.operations.quantize.report import ModuleReport
 from marlinq.operations.quantize.tuning import NOTE, TuningRun, tune
+from marlinq.operations.quantize.unfinished_output import Output
 from marlinq.operations.quantize.watch import Watch
 
 TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}

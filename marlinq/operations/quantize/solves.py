@@ -15,8 +15,8 @@ from marlinq.formats import ModuleSpec
 from marlinq.methods import SolveReport, Statistics
 from marlinq.operations.quantize.batches_of_modules import joined
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.quantize_report import ModuleReport, module_report
 from marlinq.operations.quantize.ranks import Ranks, Share, share_out
-from marlinq.operations.quantize.report import ModuleReport, module_report
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 

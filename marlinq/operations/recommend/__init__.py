@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from marlinq.operations.recommend.gpus import Gpu, gpus
-from marlinq.operations.recommend.operation import recommend
 from marlinq.operations.recommend.plot import save_plot
-from marlinq.operations.recommend.report import Candidate, Recommendation
+from marlinq.operations.recommend.recommend_weights import recommend
+from marlinq.operations.recommend.recommendation import Candidate, Recommendation
 
 __all__ = ["Candidate", "Gpu", "Recommendation", "gpus", "recommend", "save_plot"]

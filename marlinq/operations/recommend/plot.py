@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from marlinq.core.errors import OutputError
-from marlinq.operations.recommend.report import Recommendation
+from marlinq.operations.recommend.recommendation import Recommendation
 from marlinq.operations.report.markup import Element, style_sheet, tag
 from marlinq.operations.report.style import style_rules
 

@@ -17,7 +17,7 @@ from marlinq.checkpoint.reader import CONFIG, locate, read_json
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.safe_text import shown
-from marlinq.formats.dialects.patterns import FUSED
+from marlinq.formats.dialects.name_patterns import FUSED
 from marlinq.models import Blueprint, Projection, build_blueprint
 from marlinq.models.blueprint import Block
 

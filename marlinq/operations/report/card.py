@@ -19,10 +19,10 @@ import yaml
 
 from marlinq.checkpoint import Checkpoint
 from marlinq.core.files import read_regular
+from marlinq.core.model_source import is_hub_id
 from marlinq.core.plain_values import load_yaml
 from marlinq.core.safe_text import escaped, one_line
 from marlinq.core.schemes import SCHEMES
-from marlinq.core.sources import is_hub_id
 
 CARD = "README.md"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marlinq.operations.rotate.operation import rotate
-from marlinq.operations.rotate.report import RotationReport
+from marlinq.operations.rotate.rotate_model import rotate
+from marlinq.operations.rotate.rotation_report import RotationReport
 
 __all__ = ["RotationReport", "rotate"]

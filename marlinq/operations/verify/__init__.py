@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marlinq.operations.verify.operation import verify
-from marlinq.operations.verify.report import Check, ModuleResult, VerificationReport
+from marlinq.operations.verify.verification_report import Check, ModuleResult, VerificationReport
+from marlinq.operations.verify.verify_checkpoint import verify
 
 __all__ = ["Check", "ModuleResult", "VerificationReport", "verify"]

@@ -32,13 +32,13 @@ from marlinq.formats import ModuleSpec
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import Blueprint, Projection, TensorNames, converted, find_conversions
 from marlinq.operations.verify.background import BackgroundThreads
-from marlinq.operations.verify.dequantized import dequantized_modules, off_grid
+from marlinq.operations.verify.dense_modules import dequantized_modules, off_grid
 from marlinq.operations.verify.masks import misplaced_channels
-from marlinq.operations.verify.report import Check, Findings
 from marlinq.operations.verify.statistics.evidence import Evidence, find_faults
 from marlinq.operations.verify.statistics.finding import Finding, RunSize
-from marlinq.operations.verify.statistics.floats import find_float_faults
+from marlinq.operations.verify.statistics.float_weights import find_float_faults
 from marlinq.operations.verify.tuned import too_far, tuned_vectors
+from marlinq.operations.verify.verification_report import Check, Findings
 
 FAR_ABOVE_RTN = 5.0
 ABOVE_RTN = 3.0

@@ -14,7 +14,7 @@ from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import EnvironmentProblem, MarlinqError, UnsupportedError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
-from marlinq.operations.verify.report import Check, Findings
+from marlinq.operations.verify.verification_report import Check, Findings
 from marlinq.runtime import OPERATORS, Setting
 
 ROWS = (1, 8, 33)

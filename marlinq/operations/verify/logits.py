@@ -17,7 +17,7 @@ from marlinq.core.scheme import Scheme
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import Projection
 from marlinq.operations.verify.comparison import FAR_ABOVE_RTN
-from marlinq.operations.verify.report import Check, Findings
+from marlinq.operations.verify.verification_report import Check, Findings
 from marlinq.runtime import load
 
 TOKENS = 128

@@ -13,7 +13,7 @@ from marlinq.checkpoint.reader import read_json
 from marlinq.core.errors import CheckpointError
 from marlinq.core.sparsity import SPARSITIES, Sparsity
 from marlinq.core.weight import QuantizedWeight
-from marlinq.operations.verify.report import Check, Findings
+from marlinq.operations.verify.verification_report import Check, Findings
 
 _NOTE = "module "
 _LEAST_COSINE = 0.7

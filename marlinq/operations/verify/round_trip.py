@@ -13,7 +13,7 @@ from marlinq.core.errors import MarlinqError
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec, spec_of
-from marlinq.operations.verify.report import Check, Findings
+from marlinq.operations.verify.verification_report import Check, Findings
 
 
 class RoundTrip:

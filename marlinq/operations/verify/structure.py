@@ -29,7 +29,7 @@ from marlinq.core.progress import ReportProgress
 from marlinq.formats import ModuleSpec, TensorSpec
 from marlinq.formats.dialects import is_head
 from marlinq.models import Blueprint, TensorNames, build_blueprint, converted, without_false_ties
-from marlinq.operations.verify.report import Check, Findings
+from marlinq.operations.verify.verification_report import Check, Findings
 from marlinq.runtime.loading import (
     contradictions,
     match_tensors,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
-from marlinq.operations.verify.report import Check, Findings
+from marlinq.operations.verify.verification_report import Check, Findings
 
 _OUTLIER = 2.0**12
 """Ratio of a scale to the typical scale of its channel and of its group above which it is an outlier. A

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8
-from marlinq.runtime.operators.base import Estimate, Operator, Setting
 from marlinq.runtime.operators.dense import Dense
 from marlinq.runtime.operators.int4pack import Int4Pack
+from marlinq.runtime.operators.operator import Estimate, Operator, Setting
 from marlinq.runtime.operators.packed import Packed
 from marlinq.runtime.operators.sparse import Sparse
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.formats import StoredWeight
 from marlinq.kernels import device_numbers
-from marlinq.runtime.operators.base import Estimate, Operator, Setting
+from marlinq.runtime.operators.operator import Estimate, Operator, Setting
 
 # Seconds of torch's product on a GPU for the smallest weight.
 _LEAST_SECONDS = 3e-6

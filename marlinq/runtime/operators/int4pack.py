@@ -36,8 +36,8 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import StoredWeight
-from marlinq.runtime.operators.base import Estimate, Operator, Setting
 from marlinq.runtime.operators.cpu_timing import Product, cold_copies, seconds_in_turn
+from marlinq.runtime.operators.operator import Estimate, Operator, Setting
 from marlinq.runtime.threads import threads_at_most
 
 GROUP_SIZES = (256, 128, 64, 32)

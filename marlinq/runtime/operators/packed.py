@@ -12,13 +12,13 @@ from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.formats import StoredWeight
 from marlinq.kernels import LayerShape, Problem, device_numbers, explain, precompile_model
-from marlinq.kernels.choose.eight_bits import decide_eight_bits
+from marlinq.kernels.choose.eight_bit_decision import decide_eight_bits
 from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.driver.cache import compile_missing
-from marlinq.kernels.launch.eight_bits import instantiations
-from marlinq.runtime.linear import QuantLinear
-from marlinq.runtime.operand import format_of, operand_refusal, operand_shape, stored_operand
-from marlinq.runtime.operators.base import Estimate, Operator, Setting, kernel_refusal
+from marlinq.kernels.launch.eight_bit_product import instantiations
+from marlinq.runtime.kernel_operand import format_of, operand_refusal, operand_shape, stored_operand
+from marlinq.runtime.operators.operator import Estimate, Operator, Setting, kernel_refusal
+from marlinq.runtime.quant_linear import QuantLinear
 
 
 def _eight_bits(problem: Problem, stored: StoredWeight, setting: Setting) -> str:
@@ -31,7 +31,7 @@ def _eight_bits(problem: Problem, stored: StoredWeight, setting: Setting) -> str
 
 
 class Packed(Operator):
-    """:class:`~marlinq.runtime.linear.QuantLinear` over packed words, as stored where they fit.
+    """:class:`~marlinq.runtime.quant_linear.QuantLinear` over packed words, as stored where they fit.
 
     Args:
         name: name of the operator.

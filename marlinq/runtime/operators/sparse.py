@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from marlinq.formats import StoredWeight
 from marlinq.kernels.contract.weight_formats import INT4_SPARSE, WeightFormat
-from marlinq.runtime.operators.base import Setting
+from marlinq.runtime.operators.operator import Setting
 from marlinq.runtime.operators.packed import Packed
 
 
 class Sparse(Packed):
-    """:class:`~marlinq.runtime.linear.QuantLinear` over the kept codes of a layout of sparse weights."""
+    """:class:`~marlinq.runtime.quant_linear.QuantLinear` over the kept codes of sparse weights."""
 
     def __init__(self) -> None:
         super().__init__("sparse-w4a16", [INT4_SPARSE])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from marlinq.formats.layouts.marlin import TILE_N
 from marlinq.kernels import Operand
-from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.quant_linear import QuantLinear
 
 
 def join_refusal(operands: Sequence[Operand], *, interleave: bool) -> str | None:

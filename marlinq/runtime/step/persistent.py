@@ -27,7 +27,7 @@ from marlinq.kernels.launch.persistent import (
     persistent_refusal,
 )
 from marlinq.kernels.step import HeadNorm, RowNorm
-from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.quant_linear import QuantLinear
 from marlinq.runtime.step.bound import BoundLayer, BoundMLP
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.products import Product

@@ -25,8 +25,8 @@ from marlinq.models.anatomy import (
     Mixture,
     Unrecognised,
 )
-from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.operators.int4pack import Int4PackLinear
+from marlinq.runtime.quant_linear import QuantLinear
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.join import JoinedLinear, JoinedSlice
 from marlinq.runtime.step.probe_results import note_passed, was_passed

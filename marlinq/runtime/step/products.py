@@ -16,10 +16,10 @@ from marlinq.kernels import LayerShape, Problem, decide, device_numbers, precomp
 from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.whole_rows import RowVariant, RowWork
 from marlinq.kernels.launch.call import Call, dequantizes, prepare
-from marlinq.kernels.launch.dequantized import dequantized_gemm
+from marlinq.kernels.launch.dequantized_product import dequantized_gemm
 from marlinq.kernels.launch.gather import Gathered, gathering
 from marlinq.models.anatomy import Slices
-from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.quant_linear import QuantLinear
 from marlinq.runtime.step.join import JoinedLinear, JoinedSlice, join_modules
 
 Start = Callable[[], object]

@@ -12,8 +12,8 @@ from marlinq.kernels import Problem, device_numbers, precompile
 from marlinq.kernels import step as kernels
 from marlinq.kernels.contract.whole_rows import Normed, RowWork
 from marlinq.kernels.experts import routed_experts
-from marlinq.kernels.experts.choose import decide_experts
 from marlinq.kernels.experts.configurations import DirectDecision, ExpertsShape
+from marlinq.kernels.experts.experts_decision import decide_experts
 from marlinq.kernels.experts.launch import Workspace as ExpertsWorkspace
 from marlinq.kernels.experts.launch import layer_steps, shape_of
 from marlinq.kernels.step import Gather, Prepared, RoutedRows, RowNorm

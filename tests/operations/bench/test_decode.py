@@ -19,7 +19,7 @@ from marlinq.operations.bench.decode import cache_bytes_per_token, weight_bytes
 from marlinq.operations.bench.synthetic import Head
 from marlinq.operations.bench.trace import summarise
 from marlinq.runtime import LoadedModel, load
-from marlinq.runtime.decision import summarize
+from marlinq.runtime.operator_choice import summarize
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized
 from tests.testing.tiny_models import tiny_model
 

@@ -18,7 +18,7 @@ from marlinq.kernels.contract.instantiation import cold_read
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.operations.bench import Cell, KernelBench, bench_kernels, contest, kernels
 from marlinq.operations.bench.peers import PEERS
-from marlinq.operations.bench.peers.base import Run
+from marlinq.operations.bench.peers.contenders import Run
 from marlinq.operations.bench.peers.own import Marlinq
 from marlinq.operations.bench.shapes import MODELS, Layer, dividing_group_size, layers_of
 from marlinq.operations.bench.weights import Weight, random_weight

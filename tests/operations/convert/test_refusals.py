@@ -24,7 +24,7 @@ from marlinq.core.errors import (
     UsageError,
 )
 from marlinq.operations.convert import convert
-from marlinq.operations.convert import operation as operation_module
+from marlinq.operations.convert import convert_checkpoint as operation_module
 from tests.testing.layouts import INTEGERS
 from tests.testing.quantized_folders import (
     CONFIG,

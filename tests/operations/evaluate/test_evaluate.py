@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from marlinq.core.errors import CheckpointError, NumericsError, UsageError
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.evaluate import evaluate
-from marlinq.operations.evaluate.text import read_windows
+from marlinq.operations.evaluate.windows import read_windows
 from marlinq.runtime import load
 from tests.runtime.test_generation import wide_model
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized, save_tokenizer

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.operations.convert import convert
 from marlinq.operations.inspect import Inspection, ServerVerdict, inspect
-from marlinq.operations.inspect.stored import _decoded, stored_facts
+from marlinq.operations.inspect.stored_values import _decoded, stored_facts
 from tests.testing.layouts import INTEGERS
 from tests.testing.quantized_folders import CONFIG, model_tuples, opened, plain_tensors, random_tuple, write
 

@@ -14,7 +14,7 @@ from marlinq.core.schemes import SCHEMES, named_scheme
 from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
 from marlinq.operations.inspect.parallel import Layer, Split, fused, split, split_head, unknown_axes
 from marlinq.operations.inspect.servers import Server, Vocabulary, servers
-from marlinq.runtime.operand import operand_refusal
+from marlinq.runtime.kernel_operand import operand_refusal
 from tests.testing.layouts import INTEGERS
 from tests.testing.quantized_folders import random_tuple
 from tests.testing.schemes import quantized, scheme

@@ -15,7 +15,7 @@ from marlinq.calibration import load_tokenizer, make_batches, read_documents
 from marlinq.core.errors import UnsupportedError
 from marlinq.methods import METHODS
 from marlinq.operations.quantize import QuantizeReport, Recipe, quantize, solve
-from marlinq.operations.quantize import experts as calibration
+from marlinq.operations.quantize import expert_statistics as calibration
 from marlinq.operations.quantize.override import Override
 from tests.testing.mixtures import calibration_text, save_mixture
 

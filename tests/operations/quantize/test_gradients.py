@@ -17,7 +17,7 @@ from marlinq.checkpoint import Checkpoint, CheckpointWriter
 from marlinq.core.errors import NumericsError, UsageError
 from marlinq.methods import GPTQOptions, outputs
 from marlinq.models import BlockReplay, ModelInstance, build_blueprint
-from marlinq.operations.quantize import QuantizeReport, gradients, operation, quantize
+from marlinq.operations.quantize import QuantizeReport, gradients, quantize, quantize_model
 from marlinq.operations.quantize.budget import Work, gradient_jobs, gradient_tokens
 from marlinq.operations.quantize.gradients import LossGradients
 from marlinq.operations.quantize.override import Override
@@ -221,7 +221,7 @@ def test_ranks_are_refused(
 ) -> None:
     source = save_tiny("llama", tmp_path / "model")
     two = SimpleNamespace(size=2, first=True)
-    monkeypatch.setattr(operation, "joined_ranks", lambda device: nullcontext(two))
+    monkeypatch.setattr(quantize_model, "joined_ranks", lambda device: nullcontext(two))
     with pytest.raises(UsageError, match=rf"one process, found 2 ranks; .*{option}"):
         quantize(source, tmp_path / "out", recipe=READ.replace(**changes), device="cpu")
     assert not (tmp_path / "out").exists()

@@ -24,13 +24,13 @@ from marlinq.models import build_blueprint
 from marlinq.operations.convert import convert
 from marlinq.operations.evaluate import evaluate
 from marlinq.operations.quantize import QuantizeReport, quantize
-from marlinq.operations.quantize.head import solve_head
+from marlinq.operations.quantize.output_head import solve_head
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.planning import PlannedModule, plan_output
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.verify import verify
 from marlinq.runtime import load
-from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.quant_linear import QuantLinear
 from tests.operations.quantize.test_quantize import open_quantized
 from tests.operations.quantize.test_resume import Killed, interrupt
 from tests.testing.original_folders import READ, ROWS, folder_bytes, save_tiny

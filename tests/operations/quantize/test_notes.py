@@ -15,10 +15,10 @@ from marlinq.core.errors import OutputError
 from marlinq.core.progress import no_message, no_progress
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.quantize import quantize
-from marlinq.operations.quantize.notes import check_notes, check_planned, module_reports
+from marlinq.operations.quantize.journal_notes import check_notes, check_planned, module_reports
 from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.prepare import plan_run
-from marlinq.operations.quantize.report import ModuleReport
+from marlinq.operations.quantize.quantize_report import ModuleReport
 from marlinq.operations.quantize.tuning import TuningReport
 from tests.testing.original_folders import RECIPE, save_tiny
 

@@ -18,12 +18,12 @@ from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.kernels.contract.device import H200
 from marlinq.models import build_blueprint
 from marlinq.operations.bench.synthetic import Synthetic
-from marlinq.operations.recommend import Recommendation, costs, gpus, recommend, save_plot
+from marlinq.operations.recommend import Recommendation, gpus, recommend, save_plot, step_times
+from marlinq.operations.recommend.divergence import known_quality
 from marlinq.operations.recommend.gpus import find_gpu
-from marlinq.operations.recommend.quality import known_quality
-from marlinq.operations.recommend.schemes import compared
-from marlinq.operations.recommend.servers import loaders
+from marlinq.operations.recommend.server_verdicts import loaders
 from marlinq.operations.recommend.shape import ModelShape, Product, shape_of
+from marlinq.operations.recommend.weight_types import compared
 from tests.runtime.test_generation import wide_model
 from tests.testing.mixtures import random_mixture
 from tests.testing.runnable_folders import save_plain, save_tokenizer
@@ -60,7 +60,7 @@ def test_steps_are_those_of_bench_decode(name: str, schemes: set[str]) -> None:
         kind = KINDS[{"16": "16 bits", "int4": "int4 g128"}.get(row["scheme"], row["scheme"])]
         context = row["context"] + row["new_tokens"] / 2
         for batch, step in zip(row["batches"], row["step_ms"], strict=True):
-            expected = costs.decode(shape(name), kind, find_gpu("h200"), batch, context).step
+            expected = step_times.decode(shape(name), kind, find_gpu("h200"), batch, context).step
             off[row["scheme"], batch] = 1e3 * expected / step - 1
     assert len(off) == (3 if name == "qwen3-30b-a3b" else 4 * len(schemes))
     assert max(map(abs, off.values())) < NEAR, off
@@ -70,7 +70,7 @@ def test_steps_of_one_sequence_of_other_shapes() -> None:
     for run in results("decode-shapes-h200.json")["shapes"]:
         name = run["checkpoint"].split()[1].rstrip(",")
         (cell,) = run["cells"]
-        times = costs.decode(
+        times = step_times.decode(
             shape(name), KINDS["int4 g128"], find_gpu("h200"), 1, cell["context"] + run["new_tokens"] / 2
         )
         assert times.step == pytest.approx(cell["step_seconds"], rel=NEAR), name
@@ -89,7 +89,7 @@ def test_a_shape_has_every_weight_of_the_model(name: str) -> None:
     total = sum(math.prod(each) for each in blueprint.parameters.values())
     assert found.others + sum(count * n * k for (n, k), count in found.sizes.items()) == total
     assert found.depth == len(blueprint.blocks)
-    assert costs.weight_bytes(found, KINDS["16 bits"]) == 2 * total
+    assert step_times.weight_bytes(found, KINDS["16 bits"]) == 2 * total
     in_layers = sum(
         count
         * (
@@ -103,7 +103,7 @@ def test_a_shape_has_every_weight_of_the_model(name: str) -> None:
 
 def test_experts_without_a_kernel_of_ours_take_what_peaks_allow() -> None:
     gpu, kind = find_gpu("l40s"), KINDS["int4 g128"]
-    found = costs.decode(shape("qwen3-30b-a3b"), kind, gpu, 512, 128)
+    found = step_times.decode(shape("qwen3-30b-a3b"), kind, gpu, 512, 128)
     assert gpu.bandwidth * found.step > found.step_bytes
 
 
@@ -191,7 +191,7 @@ def test_the_roofline_is_a_picture(found: Recommendation, tmp_path: Path) -> Non
 
 
 def test_where_four_bits_stop_paying(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marlinq.operations.recommend.operation.AXIS", (1, 64, 256))
+    monkeypatch.setattr("marlinq.operations.recommend.recommend_weights.AXIS", (1, 64, 256))
     found = recommend("llama-3-8b", synthetic=True, context=128, progress=False)
     assert found.until in (64, 256)
     assert any(f"from batch {found.until} on" in line for line in found.advice)
@@ -206,8 +206,8 @@ def test_where_four_bits_stop_paying(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_quality_on_the_model_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marlinq.operations.recommend.operation.AXIS", (1,))
-    monkeypatch.setattr("marlinq.operations.recommend.quality._WINDOWS", 1)
+    monkeypatch.setattr("marlinq.operations.recommend.recommend_weights.AXIS", (1,))
+    monkeypatch.setattr("marlinq.operations.recommend.divergence._WINDOWS", 1)
     folder = save_plain(tmp_path / "model", wide_model())
     save_tokenizer(folder)
     found = recommend(str(folder), measured=True, device="cpu", progress=False)

@@ -22,8 +22,8 @@ from marlinq.operations.report import page, report, tables
 from marlinq.operations.report.charts import STEPS, Ramp
 from marlinq.operations.report.figures import place
 from marlinq.operations.report.markup import tag
-from marlinq.operations.report.operation import CSV, HTML
 from marlinq.operations.report.reading import REPORT_JSON
+from marlinq.operations.report.written_report import CSV, HTML
 from marlinq.operations.verify import verify
 from tests.testing.browser import rendered, screenshot
 from tests.testing.layouts import INTEGERS

@@ -12,10 +12,10 @@ from marlinq.formats import spec_of
 from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.verify.statistics.evidence import MANY, find_faults
+from marlinq.operations.verify.statistics.exchanged_codes import find_exchanges, word_tile
 from marlinq.operations.verify.statistics.finding import FAILURE, WARNING, RunSize
 from marlinq.operations.verify.statistics.noise import DEGREES, distance, log_density, measure_noise
 from marlinq.operations.verify.statistics.tails import Tail, tail_of_others
-from marlinq.operations.verify.statistics.words import find_exchanges, word_tile
 from tests.testing.faults import WORDS, flip_bit, swap_nibbles
 from tests.testing.layouts import INTEGERS
 from tests.testing.pairs import every_pair

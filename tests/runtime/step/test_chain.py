@@ -20,7 +20,7 @@ from marlinq.runtime.step import prompts, recorded_step, walk
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.join import JoinedLinear, JoinedSlice
-from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step.reference_forward import ReferenceForward
 from tests.runtime.step import torch_kernels
 from tests.testing.decoders import KNOWN, random_decoder
 from tests.testing.runnable_folders import random_tuple

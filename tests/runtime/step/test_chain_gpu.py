@@ -18,7 +18,7 @@ from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.probe import compare
 from marlinq.runtime.step.products import Product
-from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step.reference_forward import ReferenceForward
 from tests.runtime.step.test_chain import (
     DELTA_NETS,
     LATENT,

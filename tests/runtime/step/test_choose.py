@@ -15,9 +15,9 @@ from marlinq.core.errors import EnvironmentProblem, UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.runtime import LoadedModel, generate, generate_batch, load
 from marlinq.runtime.sampling import GREEDY
-from marlinq.runtime.step import choose, reference
-from marlinq.runtime.step.choose import choose_forward, fixed_cache_refusal, take_decoder
-from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step import forward_choice, reference_forward
+from marlinq.runtime.step.forward_choice import choose_forward, fixed_cache_refusal, take_decoder
+from marlinq.runtime.step.reference_forward import ReferenceForward
 from marlinq.runtime.step.transformers_forward import TransformersForward
 from tests.testing.runnable_folders import save_plain
 from tests.testing.tiny_models import tiny_model
@@ -73,14 +73,14 @@ def test_the_samplers_kernel_is_compiled_while_the_forward_is_made(
         stages.append((stage, done, total))
         made.set()
 
-    monkeypatch.setattr(choose, "precompile_sampler", precompile_sampler)
+    monkeypatch.setattr(forward_choice, "precompile_sampler", precompile_sampler)
     loaded = loaded_of(tmp_path, tiny_model("llama"))
-    with choose.compiled_meanwhile(loaded, GREEDY.shape, progress):
+    with forward_choice.compiled_meanwhile(loaded, GREEDY.shape, progress):
         pass
     assert not asked
     on_gpu = replace(loaded, device=torch.device("cuda:1"))
     # It ends only once the forward is made, so the wait for it is told.
-    with choose.compiled_meanwhile(on_gpu, GREEDY.shape, progress):
+    with forward_choice.compiled_meanwhile(on_gpu, GREEDY.shape, progress):
         assert not stages
     assert asked == [(GREEDY.shape, loaded.dtype, 128, 1)]
     assert stages == [("compiling kernels", done, 1) for done in range(2)]
@@ -88,10 +88,10 @@ def test_the_samplers_kernel_is_compiled_while_the_forward_is_made(
     def fail(*given: object) -> int:
         raise EnvironmentProblem("no compiler")
 
-    monkeypatch.setattr(choose, "precompile_sampler", fail)
+    monkeypatch.setattr(forward_choice, "precompile_sampler", fail)
     with (
         pytest.raises(EnvironmentProblem, match="no compiler"),
-        choose.compiled_meanwhile(on_gpu, GREEDY.shape, progress),
+        forward_choice.compiled_meanwhile(on_gpu, GREEDY.shape, progress),
     ):
         pass
 
@@ -101,8 +101,8 @@ def test_a_forward_that_computes_something_else_is_not_used(
 ) -> None:
     # No other test has a model of this width: what passed the probe is kept for the process.
     loaded = loaded_of(tmp_path, tiny_model("llama", intermediate_size=320))
-    right = reference._LayerParts._mlp
-    monkeypatch.setattr(reference._LayerParts, "_mlp", lambda self, x: right(self, x) * 1.01)
+    right = reference_forward._LayerParts._mlp
+    monkeypatch.setattr(reference_forward._LayerParts, "_mlp", lambda self, x: right(self, x) * 1.01)
     forward = choose_forward(loaded, 1, 64)
     assert isinstance(forward, TransformersForward)
     assert "model.layers.0 differs from transformers'" in forward.reason

@@ -14,7 +14,7 @@ from marlinq.kernels.contract.whole_rows import PlainRowArguments, RowVariant, R
 from marlinq.runtime.step import links, recorded_step, walk
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.products import Product, Start
-from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step.reference_forward import ReferenceForward
 from tests.runtime.step import torch_kernels
 from tests.runtime.step.test_chain import TOLERANCE, differences, halved, quantized, recognised
 from tests.testing.tiny_models import tiny_model

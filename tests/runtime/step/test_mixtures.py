@@ -17,7 +17,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.models import recognise as recognising
 from marlinq.models.anatomy import Anatomy, Attention, Groups, Mixture, Router, Unrecognised
-from marlinq.models.experts import find_experts
+from marlinq.models.fused_experts import find_experts
 from marlinq.models.recognise import recognise
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.synthetic_experts import random_experts
@@ -27,7 +27,7 @@ from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.probe import compare
-from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step.reference_forward import ReferenceForward
 from tests.runtime.step import torch_kernels
 from tests.runtime.step.test_chain import TOLERANCE, differences, halved
 from tests.testing.mixtures import random_mixture

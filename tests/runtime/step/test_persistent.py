@@ -16,7 +16,7 @@ from marlinq.runtime import QuantLinear
 from marlinq.runtime.step import persistent, recorded_step, walk
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.persistent import join_layers
-from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step.reference_forward import ReferenceForward
 from tests.kernels.persistent_problems import Reference
 from tests.runtime.step import torch_kernels
 from tests.runtime.step.test_chain import TOLERANCE, error, halved, quantized, recognised

@@ -17,11 +17,11 @@ from marlinq.models.anatomy import Anatomy, Layer, Norm, Unrecognised
 from marlinq.models.recognise import anatomy_of
 from marlinq.runtime import QuantLinear, load, marlin_operand
 from marlinq.runtime.step import probe
-from marlinq.runtime.step import reference as reference_module
+from marlinq.runtime.step import reference_forward as reference_module
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.join import join_modules
 from marlinq.runtime.step.probe import capacity_limit, compare, own_forward_refusal
-from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step.reference_forward import ReferenceForward
 from tests.testing.decoders import KNOWN, UNKNOWN, WINDOW, random_decoder
 from tests.testing.runnable_folders import random_quantizer, random_tuple, save_quantized
 from tests.testing.tiny_models import tiny_model

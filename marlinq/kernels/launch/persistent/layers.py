@@ -10,7 +10,7 @@ from torch import Tensor
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.cuda_driver import Launches, on_device
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.driver.module import load_kernel
 from marlinq.kernels.launch.persistent.config import PARTS, StepConfig, choose_for, prepare_instantiation
 from marlinq.kernels.launch.persistent.memory import (

@@ -1,14 +1,14 @@
 """Other implementations that the kernels are timed against, on the same codes and scales.
 
-A peer is one file: a :class:`~marlinq.operations.bench.peers.base.Contender` for products, an
-:class:`~marlinq.operations.bench.peers.base.ExpertsContender` for routed layers, or both.
+A peer is one file: a :class:`~marlinq.operations.bench.peers.contenders.Contender` for products, an
+:class:`~marlinq.operations.bench.peers.contenders.ExpertsContender` for routed layers, or both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from marlinq.operations.bench.peers.base import Contender, ExpertsContender
+from marlinq.operations.bench.peers.contenders import Contender, ExpertsContender
 from marlinq.operations.bench.peers.dense import Cublas, CublasExperts, GroupedExperts
 from marlinq.operations.bench.peers.humming import Humming, HummingExperts
 from marlinq.operations.bench.peers.own import ActivationOrder, BatchInvariant

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
-from marlinq.kernels.experts.reference import expert_matrix
+from marlinq.kernels.experts.experts_reference import expert_matrix
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
-from marlinq.operations.bench.peers.base import Routing, Run, RunLayer
+from marlinq.operations.bench.peers.contenders import Routing, Run, RunLayer
 from marlinq.operations.bench.synthetic_experts import gate_then_up
 from marlinq.operations.bench.weights import Weight
 

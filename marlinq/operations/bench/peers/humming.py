@@ -16,7 +16,7 @@ from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, Weig
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
 from marlinq.kernels.experts.launch import Workspace, shape_of, start, sum_step
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
-from marlinq.operations.bench.peers.base import Routing, Run, RunLayer
+from marlinq.operations.bench.peers.contenders import Routing, Run, RunLayer
 from marlinq.operations.bench.synthetic_experts import gate_then_up
 from marlinq.operations.bench.weights import Weight, scale_level, stored_codes, true_scales
 

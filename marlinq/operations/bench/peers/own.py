@@ -12,7 +12,7 @@ from marlinq.formats.layouts.marlin import pack_tiles
 from marlinq.kernels import GEMMS, batch_invariant, precompile
 from marlinq.kernels.experts import ExpertWeights, routed_experts
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
-from marlinq.operations.bench.peers.base import Routing, Run, RunLayer
+from marlinq.operations.bench.peers.contenders import Routing, Run, RunLayer
 from marlinq.operations.bench.weights import Weight
 
 

@@ -9,7 +9,7 @@ import torch
 
 from marlinq.kernels import Operand, precompile
 from marlinq.kernels.contract.weight_formats import INT4_SPARSE
-from marlinq.operations.bench.peers.base import Run
+from marlinq.operations.bench.peers.contenders import Run
 from marlinq.operations.bench.peers.own import Marlinq
 from marlinq.operations.bench.weights import Weight
 

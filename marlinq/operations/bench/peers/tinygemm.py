@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from marlinq.operations.bench.peers.base import Run
+from marlinq.operations.bench.peers.contenders import Run
 from marlinq.operations.bench.weights import MIDPOINT, Weight
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marlinq.operations.evaluate.tasks.run import TaskOptions, check_tasks, run_tasks
 from marlinq.operations.evaluate.tasks.scores import Ratio, TaskScore, mean_recovery
+from marlinq.operations.evaluate.tasks.task_run import TaskOptions, check_tasks, run_tasks
 
 __all__ = ["Ratio", "TaskOptions", "TaskScore", "check_tasks", "mean_recovery", "run_tasks"]

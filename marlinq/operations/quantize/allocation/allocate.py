@@ -22,13 +22,13 @@ from marlinq.operations.quantize.allocation.sensitivity import MeasuringText, me
 from marlinq.operations.quantize.allocation.sizes import Frame, frame_of
 from marlinq.operations.quantize.allocation.units import Unit, units_of
 from marlinq.operations.quantize.budget import Work, measuring_tokens
+from marlinq.operations.quantize.calibration_text import text_from_outside
 from marlinq.operations.quantize.candidates import CANDIDATES
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products
 from marlinq.operations.quantize.own_text import text_by_the_model
 from marlinq.operations.quantize.planned_text import SELF, longest, recipes_of_parts
 from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.text import text_from_outside
 
 _LONGEST_DOCUMENT = 512
 """tokens that documents for measuring are cut to"""

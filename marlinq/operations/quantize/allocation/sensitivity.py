@@ -38,7 +38,7 @@ from marlinq.core.progress import ReportProgress
 from marlinq.models import BlockReplay, ModelInstance
 from marlinq.operations.quantize.allocation.units import Unit
 from marlinq.operations.quantize.budget import logits_at_once
-from marlinq.operations.quantize.experts import ExpertCalibration
+from marlinq.operations.quantize.expert_statistics import ExpertCalibration
 from marlinq.operations.quantize.gathering import Gathering
 from marlinq.operations.quantize.gradients import LossGradients
 from marlinq.operations.quantize.planning import PlannedModule

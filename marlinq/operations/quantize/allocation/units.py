@@ -11,7 +11,7 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.core.schemes import named_scheme
 from marlinq.formats import FORMATS
-from marlinq.formats.dialects.patterns import expert_layer
+from marlinq.formats.dialects.name_patterns import expert_layer
 from marlinq.models import Blueprint, Projection, TensorNames
 from marlinq.operations.inspect.eligibility import Whole, loading_refusal, server_named
 from marlinq.operations.inspect.parallel import Layer

@@ -14,7 +14,8 @@ Tuning changes values of stored tensors, never a shape, a dtype or a name.
 from __future__ import annotations
 
 from marlinq.operations.quantize.tuning.loop import TuningReport, TuningSettings
-from marlinq.operations.quantize.tuning.run import (
+from marlinq.operations.quantize.tuning.text_rows import hold_out
+from marlinq.operations.quantize.tuning.tuning_run import (
     NOTE,
     TuningRun,
     check_head,
@@ -24,7 +25,6 @@ from marlinq.operations.quantize.tuning.run import (
     tune,
     tuning_bytes,
 )
-from marlinq.operations.quantize.tuning.text_rows import hold_out
 
 __all__ = [
     "NOTE",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import Layout, ModuleSpec
+from marlinq.operations.verify.statistics.exchanged_codes import Exchanges, find_exchanges, word_tile
 from marlinq.operations.verify.statistics.finding import FAILURE, MOST_SAY, WARNING, Finding, RunSize, agreed
 from marlinq.operations.verify.statistics.groups import FAR, find_odd_groups
 from marlinq.operations.verify.statistics.noise import Noise, distance, log_density, measure_noise
@@ -23,7 +24,6 @@ from marlinq.operations.verify.statistics.tails import (
     at_least,
     log_expected,
 )
-from marlinq.operations.verify.statistics.words import Exchanges, find_exchanges, word_tile
 
 MANY = 6
 

@@ -16,7 +16,7 @@ from marlinq.checkpoint import Checkpoint
 from marlinq.core.errors import OutputError, UsageError
 from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.inspect import inspect
-from marlinq.operations.quantize import operation, plan_quantize, quantize
+from marlinq.operations.quantize import plan_quantize, quantize, quantize_model
 from marlinq.operations.quantize.allocation import allocate as allocating
 from marlinq.operations.quantize.allocation import stored_allocation
 from marlinq.operations.quantize.allocation.sensitivity import MeasuringText, measure
@@ -24,8 +24,8 @@ from marlinq.operations.quantize.allocation.units import units_of
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.prepare import plan_run
+from marlinq.operations.quantize.quantize_report import QuantizeReport
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.verify import verify
 from marlinq.runtime import load
 from tests.testing.original_folders import READ, folder_bytes, save_tiny
@@ -88,7 +88,7 @@ def test_an_interrupted_run_takes_its_allocation_over(
         def stop(*args: object, **settings: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(operation, "solve", stop)
+        patch.setattr(quantize_model, "solve", stop)
         with pytest.raises(KeyboardInterrupt):
             quantize(run.source, out, recipe=TARGET, device="cpu")
     with pytest.raises(OutputError, match="an unfinished run with other settings"):

@@ -13,7 +13,7 @@ from marlinq.checkpoint import Checkpoint
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.models import build_blueprint
 from marlinq.operations.quantize.planning import plan_output
-from marlinq.operations.quantize.tuning import loop, run
+from marlinq.operations.quantize.tuning import loop, tuning_run
 from tests.operations.quantize.tuning.runs import TUNED
 from tests.testing.original_folders import save_tiny
 
@@ -40,10 +40,10 @@ def test_codes_are_tuned_where_they_fit(
             pytest.warns(UserWarning, match="codes would take"),
             pytest.raises(EnvironmentProblem, match="keeps all"),
         ):
-            run.settings_that_fit(plan, settings, cuda, 40)
+            tuning_run.settings_that_fit(plan, settings, cuda, 40)
         return
     with pytest.warns(UserWarning, match="they stay as they are") if rate != expected else nullcontext():
-        assert run.settings_that_fit(plan, settings, cuda, 40).code_rate == expected
+        assert tuning_run.settings_that_fit(plan, settings, cuda, 40).code_rate == expected
 
 
 def test_hidden_states_leave_room_for_what_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_hidden_states_leave_room_for_what_is_tuned(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     settings = loop.TuningSettings(1, 1, 0.1, 0.1, True, 0)
     cuda = torch.device("cuda:0")
-    tuned_bytes = run.tuning_bytes(plan, settings, cuda, 40)
+    tuned_bytes = tuning_run.tuning_bytes(plan, settings, cuda, 40)
     assert tuned_bytes == 110_592 * 18
     for memory, expected in (
         (10**8, 12_500_000),
@@ -63,10 +63,10 @@ def test_hidden_states_leave_room_for_what_is_tuned(tmp_path: Path, monkeypatch:
         (2_500_000, 0),
     ):
         device.total_memory = memory
-        assert run.bytes_for_states(plan, settings, cuda, 40) == expected
-    assert run.bytes_for_states(plan, settings, torch.device("cpu"), 40) == 0
+        assert tuning_run.bytes_for_states(plan, settings, cuda, 40) == expected
+    assert tuning_run.bytes_for_states(plan, settings, torch.device("cpu"), 40) == 0
     monkeypatch.setattr(loop, "_SMALL", 0)
-    assert run.bytes_for_states(plan, settings, cuda, 40) == 0
+    assert tuning_run.bytes_for_states(plan, settings, cuda, 40) == 0
 
 
 def test_gradients_count_where_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,4 +84,4 @@ def test_gradients_count_where_they_are_kept(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(loop, "_SMALL", small)
         settings = loop.TuningSettings(1, tokens, 0.1, 0.1, True, 0)
         with pytest.warns(UserWarning, match="they stay") if not expected else nullcontext():
-            assert run.settings_that_fit(plan, settings, cuda, 40).code_rate == expected
+            assert tuning_run.settings_that_fit(plan, settings, cuda, 40).code_rate == expected

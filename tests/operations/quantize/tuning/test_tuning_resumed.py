@@ -15,7 +15,7 @@ from marlinq.core.errors import OutputError
 from marlinq.operations.quantize import gather_text, own_text, quantize
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.tuning import loop, run
+from marlinq.operations.quantize.tuning import loop, tuning_run
 from tests.operations.quantize.tuning.runs import TUNED, Killed, dies, tuned
 from tests.testing.original_folders import folder_bytes, save_tiny
 from tests.testing.pairs import slow_but
@@ -25,22 +25,22 @@ def test_a_state_is_saved_where_that_takes_little_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe
 ) -> None:
     source = save_tiny("llama", tmp_path / "model", blocks=1)
-    monkeypatch.setattr(run, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(tuning_run, "_SAVE_SECONDS", 0.0)
     saved: list[str] = []
-    keep = run.keep
+    keep = tuning_run.keep
 
     def noted(writer: CheckpointWriter, name: str, *rest: Any) -> None:
         saved.append(name)
         keep(writer, name, *rest)
 
-    monkeypatch.setattr(run, "keep", noted)
+    monkeypatch.setattr(tuning_run, "keep", noted)
     for rate, share, expected in (
-        (math.inf, 1.0, [run.STATE] * 3 + [run.RESULT]),
-        (1e-9, 1.0, [run.RESULT]),
-        (math.inf, 0.0, [run.RESULT]),
+        (math.inf, 1.0, [tuning_run.STATE] * 3 + [tuning_run.RESULT]),
+        (1e-9, 1.0, [tuning_run.RESULT]),
+        (math.inf, 0.0, [tuning_run.RESULT]),
     ):
-        monkeypatch.setattr(run, "_SAVE_RATE", rate)
-        monkeypatch.setattr(run, "_SAVE_MEMORY_SHARE", share)
+        monkeypatch.setattr(tuning_run, "_SAVE_RATE", rate)
+        monkeypatch.setattr(tuning_run, "_SAVE_MEMORY_SHARE", share)
         saved.clear()
         tuned(source, tmp_path / f"{rate} {share}", rounded, samples=16, tune_steps=3)
         assert saved == expected
@@ -56,8 +56,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     source = save_tiny("llama", folder / "model", blocks=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_text, "TOP_K", 0)
-        patch.setattr(run, "_SAVE_SECONDS", 0.0)
-        patch.setattr(run, "_SAVE_RATE", math.inf)
+        patch.setattr(tuning_run, "_SAVE_SECONDS", 0.0)
+        patch.setattr(tuning_run, "_SAVE_RATE", math.inf)
         quantize(source, folder / "whole", recipe=INTERRUPTED, device="cpu")
     return source, folder / "whole"
 
@@ -74,8 +74,8 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: tuple[Path, Path], moment: str
 ) -> None:
     source, whole = undisturbed
-    monkeypatch.setattr(run, "_SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(run, "_SAVE_RATE", math.inf)
+    monkeypatch.setattr(tuning_run, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(tuning_run, "_SAVE_RATE", math.inf)
     recipe = INTERRUPTED
     seen: list[int] = []
     taken = loop.Loop._step
@@ -92,7 +92,7 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Loop, "_step", counted)
         if moment == "before the result":
-            patch.setattr(run.TuningRun, "_outcome", dies)
+            patch.setattr(tuning_run.TuningRun, "_outcome", dies)
         if moment == "between tensors":
             write, done = CheckpointWriter.write, []
 
@@ -121,14 +121,14 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
 
 def test_a_damaged_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    monkeypatch.setattr(run, "_SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(run, "_SAVE_RATE", math.inf)
+    monkeypatch.setattr(tuning_run, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(tuning_run, "_SAVE_RATE", math.inf)
 
     def dies(*args: Any, **kwargs: Any) -> Any:
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.TuningRun, "_outcome", dies)
+        patch.setattr(tuning_run.TuningRun, "_outcome", dies)
         with pytest.raises(Killed):
             quantize(source, tmp_path / "out", recipe=rounded.replace(tune_steps=2), device="cpu")
     state = tmp_path / "out.partial" / "tuning.safetensors"

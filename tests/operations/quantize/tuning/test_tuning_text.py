@@ -15,7 +15,7 @@ from marlinq.calibration import Batch, Document, make_batches
 from marlinq.operations.quantize import gather_text, own_text, plan_quantize, quantize, solve
 from marlinq.operations.quantize.planned_text import tokens_drawn_anew
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.tuning import run, teacher
+from marlinq.operations.quantize.tuning import teacher, tuning_run
 from marlinq.operations.quantize.tuning.text_rows import (
     NOISE,
     REDRAWN,
@@ -39,7 +39,7 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pyte
     own = recipe.replace(tune_own_text=True)
     with pytest.MonkeyPatch.context() as patch:
         # The original's predictions are what tuning begins with.
-        patch.setattr(run, "learn", dies)
+        patch.setattr(tuning_run, "learn", dies)
         with pytest.raises(Killed):
             quantize(source, tmp_path / "out", recipe=own, device="cpu", message=said.append)
     report = quantize(source, tmp_path / "out", recipe=own, device="cpu", resume=True, message=said.append)
@@ -115,7 +115,7 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
     assert chances == [(REDRAWN, NOISE)] * 2
     # A run that is resumed finds them in the unfinished folder.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "learn", dies)
+        patch.setattr(tuning_run, "learn", dies)
         with pytest.raises(Killed):
             quantize(source, tmp_path / "again", recipe=recipe, device="cpu")
         assert (tmp_path / "again.partial" / "drawn.json").exists()
@@ -303,7 +303,7 @@ def test_text_that_was_there_before_is_varied(
     seen: list[list[Batch]] = []
     given: list[list[Document]] = []
     stages: list[str] = []
-    learn, prepare = teacher.learn, run.TuningRun
+    learn, prepare = teacher.learn, tuning_run.TuningRun
 
     def noted(instance: Any, replay: Any, batches: Any, **options: Any) -> Any:
         seen.append(list(batches))
@@ -317,9 +317,9 @@ def test_text_that_was_there_before_is_varied(
         stages.append(stage)
 
     monkeypatch.setattr(teacher, "learn", noted)
-    monkeypatch.setattr(run, "learn", noted)
+    monkeypatch.setattr(tuning_run, "learn", noted)
     monkeypatch.setattr(solve, "TuningRun", divided)
-    monkeypatch.setitem(run._PLACES, "cpu", 100)
+    monkeypatch.setitem(tuning_run._PLACES, "cpu", 100)
     quantize(
         source,
         tmp_path / "out",

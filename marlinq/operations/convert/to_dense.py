@@ -22,8 +22,8 @@ from marlinq.checkpoint.manifest import fingerprint_of, manifest_of
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import ConversionRefused
 from marlinq.core.progress import ReportProgress
+from marlinq.operations.convert.conversion_report import ConversionReport
 from marlinq.operations.convert.plan import stored_ties
-from marlinq.operations.convert.report import ConversionReport
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from torch import Tensor
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
-from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.driver.module import load_kernel
 
 THREADS = 512

@@ -24,7 +24,7 @@ from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.persistent import join_layers
 from marlinq.runtime.step.probe import capacity_limit, own_forward_refusal
-from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step.reference_forward import ReferenceForward
 from marlinq.runtime.step.transformers_forward import TransformersForward, holds_keys_and_values
 
 if TYPE_CHECKING:

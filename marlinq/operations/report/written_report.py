@@ -13,8 +13,8 @@ from marlinq.checkpoint import Checkpoint
 from marlinq.core.display import Block, Facts, Shown, Table
 from marlinq.core.errors import OutputError, UsageError
 from marlinq.core.files import read_regular, replace_text
+from marlinq.core.model_source import local_folder
 from marlinq.core.progress import Progress, no_progress, shows_progress
-from marlinq.core.sources import local_folder
 from marlinq.operations.report.figures import CheckpointFigures, TimeFigures
 from marlinq.operations.report.page import GENERATOR, duration, page, percent, size
 from marlinq.operations.report.reading import REPORT_JSON, read_figures

@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from marlinq.core.errors import OutputError
 from marlinq.operations.quantize.planning import OutputPlan, module_note
-from marlinq.operations.quantize.report import ModuleReport, planned_facts
+from marlinq.operations.quantize.quantize_report import ModuleReport, planned_facts
 from marlinq.operations.quantize.tuning import NOTE, TuningReport
 
 TEXT = "calibration"

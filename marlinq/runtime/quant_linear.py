@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.kernels import GEMMS, Operand, device_numbers
-from marlinq.kernels.choose.eight_bits import decide_eight_bits
+from marlinq.kernels.choose.eight_bit_decision import decide_eight_bits
 from marlinq.kernels.contract.demands import Demands, demands
-from marlinq.kernels.ops.eight_bits import fp8_a8_gemm
+from marlinq.kernels.ops.fp8_a8 import fp8_a8_gemm
 
 
 def _least_rows(operand: Operand) -> int | None:

@@ -23,10 +23,10 @@ from marlinq.core.schemes import named_scheme
 from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import DIALECTS, is_head
 from marlinq.operations.inspect.eligibility import OWN, ServerVerdict, Whole, verdicts
+from marlinq.operations.inspect.inspection import Inspection, ModuleFacts
 from marlinq.operations.inspect.parallel import Layer, experts, unknown_axes
-from marlinq.operations.inspect.report import Inspection, ModuleFacts
 from marlinq.operations.inspect.servers import servers
-from marlinq.operations.inspect.stored import StoredFacts, stored_facts
+from marlinq.operations.inspect.stored_values import StoredFacts, stored_facts
 
 _Value = TypeVar("_Value", bound=Hashable)
 

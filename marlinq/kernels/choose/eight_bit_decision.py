@@ -8,7 +8,7 @@ import torch
 
 from marlinq.core.float_elements import E4M3
 from marlinq.core.scheme import Activations
-from marlinq.kernels.choose import dequantized
+from marlinq.kernels.choose import dequantized_estimate
 from marlinq.kernels.choose.decision import decide
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.problem import Problem
@@ -44,7 +44,9 @@ def estimate(problem: Problem, device: Device) -> float:
     weights, m = problem.n * problem.k, problem.m
     moved = 2 * weights + 3 * m * problem.k
     operands = weights + m * (problem.k + 2 * problem.n)
-    rate = _MULTIPLE[problem.granularity.for_channels(problem.k).channels > 0] * dequantized.rate(device)
+    rate = _MULTIPLE[problem.granularity.for_channels(problem.k).channels > 0] * dequantized_estimate.rate(
+        device
+    )
     product = max(m * weights / rate, operands / device.bandwidth)
     return _BESIDE + moved / (_MOVES * device.bandwidth) + product
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from marlinq.checkpoint import Checkpoint, ReadAhead
 from marlinq.core.errors import CheckpointError
 from marlinq.models import Blueprint, Experts, ModelInstance, Projection
-from marlinq.models.experts import FIRST, run_experts
+from marlinq.models.fused_experts import FIRST, run_experts
 from marlinq.runtime.grouped_experts import (
     GroupedExperts,
     activation_name,
     group_experts,
     grouping_refusal,
 )
-from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.quant_linear import QuantLinear
 
 
 class PackedExperts(nn.Module):
@@ -51,7 +51,7 @@ class PackedExperts(nn.Module):
         self._activate = experts.activation(module)
 
     def forward(self, hidden: Tensor, index: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """As :func:`marlinq.models.experts.run_experts`."""
+        """As :func:`marlinq.models.fused_experts.run_experts`."""
         return run_experts(self.experts, self._activate, self._multiply, hidden, index, weights)
 
     def _multiply(self, expert: int, product: int, x: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from marlinq.core.progress import ReportProgress
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.evaluate import DEFAULT_SEED, divergence, write_windows
-from marlinq.operations.recommend.schemes import Weights
 from marlinq.operations.recommend.shape import ModelShape
+from marlinq.operations.recommend.weight_types import Weights
 from marlinq.runtime import load
 from marlinq.runtime.generation import position_limit
 

@@ -27,12 +27,12 @@ from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.finish import finish, run_report, write_run_report
 from marlinq.operations.quantize.finished import finished_run
 from marlinq.operations.quantize.gather_text import gather_text
-from marlinq.operations.quantize.output import open_output
 from marlinq.operations.quantize.prepare import prepare
+from marlinq.operations.quantize.quantize_report import QuantizeReport
 from marlinq.operations.quantize.ranks import joined_ranks
 from marlinq.operations.quantize.recipe import Recipe, as_recipe
-from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.quantize.solve import solve
+from marlinq.operations.quantize.unfinished_output import open_output
 
 
 @shows_progress

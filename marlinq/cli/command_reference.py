@@ -1,4 +1,4 @@
-"""Writes the command-line reference: ``python -m marlinq.cli.reference docs/cli.md``."""
+"""Writes the command-line reference: ``python -m marlinq.cli.command_reference docs/cli.md``."""
 
 from __future__ import annotations
 

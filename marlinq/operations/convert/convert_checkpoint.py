@@ -32,9 +32,9 @@ from marlinq.core.progress import Progress, ReportProgress, shows_progress
 from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.formats import FORMATS, Format, transcode
 from marlinq.formats.dialects import DIALECTS
-from marlinq.operations.convert.dense import DENSE, convert_bitmasks, convert_to_dense
+from marlinq.operations.convert.conversion_report import ConversionReport
 from marlinq.operations.convert.plan import ConversionPlan, plan_conversion
-from marlinq.operations.convert.report import ConversionReport
+from marlinq.operations.convert.to_dense import DENSE, convert_bitmasks, convert_to_dense
 
 if TYPE_CHECKING:
     import torch

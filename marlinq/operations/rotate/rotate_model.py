@@ -32,7 +32,6 @@ from marlinq.models import (
     find_conversions,
     without_false_ties,
 )
-from marlinq.operations.rotate.report import RotationReport
 from marlinq.operations.rotate.rotation import (
     StreamPlan,
     plan_stream,
@@ -40,6 +39,7 @@ from marlinq.operations.rotate.rotation import (
     rotated_writer,
     rotation_matrix,
 )
+from marlinq.operations.rotate.rotation_report import RotationReport
 
 if TYPE_CHECKING:
     import torch

@@ -21,9 +21,7 @@ from marlinq.core.progress import Progress, ReportProgress, shows_progress
 from marlinq.operations.verify.comparison import Comparison
 from marlinq.operations.verify.kernel_check import check_kernels
 from marlinq.operations.verify.logits import check_logits
-from marlinq.operations.verify.manifest import check_manifest
 from marlinq.operations.verify.masks import Masks
-from marlinq.operations.verify.report import Check, ModuleResult, VerificationReport
 from marlinq.operations.verify.round_trip import RoundTrip
 from marlinq.operations.verify.structure import (
     check_config,
@@ -34,7 +32,9 @@ from marlinq.operations.verify.structure import (
     check_tensors,
     model_blueprint,
 )
+from marlinq.operations.verify.tensor_hashes import check_manifest
 from marlinq.operations.verify.values import Values
+from marlinq.operations.verify.verification_report import Check, ModuleResult, VerificationReport
 
 
 @shows_progress

@@ -9,7 +9,7 @@ from marlinq.checkpoint.header import header_text, tensor_bytes
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import ReportProgress
-from marlinq.operations.verify.report import MANIFEST_CHECK, Check, Findings
+from marlinq.operations.verify.verification_report import MANIFEST_CHECK, Check, Findings
 
 
 def check_manifest(checkpoint: Checkpoint, progress: ReportProgress) -> Check:

@@ -22,11 +22,11 @@ from marlinq.kernels.choose.decision import decide
 from marlinq.kernels.contract.demands import dependent_launches
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.weight_formats import INT4
-from marlinq.kernels.experts.choose import direct, sorted_variants
 from marlinq.kernels.experts.configurations import ExpertsShape
+from marlinq.kernels.experts.experts_decision import direct, sorted_variants
 from marlinq.operations.recommend.gpus import Gpu
-from marlinq.operations.recommend.schemes import Weights
 from marlinq.operations.recommend.shape import Layer, ModelShape, Product, Routed
+from marlinq.operations.recommend.weight_types import Weights
 
 DEPENDENT_ROWS = 32
 """rows up to which launches of a layer's products overlap (programmatic dependent launch)"""

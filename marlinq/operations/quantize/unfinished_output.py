@@ -12,7 +12,7 @@ from marlinq.checkpoint import CheckpointWriter, CopyBehind, StackingWriter
 from marlinq.checkpoint.manifest import fingerprint_of
 from marlinq.core.progress import ReportProgress
 from marlinq.operations.quantize.allocation.stored_allocation import keep_allocation
-from marlinq.operations.quantize.notes import check_notes, check_planned
+from marlinq.operations.quantize.journal_notes import check_notes, check_planned
 from marlinq.operations.quantize.prepare import Prepared
 from marlinq.operations.quantize.ranks import FollowingWriter, share_state
 from marlinq.operations.quantize.tuning import NOTE

@@ -10,8 +10,8 @@ from marlinq.core.schemes import named_scheme
 from marlinq.operations.inspect.eligibility import Whole, verdicts
 from marlinq.operations.inspect.parallel import Layer
 from marlinq.operations.inspect.servers import servers
-from marlinq.operations.recommend.schemes import Weights
 from marlinq.operations.recommend.shape import ModelShape
+from marlinq.operations.recommend.weight_types import Weights
 
 _COUNT = re.compile(r" \(and \d+ more\)")
 LAYOUT = "compressed-tensors"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
+from marlinq.kernels.experts.stored_experts import ExpertWeights, StoredExperts
 
 
 def activated(gate: Tensor, activation: str) -> Tensor:

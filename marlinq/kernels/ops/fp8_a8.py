@@ -11,7 +11,7 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.weight_formats import E4M3
-from marlinq.kernels.launch.eight_bits import GROUP, eight_bit_gemm, quantize_rows
+from marlinq.kernels.launch.eight_bit_product import GROUP, eight_bit_gemm, quantize_rows
 
 _NAME = "fp8_a8_gemm"
 _LIBRARY = torch.library.Library("marlinq", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.progress import Progress, shows_progress
 from marlinq.operations.bench.synthetic import Synthetic
-from marlinq.operations.recommend import costs
+from marlinq.operations.recommend import step_times
+from marlinq.operations.recommend.divergence import Quality, known_quality, measure
 from marlinq.operations.recommend.gpus import Gpu, find_gpu
-from marlinq.operations.recommend.quality import Quality, known_quality, measure
-from marlinq.operations.recommend.report import Candidate, Point, Recommendation
-from marlinq.operations.recommend.schemes import Weights, compared
-from marlinq.operations.recommend.servers import known_servers, loaders
+from marlinq.operations.recommend.recommendation import Candidate, Point, Recommendation
+from marlinq.operations.recommend.server_verdicts import known_servers, loaders
 from marlinq.operations.recommend.shape import ModelShape, read_config, shape_of
+from marlinq.operations.recommend.weight_types import Weights, compared
 
 AXIS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """batches for which types of weights are compared"""
@@ -133,32 +133,32 @@ def _candidate(
     servers: Sequence[str],
 ) -> Candidate:
     batch, context, prompt = load
-    needed = costs.memory(shape, kind, batch, context)
+    needed = step_times.memory(shape, kind, batch, context)
     points: list[Point] = []
     step = prefill = None
     refusal = ""
     try:
         for rows in axis:
-            times = costs.decode(shape, kind, gpu, rows, context)
+            times = step_times.decode(shape, kind, gpu, rows, context)
             points.append(
                 Point(
                     rows,
                     times.step,
                     times.operations / times.step_bytes,
                     times.operations / times.step,
-                    costs.fits(gpu, costs.memory(shape, kind, rows, context)),
+                    step_times.fits(gpu, step_times.memory(shape, kind, rows, context)),
                 )
             )
         step = next(point.step_seconds for point in points if point.batch == batch)
-        prefill = costs.prefill(shape, kind, gpu, batch, prompt)
+        prefill = step_times.prefill(shape, kind, gpu, batch, prompt)
     except UnsupportedError as error:
         points, refusal = [], str(error)
     return Candidate(
         name=kind.name,
         bits=kind.bits,
-        weight_bytes=costs.weight_bytes(shape, kind),
+        weight_bytes=step_times.weight_bytes(shape, kind),
         memory_bytes=needed,
-        fits=costs.fits(gpu, needed),
+        fits=step_times.fits(gpu, needed),
         step_seconds=step,
         prefill_seconds=prefill,
         basis="" if refusal else _basis(kind, gpu),
@@ -170,7 +170,7 @@ def _candidate(
 
 
 def _basis(kind: Weights, gpu: Gpu) -> str:
-    if costs.multiplies_in_fp8(kind, gpu):
+    if step_times.multiplies_in_fp8(kind, gpu):
         return "published peaks: as servers multiply 8-bit activations"
     if not gpu.device().measured:
         return "published peaks, times the shares of them that an H200 was measured to reach"

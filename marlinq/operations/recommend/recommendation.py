@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown, Table, lines
-from marlinq.operations.recommend.costs import RESERVED_BYTES
-from marlinq.operations.recommend.quality import Quality
-from marlinq.operations.recommend.servers import LAYOUT, Loader
+from marlinq.operations.recommend.divergence import Quality
+from marlinq.operations.recommend.server_verdicts import LAYOUT, Loader
+from marlinq.operations.recommend.step_times import RESERVED_BYTES
 
 _SPARSE = (
     "int4 2:4 sparse: left out; 3 bits a weight, but on SmolLM2 eleven times the KL of int4 and three times "

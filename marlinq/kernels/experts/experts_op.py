@@ -11,8 +11,8 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.problem import GRANULARITIES
 from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
-from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
-from marlinq.kernels.experts.reference import ACTIVATIONS, reference_experts
+from marlinq.kernels.experts.experts_reference import ACTIVATIONS, reference_experts
+from marlinq.kernels.experts.stored_experts import ExpertWeights, StoredExperts
 
 _NAME = "routed_experts"
 _LIBRARY = torch.library.Library("marlinq", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ def routed_experts(
         ids: int32 or int64 [M, T], experts that the router chose; numbers that are no expert's are skipped.
         weights: float32 [M, T], factors of the experts' results.
         experts: E experts of I channels, H and I multiples of 64.
-        activation: name as in :data:`marlinq.kernels.experts.reference.ACTIVATIONS`.
+        activation: name as in :data:`marlinq.kernels.experts.experts_reference.ACTIVATIONS`.
         expert_map: None or int32 [experts of the router], index of each expert among the E, or -1 for experts
             on another GPU.
 

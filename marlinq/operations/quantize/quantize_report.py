@@ -11,7 +11,7 @@ from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown, size_text
 from marlinq.core.rules import Keep
-from marlinq.formats.dialects.patterns import expert_layer
+from marlinq.formats.dialects.name_patterns import expert_layer
 from marlinq.methods import SolveReport, Statistics
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.quantize.allocation.chosen import Allocation
@@ -31,7 +31,7 @@ class ModuleReport:
         reason: source of scheme and options, as text.
         tokens: calibration tokens that the linear saw; 0 for a method without calibration.
         relative_error, quantity, fallback, figures: fields of the method's
-            :class:`~marlinq.methods.base.SolveReport`.
+            :class:`~marlinq.methods.method.SolveReport`.
     """
 
     scheme: str

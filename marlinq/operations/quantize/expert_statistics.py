@@ -29,7 +29,7 @@ from marlinq.models import (
     expert_inputs,
     tapped_layer,
 )
-from marlinq.models.experts import FIRST, SECOND, Reached
+from marlinq.models.fused_experts import FIRST, SECOND, Reached
 from marlinq.operations.quantize.planning import PlannedModule
 from marlinq.operations.quantize.ranks import ALONE, Ranks
 from marlinq.operations.quantize.recipe import Recipe
