@@ -63,7 +63,7 @@ def test_every_weight_is_held_and_padding_is_zero(
     order = torch.arange(k) if operand.order is None else operand.order[:k]
     assert operand.order is None or (operand.order[k:] == -1).all()
     expected[:n, :k] = q.dequantize()[:, order]
-    assert torch.equal(held_weight(kernel_operand), expected)
+    assert torch.equal(held_weight(operand), expected)
 
 
 @pytest.mark.parametrize(
