@@ -16,17 +16,17 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import GROUP_SIZES
 from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.experts import ExpertWeights, reference_experts
-from marlinq.kernels.experts.experts_decision import decide_experts
 from marlinq.kernels.experts.configurations import ExpertsShape
+from marlinq.kernels.experts.experts_decision import decide_experts
 from marlinq.kernels.experts.launch import precompile_experts, shape_of
 from marlinq.operations.bench.contest import Launch, attempted, check_and_time, first_and_last
 from marlinq.operations.bench.expert_shapes import ExpertsLayer, layers_named
 from marlinq.operations.bench.hardware import hardware_line
+from marlinq.operations.bench.kernel_bench import Cell, KernelBench
 from marlinq.operations.bench.kernels import scale_dtype_of, scheme_named
 from marlinq.operations.bench.peers import EXPERT_PEERS
 from marlinq.operations.bench.peers.contenders import ExpertsContender, Routing
 from marlinq.operations.bench.peers.own import MarlinqExperts
-from marlinq.operations.bench.kernel_bench import Cell, KernelBench
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.operations.bench.timing import cold_read_seconds, peak_rate
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.granularity import Granularity
-from marlinq.kernels.experts.reference import expert_matrix
+from marlinq.kernels.experts.experts_reference import expert_matrix
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.kernels import SCHEMES, scale_dtype_of
 from marlinq.operations.bench.peers.humming import Given, experts_given, given
