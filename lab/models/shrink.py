@@ -135,13 +135,23 @@ _SET: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _INDEXER,
     "qwen4_exp": {f"text_config.{key}": value for key, value in _INDEXER.items()},
     "reformer": {"axial_pos_embds_dim": [32, 32], "is_decoder": True},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+    # Its shared block reads the residual stream and the embedding side by side.
+    "zamba2": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": HIDDEN // 2},
+    "zamba": {
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": HIDDEN // 2,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+    },
     "chameleon": {"vocabulary_map": {"<image>": 4, "IMGIMGA": 100}, "vq_config.base_channels": 32},
     "emu3": {
         "vocabulary_map": {"<image>": 4, "<|extra_200|>": 5, "<|visual token 000000|>": 100},
         "vq_config.base_channels": 32,
     },
-    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_ocr2": {
+        "text_config.num_experts_per_tok": 2,
+        "text_config.mlp_layer_types": ["dense", "sparse"],
+    },
     "ernie4_5_vl_moe": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "exaone4_5": {"text_config.model_type": "exaone4"},
     "florence2": {
@@ -166,7 +176,7 @@ _SET: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[0, 0]],
         "spatial_target_layers": [0, 0, 1, 1],
     },
-    "hunyuan_vl": {"text_config.head_dim": HEAD_DIM},
+    "hunyuan_vl": {"text_config.head_dim": HEAD_DIM, "text_config.rope_parameters": _SECTIONS},
     "janus": {"vq_config.base_channels": 32},
     "muse_spark": {
         "audio_config.patch_sizes": [16, 6, 5, 4],
@@ -174,7 +184,11 @@ _SET: dict[str, dict[str, Any]] = {
     },
     "fun_asr_nano": {"adaptor_config.intermediate_size": HIDDEN // 4},
     "kyutai_speech_to_text": {"codec_config.upsample_groups": HIDDEN, "codec_config.num_filters": 4},
-    "qwen2_5_omni": {"token2wav_config.bigvgan_config.upsample_initial_channel": 128},
+    "qwen2_5_omni": {
+        "thinker_config.text_config.rope_parameters": _SECTIONS,
+        "talker_config.rope_parameters": _SECTIONS,
+        "token2wav_config.bigvgan_config.upsample_initial_channel": 128,
+    },
     "qwen3_omni_moe": {
         "talker_config.text_config.shared_expert_intermediate_size": 32,
         "talker_config.spatial_merge_size": 2,

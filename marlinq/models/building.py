@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, UnsupportedError
-from marlinq.models.classes import auto_class
+from marlinq.models.classes import auto_class, speaking_config
 from marlinq.models.plausible import StoredTensor, bounded, check_counts
 
 
@@ -61,7 +61,7 @@ def build_on_meta(
             if getattr(parsed, "quantization_config", None) is not None:
                 del parsed.quantization_config
         else:
-            parsed = AutoConfig.for_model(**plain)
+            parsed = speaking_config(AutoConfig.for_model(**plain))
         auto = auto_class(parsed, plain, source)
         if tensors is not None:
             with bounded(tensors, source):

@@ -61,6 +61,22 @@ def auto_class(config: PretrainedConfig, raw: Mapping[str, Any], source: str) ->
     return chosen
 
 
+def speaking_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the model that reads and writes text: ``config``, or the one inside it.
+
+    A model that also speaks (Qwen-Omni) is several models in one folder: a thinker, which holds the text
+    model, and others that turn its output into sound. Only the thinker takes token ids and returns logits.
+    """
+    text = config.get_text_config()
+    for key in config.sub_configs:
+        inner = getattr(config, key, None)
+        if not isinstance(inner, PretrainedConfig) or inner is text or inner.get_text_config() is not text:
+            continue
+        if any(type(inner) in each._model_mapping for each in _AUTO_CLASSES):
+            return inner
+    return config
+
+
 def refuse_encoder_decoder(config: PretrainedConfig, raw: Mapping[str, Any], source: str) -> None:
     """Raises UnsupportedError where ``config`` says that a decoder reads an encoder's output.
 

@@ -127,7 +127,8 @@ def find_experts(
     found = ", ".join(f"{each} {list(shape)}" for each, shape in fused.items())
     if set(fused) != {key, _BACK}:
         raise UnsupportedError(
-            f"{name}: fused weights {found}; expected {_GATED} (or {_PLAIN}) and {_BACK} of experts"
+            f"{name}: holds weights of three axes, {found}, neither linears nor experts as most families "
+            f"store them ({_GATED} or {_PLAIN}, and {_BACK}); they can't be quantised yet"
         )
     gated = key == _GATED
     parts = 2 if gated else 1
@@ -146,10 +147,16 @@ def find_experts(
         and wide % parts == 0
         and told in (None, transposed)
     ]
-    if not fitting or getattr(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False):
+        raise UnsupportedError(f"{name}: a norm behind each expert; such experts can't be quantised yet")
+    if first[0] != back[0]:
         raise UnsupportedError(
-            f"{name}: fused experts {found}: expected {_GATED} [E, 2I, H] and {_BACK} [E, H, I], or each "
-            "matrix transposed, and no norm behind an expert; they can't be quantised yet"
+            f"{name}: {first[0]} experts in {key} and {back[0]} in {_BACK}; they can't be quantised yet"
+        )
+    if not fitting:
+        raise UnsupportedError(
+            f"{name}: fused experts {found}: expected {key} [E, {parts if gated else ''}I, H] and {_BACK} "
+            "[E, H, I], or each matrix transposed; they can't be quantised yet"
         )
     transposed = fitting[0]
     wide, hidden = layouts[transposed]

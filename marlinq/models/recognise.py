@@ -50,7 +50,7 @@ from marlinq.models.formulas import (
 )
 from marlinq.models.fused_experts import find_experts
 from marlinq.models.linears import is_linear
-from marlinq.models.recognise_attention import RotaryModules, attention_part
+from marlinq.models.recognise_attention import FORWARD_ERRORS, RotaryModules, attention_part
 from marlinq.models.recognise_groups import chosen_by, find_groups
 from marlinq.models.recognise_latent import find_expansion, latent_part
 from marlinq.models.recognise_mixers import Mixer, find_mixers
@@ -62,16 +62,6 @@ _ANY_WIDTH = 64
 _CHOICES = 256
 """recorded choices of corrected routers, over all layers, from which groups of experts are found"""
 _SEED = 17
-# Exceptions of a model's forward pass on random numbers where it expects other values.
-_FORWARD_ERRORS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    KeyError,
-    IndexError,
-    NotImplementedError,
-)
 
 
 def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognised:
@@ -129,7 +119,7 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
                 if isinstance(layer.attention, Attention):
                     vectors.pop(layer.attention.sinks or "", None)
             _refuse_strange(vectors)
-        except _FORWARD_ERRORS as error:
+        except FORWARD_ERRORS as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise Refusal(
                 type(model).__name__, f"its forward pass can't be recorded ({first_line})"

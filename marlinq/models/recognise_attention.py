@@ -16,6 +16,16 @@ from marlinq.models.blueprint import towers
 from marlinq.models.formulas import factor, rotate
 from marlinq.models.recording import TOKENS, AttentionCall, Call, MaskFunction, Refusal
 
+# Exceptions of a module's forward pass on numbers where it expects other values.
+FORWARD_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    NotImplementedError,
+)
 _FAR = 1 << 22
 """position beyond every context; a window that reaches so far counts as none"""
 
@@ -50,7 +60,11 @@ class RotaryModules:
                 scaling = getattr(
                     module, f"{prefix}attention_scaling", getattr(module, "attention_scaling", 1.0)
                 )
-                limit = _limit(name, module, key, prefix.rstrip("_") or None)
+                try:
+                    limit = _limit(name, module, key, prefix.rstrip("_") or None)
+                except FORWARD_ERRORS:
+                    # It takes something else than hidden states and positions: no rotation of text.
+                    continue
                 # The copy holds the frequencies up to the limit, beyond which the buffer is overwritten.
                 stays = f"{prefix}original_inv_freq"
                 named = key if limit is None or not hasattr(module, stays) else stays

@@ -34,6 +34,26 @@ def tiny(name: str) -> Anatomy:
     return found
 
 
+class Embedded(nn.Module):
+    """Frequencies of times, as models of actions have them: it takes no positions."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("frequencies", torch.ones(4), persistent=False)
+
+    def forward(self, times: Tensor, *, steps: int) -> Tensor:
+        return times * self.frequencies * steps
+
+
+def test_frequencies_of_something_else_than_positions_are_no_rotation() -> None:
+    known = KNOWN["llama"]
+    blueprint = build_blueprint({**known.config, "model_type": known.model_type}, source="llama")
+    model = blueprint.build()
+    model.times = Embedded(model.config)
+    assert isinstance(recognise(model, blueprint.blocks_name), Anatomy)
+
+
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_architectures_are_recognised_without_weights(name: str) -> None:
     known = KNOWN[name]

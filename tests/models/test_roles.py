@@ -6,6 +6,7 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lab.models.families import Family, random_model
+from lab.models.shrink import shrunk
 from marlinq.models import build_blueprint, describe
 
 ROUTERS = {
@@ -80,6 +81,17 @@ def test_the_decoder_is_the_part_that_embeds_text(model_type: str, architecture:
     blueprint = build_blueprint(config, source=model_type)
     assert blueprint.architecture == architecture
     assert not any(word in blueprint.blocks_name for word in ("vision", "visual", "image"))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_of_a_model_that_speaks_the_thinker_is_quantised(family: str) -> None:
+    """Its largest list of blocks may be one that makes sound, and none of the whole reads text."""
+    config_class = CONFIG_MAPPING[family]
+    config = config_class(**shrunk(family, config_class().to_dict())).to_dict()
+    blueprint = build_blueprint({**config, "architectures": ["Speaking"]}, source=family)
+    assert blueprint.architecture.endswith("ThinkerForConditionalGeneration")
+    assert blueprint.blocks_name == "model.language_model.layers"
+    assert blueprint.head == "lm_head"
 
 
 def test_a_model_without_a_head_is_built_by_its_own_class() -> None:

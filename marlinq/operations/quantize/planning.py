@@ -352,7 +352,11 @@ def _choose(
             f"or keep it unquantised with --override '{pattern}=skip'"
         )
     if not modules:
-        raise UnsupportedError(f"{checkpoint.path}: the recipe skips every linear; nothing to quantise")
+        first, *rest = (kept or blueprint.kept).items()
+        others = f" (and {len(rest)} more)" if rest else ""
+        raise UnsupportedError(
+            f"{checkpoint.path}: every linear stays unquantised; {first[0]}{others}: {first[1].reason}"
+        )
     _check_experts(blueprint, modules)
     return modules, kept, automatic
 
