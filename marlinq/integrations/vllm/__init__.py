@@ -2,7 +2,8 @@
 
 vLLM calls :func:`register` in its front end, its engine and every worker before a model is built. Afterwards
 vLLM asks :class:`~marlinq.integrations.vllm.linear.IntegerLinearKernel` first when it chooses a kernel for a
-linear layer of 4- or 8-bit integers, and experts of such integers run on
+linear layer of 4- or 8-bit integers, :class:`~marlinq.integrations.vllm.float_linear.FloatWeightKernel` for
+one of FP8 weights and 16-bit activations, and experts of such integers run on
 :mod:`marlinq.integrations.vllm.experts`. Where these refuse, vLLM's own kernels run. Nothing here initialises
 CUDA, because workers may be forked later.
 
@@ -65,10 +66,11 @@ def _key_compiled_graphs(mode: str) -> None:
 
 
 def _take_linear_layers() -> None:
-    from marlinq.integrations.vllm.interface import put_first
+    from marlinq.integrations.vllm.float_linear import FloatWeightKernel
+    from marlinq.integrations.vllm.interface import FP8_WEIGHTS, INTEGER_WEIGHTS, put_first
     from marlinq.integrations.vllm.linear import IntegerLinearKernel
 
-    put_first(IntegerLinearKernel)
+    put_first({INTEGER_WEIGHTS: IntegerLinearKernel, FP8_WEIGHTS: FloatWeightKernel})
 
 
 def _take_experts() -> None:

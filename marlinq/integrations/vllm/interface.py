@@ -2,9 +2,9 @@
 
 They were read in vLLM 0.26.0 and 0.32.0, for linear layers also in 0.33.0. Private parts are:
 
-* ``_POSSIBLE_KERNELS``, the list of linear kernels. vLLM's ``register_linear_kernel`` would append, and a
-  kernel after Machete is never asked on Hopper. Version 0.33 sorts classes whose name contains "marlin" or
-  "humming".
+* ``_POSSIBLE_KERNELS`` and ``_POSSIBLE_WFP8A16_KERNELS``, the lists of linear kernels for packed integers and
+  for FP8 weights with 16-bit activations. vLLM's ``register_linear_kernel`` would append, and a kernel after
+  Machete is never asked on Hopper. Version 0.33 sorts classes whose name contains "marlin" or "humming".
 * ``vllm.envs.environment_variables``, whose values are part of the key of compiled graphs.
 * Names of the classes in :data:`EXPERT_METHODS`, which vLLM's loader compares too, and of their parameters.
 """
@@ -12,6 +12,7 @@ They were read in vLLM 0.26.0 and 0.32.0, for linear layers also in 0.33.0. Priv
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
     MPLinearKernel,
     MPLinearLayerConfig,
 )
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization import (
     get_quantization_config as quantization_config_class,
 )
@@ -37,6 +39,9 @@ from marlinq.core.version import CUDA_PACKAGES, __version__
 
 __all__ = [
     "EXPERT_METHODS",
+    "FP8_WEIGHTS",
+    "INTEGER_WEIGHTS",
+    "FP8ScaledMMLinearKernel",
     "MPLinearKernel",
     "MPLinearLayerConfig",
     "QuantizationConfig",
@@ -45,6 +50,7 @@ __all__ = [
     "key_compiled_graphs",
     "max_batched_tokens",
     "missing_package",
+    "own_float_kernel",
     "own_linear_kernel",
     "permute_param_layout_",
     "put_first",
@@ -66,32 +72,47 @@ _MOST_TOKENS = 8192
 """tokens per batch, at most, without a configuration: vLLM's default on large GPUs"""
 
 
-def put_first(kernel: type) -> None:
-    """Puts ``kernel`` first in vLLM's list of kernels for packed integer weights on CUDA.
+INTEGER_WEIGHTS, FP8_WEIGHTS = "_POSSIBLE_KERNELS", "_POSSIBLE_WFP8A16_KERNELS"
+"""Name of vLLM's list of linear kernels for packed integers, and of that for FP8 weights with 16-bit
+activations."""
+
+
+def put_first(chosen: Mapping[str, type]) -> None:
+    """Puts kernels first in vLLM's lists for CUDA; if a list is missing, changes none.
+
+    Args:
+        chosen: name of a list -> kernel class.
 
     Raises:
-        UnsupportedError: this version of vLLM has its list of kernels elsewhere.
+        UnsupportedError: this version of vLLM has a list elsewhere.
     """
-    by_platform = getattr(linear_kernels, "_POSSIBLE_KERNELS", None)
-    # The keys of the list are members of PlatformEnum, which that module imports.
+    lists = {name: _kernels(name) for name in chosen}
+    for name, kernel in chosen.items():
+        if kernel not in lists[name]:
+            lists[name].insert(0, kernel)
+
+
+def _kernels(name: str) -> list[type]:
+    """vLLM's list ``name`` of linear kernels for CUDA."""
+    by_platform = getattr(linear_kernels, name, None)
+    # The keys of the lists are members of PlatformEnum, which that module imports.
     platforms = getattr(linear_kernels, "PlatformEnum", None)
     kernels = by_platform.get(platforms.CUDA) if isinstance(by_platform, dict) and platforms else None
     if not isinstance(kernels, list):
         raise UnsupportedError(
-            f"vLLM {vllm.__version__}: expected _POSSIBLE_KERNELS[PlatformEnum.CUDA], a list, in "
+            f"vLLM {vllm.__version__}: expected {name}[PlatformEnum.CUDA], a list, in "
             "vllm.model_executor.kernels.linear, found none"
         )
-    if kernel not in kernels:
-        kernels.insert(0, kernel)
+    return kernels
 
 
 def own_linear_kernel(config: MPLinearLayerConfig, kernel: type) -> type[MPLinearKernel]:
-    """The kernel that vLLM chooses for a linear layer if ``kernel`` is not in its list.
+    """The kernel that vLLM chooses for a layer of packed integers if ``kernel`` is not in its list.
 
     Raises:
         ValueError: vLLM has no kernel for the layer.
     """
-    kernels = linear_kernels._POSSIBLE_KERNELS[linear_kernels.PlatformEnum.CUDA]
+    kernels = _kernels(INTEGER_WEIGHTS)
     place = kernels.index(kernel)
     del kernels[place]
     try:
@@ -99,6 +120,19 @@ def own_linear_kernel(config: MPLinearLayerConfig, kernel: type) -> type[MPLinea
     finally:
         kernels.insert(place, kernel)
     return chosen
+
+
+def own_float_kernel(config: Any, kernel: type) -> Any:
+    """The first class in vLLM's list for FP8 weights, other than ``kernel``, that takes a layer.
+
+    Raises:
+        UnsupportedError: none does.
+    """
+    for other in _kernels(FP8_WEIGHTS):
+        takes: Any = other
+        if other is not kernel and takes.is_supported()[0] and takes.can_implement(config)[0]:
+            return takes
+    raise UnsupportedError("vLLM has no other kernel for FP8 weights and 16-bit activations")
 
 
 def key_compiled_graphs(mode: str) -> None:

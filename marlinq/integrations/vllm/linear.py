@@ -9,10 +9,8 @@ converted to the kernel's operand once, after loading.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.core.boundaries import reason
@@ -25,26 +23,17 @@ from marlinq.integrations.vllm.interface import (
     MPLinearKernel,
     MPLinearLayerConfig,
     current_platform,
-    max_batched_tokens,
     missing_package,
     own_linear_kernel,
     permute_param_layout_,
-    replace_parameter,
     scalar_types,
 )
-
-if TYPE_CHECKING:
-    from marlinq.kernels import Operand
+from marlinq.integrations.vllm.operand_layer import SMALLEST_CAPABILITY, OperandLayer, prepare
 
 logger = logging.getLogger("vllm.plugins.marlinq")
 
 _ONE_SCALE_PER_CHANNEL = Granularity.channel().group_size
-
-SMALLEST_CAPABILITY = 80
-"""lowest compute capability, times ten, that the kernels run on"""
 _GROUP_STEP = 32
-# (shape, dtype, device) of layers whose kernels have been compiled and logged.
-_prepared: set[tuple[object, ...]] = set()
 
 
 def _element(config: MPLinearLayerConfig) -> Element | None:
@@ -105,7 +94,7 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
         try:
             stored = self._stored(layer)
             operand = stored_operand(stored, self.config.act_type, stored.words.device)
-            self._prepare(operand)
+            prepare(operand, self.config.act_type)
         except Exception as error:  # noqa: BLE001 - the parameters are unchanged, whatever failed
             kernel = own_linear_kernel(self.config, type(self))
             logger.warning("marlinq: %s; %s runs a layer", reason(error), kernel.__name__)
@@ -113,34 +102,15 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
             self._own = kernel(self.config, *names, *filter(None, [self._g_idx_name]))
             self._own.process_weights_after_loading(layer)
             return
-        self._product = getattr(torch.ops.marlinq, operand.format.operator)
-        self._group_size = operand.granularity.group_size
-        self._out_features = operand.out_features
-        self._padding = operand.padded_shape[0] - operand.in_features
-        self._trimmed = operand.padded_shape[1] != operand.out_features
-        self._replace(layer, self.w_q_name, operand.words)
-        self._replace(layer, self.w_s_name, operand.scales)
-        self._zeros_name = self._replace(layer, self.w_zp_name or "marlinq_zeros", operand.zeros)
-        self._order_name = self._replace(layer, self._g_idx_name or "marlinq_order", operand.order)
+        self._operand = OperandLayer(
+            layer, operand, self.w_q_name, self.w_s_name, self.w_zp_name, self._g_idx_name
+        )
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._own is not None:
             found: Tensor = self._own.apply_weights(layer, x, bias)
             return found
-        order = getattr(layer, self._order_name) if self._order_name else None
-        if self._padding and order is None:
-            x = F.pad(x, (0, self._padding))
-        out: Tensor = self._product(
-            x,
-            getattr(layer, self.w_q_name),
-            getattr(layer, self.w_s_name),
-            getattr(layer, self._zeros_name) if self._zeros_name else None,
-            bias,
-            self._group_size,
-            self._out_features,
-            order,
-        )
-        return out.contiguous() if self._trimmed else out
+        return self._operand.multiply(layer, x, bias)
 
     @property
     def _g_idx_name(self) -> str | None:
@@ -176,42 +146,3 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
         )
         spec = ModuleSpec(k, n, scheme, extras=extras)
         return StoredWeight("layer", LAYOUTS["compressed-tensors"], spec, tensors)
-
-    @staticmethod
-    def _replace(layer: nn.Module, name: str, tensor: Tensor | None) -> str | None:
-        """Replaces the parameter ``name`` by ``tensor`` and returns the name; with None, removes it and
-        returns None."""
-        if tensor is None:
-            if hasattr(layer, name):
-                delattr(layer, name)
-            return None
-        parameter = nn.Parameter(tensor, requires_grad=False)
-        if hasattr(layer, name):
-            replace_parameter(layer, name, parameter)
-        else:
-            layer.register_parameter(name, parameter)
-        return name
-
-    def _prepare(self, operand: Operand) -> None:
-        """Compiles the kernels of this shape for every batch, and logs once which kernel runs."""
-        device = operand.words.device
-        if device.type != "cuda":
-            return
-        from marlinq.kernels import LayerShape, explain, precompile_model
-
-        shape, dtype = LayerShape.of(operand), self.config.act_type
-        key = shape, dtype, device.index
-        if key in _prepared:
-            return
-        compiled = precompile_model([shape], dtype, device.index, most_rows=max_batched_tokens())
-        # Only now: where compiling fails, it fails for each layer of this shape, and vLLM's kernels run all.
-        _prepared.add(key)
-        decision = explain(device, operand.problem(1))
-        logger.info(
-            "marlinq: layers of %d x %d, %s: %s%s",
-            shape.k,
-            shape.n,
-            shape.granularity.describe(),
-            decision.reason,
-            f"; {compiled} kernels compiled" if compiled else "",
-        )

@@ -65,6 +65,66 @@ class OtherKernel(MPLinearKernel):
         return torch.full((*x.shape[:-1], self.config.partition_weight_shape[1]), 7, dtype=x.dtype)
 
 
+class GroupShape(tuple[int, int]):
+    """Rows and columns that share a scale; -1 for all."""
+
+    def is_per_tensor(self) -> bool:
+        return self == (-1, -1)
+
+    def is_per_channel(self) -> bool:
+        return self == (-1, 1)
+
+
+@dataclass
+class FP8ScaledMMLinearLayerConfig:
+    weight_shape: tuple[int, int]
+    input_dtype: torch.dtype
+    group_shape: tuple[int, int]
+
+    @property
+    def weight_quant_key(self) -> Any:
+        return types.SimpleNamespace(scale=types.SimpleNamespace(group_shape=GroupShape(self.group_shape)))
+
+
+class FP8ScaledMMLinearKernel(ABC):
+    def __init__(self, c: FP8ScaledMMLinearLayerConfig, layer_param_names: list[str]) -> None:
+        self.config, self.layer_param_names = c, layer_param_names
+
+    @abstractmethod
+    def apply_scaled_mm(self, **named: Any) -> torch.Tensor: ...
+
+
+class RefusingFloatKernel(FP8ScaledMMLinearKernel):
+    """Stands for vLLM's kernels that a GPU or a layer is not made for."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return False, "another GPU"
+
+
+class OtherFloatKernel(FP8ScaledMMLinearKernel):
+    """Stands for vLLM's own kernel for FP8 weights; a layer's result is 7."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        return True, None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.parameters = sorted(name for name, _ in layer.named_parameters())
+
+    def apply_weights(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.full((*x.shape[:-1], self.config.weight_shape[0]), 7, dtype=x.dtype)
+
+    def apply_scaled_mm(self, **named: Any) -> torch.Tensor:
+        raise AssertionError("vLLM calls apply_weights")
+
+
 class Parameter(nn.Parameter):
     """A parameter that knows which of its dimensions is which."""
 
@@ -198,6 +258,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.Modu
         "vllm.model_executor.kernels.linear",
         "vllm.model_executor.kernels.linear.mixed_precision",
         "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel",
+        "vllm.model_executor.kernels.linear.scaled_mm",
+        "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel",
         "vllm.model_executor.layers",
         "vllm.model_executor.layers.quantization",
         "vllm.model_executor.layers.quantization.base_config",
@@ -220,11 +282,14 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.Modu
     kernels.PlatformEnum = PlatformEnum
     possible = {PlatformEnum.CUDA: [OtherKernel], PlatformEnum.CPU: [OtherKernel]}
     kernels._POSSIBLE_KERNELS = possible
+    kernels._POSSIBLE_WFP8A16_KERNELS = {PlatformEnum.CUDA: [RefusingFloatKernel, OtherFloatKernel]}
     kernels.choose_mp_linear_kernel = lambda config: next(
         kernel for kernel in possible[PlatformEnum.CUDA] if kernel.can_implement(config)[0]
     )
     interface = modules["vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel"]
     interface.MPLinearKernel, interface.MPLinearLayerConfig = MPLinearKernel, MPLinearLayerConfig
+    floats = modules["vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel"]
+    floats.FP8ScaledMMLinearKernel = FP8ScaledMMLinearKernel  # type: ignore[attr-defined]
     quantization = modules["vllm.model_executor.layers.quantization"]
     registered: dict[str, type] = {}
     quantization.registered = registered  # type: ignore[attr-defined]

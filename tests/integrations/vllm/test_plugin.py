@@ -335,17 +335,17 @@ def test_the_operand_takes_the_parameters_place(kernel: Any) -> None:
 
 
 def no_compiler(kernel: Any, layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: Any, operand: object) -> None:
+    def fails(operand: object, dtype: torch.dtype) -> None:
         raise EnvironmentProblem("no NVRTC")
 
-    monkeypatch.setattr(kernel, "_prepare", fails)
+    monkeypatch.setattr(sys.modules[kernel.__module__], "prepare", fails)
 
 
 def broken_compiler(kernel: Any, layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: Any, operand: object) -> None:
+    def fails(operand: object, dtype: torch.dtype) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(kernel, "_prepare", fails)
+    monkeypatch.setattr(sys.modules[kernel.__module__], "prepare", fails)
 
 
 def large_scale(kernel: Any, layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,11 +385,11 @@ def test_every_layer_of_a_shape_that_does_not_compile_is_vllms_own(
     import marlinq.kernels
 
     monkeypatch.setattr(marlinq.kernels, "precompile_model", fails)
-    made = kernel(config(), "weight_packed", "weight_scale")
+    prepare = sys.modules[kernel.__module__].prepare
     operand = marlin_operand(weight(128, 64, 32, zeros=False), torch.float16)
     on_gpu = replace(
         operand, words=SimpleNamespace(device=torch.device("cuda", 0), shape=operand.words.shape)
     )
     for _ in range(2):
         with pytest.raises(EnvironmentProblem):
-            made._prepare(on_gpu)
+            prepare(on_gpu, torch.float16)
