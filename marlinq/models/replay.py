@@ -69,6 +69,7 @@ class BlockReplay:
         self._wrap: Callable[[Tensor], Any] = _unknown
         self._handed = HandedOn(instance.device)
         self._returned = False  # a block is called with what the one before returned
+        self._streams_first = False  # blocks take [streams, B, T, hidden]
 
     def beside(self) -> BlockReplay:
         """A replay of the same calls for another pass over the text, with values of its own that blocks pass
@@ -85,7 +86,8 @@ class BlockReplay:
 
         Yields:
             the inputs of block 0 for each batch, on the instance's device: [B, T, hidden], or
-            [B, T, streams, hidden] in models whose blocks mix several residual streams.
+            [B, T, streams, hidden] in models whose blocks mix several residual streams, also where their
+            blocks take [streams, B, T, hidden] (Gemma 3n).
 
         Raises:
             UnsupportedError: the model changes hidden states between its blocks, or blocks exchange values of
@@ -105,7 +107,8 @@ class BlockReplay:
                     self._instance.release_block(0)
                 self._calls.append(recorder.calls)
                 self._returned |= recorder.markers.returned
-                yield recorder.finished()
+                self._streams_first = recorder.streams_first
+                yield self._outside(recorder.finished())
 
     def run(self, block: int, batch: int, hidden: Tensor) -> Tensor:
         """The output of block ``block`` for ``hidden``, both in the shape that :meth:`record` yields.
@@ -119,6 +122,7 @@ class BlockReplay:
     def call(self, block: int, batch: int, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """The output of :meth:`run`, differentiable, with ``parameters`` (by full name) for the block's
         own."""
+        hidden = self._inside(hidden)
         call = self._calls[batch][block]
         name = self._instance.blueprint.blocks[block].name
         shared: list[tuple[Shared, Any]] = []
@@ -143,11 +147,18 @@ class BlockReplay:
         for marker, mapping in shared:
             self._handed.keep_shared(batch, marker, mapping)
         if isinstance(output, Tensor):
-            return output
+            return self._outside(output)
         if self._returned:
             self._handed.keep_returned(block, batch, output[1:])
-        result: Tensor = output[0]
-        return result
+        return self._outside(output[0])
+
+    def _inside(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, T, ...] as the model's blocks take them."""
+        return hidden.movedim(2, 0).contiguous() if self._streams_first else hidden
+
+    def _outside(self, hidden: Tensor) -> Tensor:
+        """A block's hidden states as [B, T, ...]."""
+        return hidden.movedim(0, 2) if self._streams_first else hidden
 
     @property
     def routed(self) -> bool:
@@ -173,7 +184,7 @@ class BlockReplay:
         Returns:
             [R, vocabulary]
         """
-        result = self._wrap(hidden[None])
+        result = self._wrap(self._inside(hidden[None]))
 
         def stub(*args: Any, **kwargs: Any) -> Any:
             return result
@@ -251,7 +262,7 @@ class BlockReplay:
     def _head_inputs(self, root: nn.Module, ids: Tensor, hidden: Tensor, head: Projection) -> list[Tensor]:
         """The head's inputs when the last block returns ``hidden``; the head itself does not run."""
         seen: list[Tensor] = []
-        result = self._wrap(hidden)
+        result = self._wrap(self._inside(hidden))
 
         def stub(*args: Any, **kwargs: Any) -> Any:
             return result
@@ -305,6 +316,7 @@ class _Recorder:
         self._keep = keep
         self._current: Tensor = torch.empty(0)
         self._initial: Tensor | None = None
+        self.streams_first = False
         self.wrap: Callable[[Tensor], Any] = wrap or _unknown
         self.learn_from: Callable[..., Any] | None = None
         self.calls: list[_Call] = []
@@ -335,6 +347,7 @@ class _Recorder:
                 )
             if index == 0:
                 self._initial = self._current = _first_hidden(name, self._shape, args, kwargs)
+                self.streams_first = self._current.shape[:2] != self._shape
             seen = [value for value in (*args, *kwargs.values()) if self._is_current(value)]
             if len(seen) != 1:
                 raise UnsupportedError(
@@ -424,7 +437,11 @@ def _replaced(blocks: list[nn.Module], stubs: list[Callable[..., Any]]) -> Itera
 
 def _first_hidden(name: str, shape: torch.Size, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     hidden = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(hidden, Tensor) or hidden.shape[:2] != shape or not hidden.is_floating_point():
+    if (
+        not isinstance(hidden, Tensor)
+        or not hidden.is_floating_point()
+        or shape not in (hidden.shape[:2], hidden.shape[1:-1])
+    ):
         found = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
         raise UnsupportedError(
             f"{name}: expected hidden states of {list(shape)} tokens as its first argument, found {found}; "

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.models.families import Family, random_model
 from marlinq.core.errors import UnsupportedError
 from marlinq.models import BlockReplay, ModelInstance, build_blueprint, shared_inputs
 from tests.testing.tiny_models import CONFIGS, in_memory, tiny_model
@@ -76,6 +77,22 @@ def test_replayed_blocks_equal_the_whole_model_on_each_document_alone(name: str)
                 scale = want.abs().max()
                 # Different batch shapes change the order of float32 sums: a few hundred roundings.
                 assert (found - want[0]).abs().max() <= 2e-5 * scale, (name, index)
+
+
+def test_streams_in_front_of_the_batch_are_replayed() -> None:
+    """Blocks of Gemma 3n take [streams, B, T, hidden]."""
+    model = random_model(Family("gemma3n_text", "Gemma3nForCausalLM", wrapper=False))
+    blueprint = build_blueprint(model.config.to_dict(), source="gemma3n")
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
+    replay = BlockReplay(instance)
+    ids = batches()[0]
+    hidden = next(iter(replay.record([ids])))
+    assert hidden.shape == (*ids.shape, model.config.altup_num_inputs, model.config.hidden_size)
+    names = [block.name for block in blueprint.blocks]
+    for index, expected in enumerate(block_outputs(model, names, ids)):
+        with instance.loaded(names[index]):
+            hidden = replay.run(index, 0, hidden)
+        assert (hidden - expected.movedim(0, 2)).abs().max() <= 2e-5 * expected.abs().max(), index
 
 
 @pytest.mark.parametrize(
