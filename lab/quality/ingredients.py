@@ -1,6 +1,6 @@
 """Measures the ingredients of a quality: each alone, left out or changed, on several texts.
 
-    python lab/quality/ingredients.py MODEL --calibration FILE --text FILE [--text FILE] --work DIR
+    python -m lab.quality.ingredients MODEL --calibration FILE --text FILE [--text FILE] --work DIR
 
 Quantises MODEL once a row on the same documents, prints mean KL and top-1 agreement on each text. Rows that
 change what is no option of a recipe do so in this process alone: how much a token of the residual stream
@@ -20,7 +20,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from marlinq import evaluate, load, quantize
+from lab.quality.measuring import add_rows, measured, parser_of
+from marlinq import load, quantize
 from marlinq.methods import drift, grid
 from marlinq.operations.quantize.recipe import Recipe
 
@@ -98,16 +99,8 @@ def main() -> None:
                 quantize(options.model, out, recipe=recipe.replace(**settings), device=options.device)
         row: dict[str, Any] = {"row": name}
         for text in options.text:
-            measured = evaluate(
-                out,
-                against=original,
-                text=str(text),
-                windows=options.windows,
-                length=options.length,
-                device=options.device,
-                dtype="float32",
-            )
-            row[text.stem] = [measured.kl, measured.top1_agreement]
+            result = measured(out, original, text, options)
+            row[text.stem] = [result.kl, result.top1_agreement]
         print(json.dumps(row), flush=True)
 
 
@@ -122,19 +115,17 @@ def _all(changes: tuple[Callable[[], Any], ...]) -> Iterator[None]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--calibration", type=Path, required=True, help="text to calibrate on")
-    parser.add_argument("--text", type=Path, required=True, action="append", help="text to evaluate on")
-    parser.add_argument("--row", dest="rows", action="append", choices=ROWS, help="default: all of them")
-    parser.add_argument("--work", type=Path, required=True, help="where checkpoints go")
-    parser.add_argument("--group-size", type=int, default=128)
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--windows", type=int, default=32)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--device", default="auto")
+    parser = parser_of(
+        __doc__,
+        work=Path("ingredients"),
+        group_size=128,
+        samples=64,
+        max_length=512,
+        seed=0,
+        windows=32,
+        length=1024,
+    )
+    add_rows(parser, ROWS)
     return parser.parse_args()
 
 

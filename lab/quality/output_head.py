@@ -1,10 +1,10 @@
 """Measures the cost of a quantised output head: 16, 8 and 4 bits, with blocks in 16 and in 4 bits.
 
-    python lab/quality/output_head.py MODEL QUANTISED --calibration FILE --text FILE
+    python -m lab.quality.output_head MODEL --quantised FOLDER --calibration FILE --text FILE
         [--work FOLDER] [--json OUT]
 
-QUANTISED is MODEL with quantised blocks and a head in 16 bits. The head is quantised last and changes no
-block, so one set of blocks serves all heads: QUANTISED is dequantised, and every head is made by the quantise
+FOLDER holds MODEL with quantised blocks and a head in 16 bits. The head is quantised last and changes no
+block, so one set of blocks serves all heads: they are dequantised, and every head is made by the quantise
 operation with an override that skips the blocks. All models compute in float32. Folders that are finished
 are used again.
 
@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from marlinq import evaluate, load, quantize
-from marlinq.operations.bench.hardware import hardware_line
+from lab.quality.measuring import add_json, conditions, measured, parser_of, report_progress, write_record
+from marlinq import load, quantize
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.recipe import Recipe
 
@@ -31,6 +31,7 @@ BLOCKS = r"\.\d+\."
 def main() -> None:
     """Quantise heads, evaluate, print a table."""
     options = _options()
+    (text,) = options.text
     recipe = Recipe(
         group_size=options.group_size,
         calibration=str(options.calibration),
@@ -57,69 +58,45 @@ def main() -> None:
             if not made.exists():
                 report = quantize(
                     folder, made, recipe=recipe.replace(quantize_head=head), device=options.device,
-                    progress=_report_progress,
+                    progress=report_progress,
                 )  # fmt: skip
                 print(report.render(), file=sys.stderr)
             if head != "none":
                 run = json.loads((made / "marlinq.json").read_text(encoding="utf-8"))["run"]
                 error = run["module lm_head"]["relative_error"]
-            measured = evaluate(
-                made,
-                against=original,
-                text=str(options.text),
-                windows=options.windows,
-                length=options.length,
-                device=options.device,
-                dtype="float32",
-                progress=_report_progress,
-            )
+            result = measured(made, original, text, options)
             if not rows:
-                rows.append({"blocks": "16-bit", "head": "none", "perplexity": measured.against_perplexity})
+                rows.append({"blocks": "16-bit", "head": "none", "perplexity": result.against_perplexity})
             rows.append(
                 {
                     "blocks": blocks,
                     "head": head,
                     "output_error": error,
-                    "perplexity": measured.perplexity,
-                    "kl": measured.kl,
-                    "top1_agreement": measured.top1_agreement,
+                    "perplexity": result.perplexity,
+                    "kl": result.kl,
+                    "top1_agreement": result.top1_agreement,
                 }
             )
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     calibration = f"{recipe.samples} documents of up to {recipe.max_length} tokens, seed {recipe.seed}"
-    lines = [
-        hardware_line(original.device),
+    lines = conditions(
+        original,
         f"{options.model.name}: symmetric, group size {recipe.group_size}",
         f"calibrated on {options.calibration.name}: {calibration}",
-        f"evaluated on {options.text.name}: {measured.windows} windows of {options.length} tokens",
-    ]
+        f"evaluated on {text.name}: {result.windows} windows of {options.length} tokens",
+    )
     # Only the file name, because the path is this machine's.
     settings = {**recipe.to_dict(), "calibration": options.calibration.name}
-    record = {"conditions": lines, "recipe": settings, "rows": rows}
-    print(json.dumps(record, indent=2))
-    if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def _report_progress(stage: str, done: int, total: int) -> None:
-    if done % 8 == 0 or done == total:
-        print(f"{stage}: {done} of {total}", file=sys.stderr, flush=True)
+    print("\n".join(lines))
+    write_record(options.json, lines, rows, recipe=settings)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("quantised", type=Path, help="the same model with quantised blocks")
-    parser.add_argument("--calibration", type=Path, required=True, help="text to calibrate on")
-    parser.add_argument("--text", type=Path, required=True, help="text to evaluate on")
-    parser.add_argument("--work", type=Path, default=Path("build/head"), help="where checkpoints go")
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=24)
-    parser.add_argument("--max-length", type=int, default=256)
-    parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--device", default="auto")
+    parser = parser_of(
+        __doc__, work=Path("build/head"), group_size=64, samples=24, max_length=256, windows=8, length=512
+    )
+    parser.add_argument("--quantised", type=Path, required=True, help="MODEL with quantised blocks")
+    add_json(parser)
     return parser.parse_args()
 
 

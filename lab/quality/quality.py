@@ -1,6 +1,6 @@
 """Measures the cost of 4 bits against FP32: round-to-nearest, GPTQ step by step, and the named qualities.
 
-    python lab/quality/quality.py MODEL --calibration FILE --text FILE [--text FILE] [--json OUT]
+    python -m lab.quality.quality MODEL --calibration FILE --text FILE [--text FILE] [--json OUT]
 
 Quantises MODEL once a row, with one group size, then measures perplexity, mean KL divergence and top-1
 agreement on windows of each text. Everything but the named options is the product's default. All models are
@@ -19,9 +19,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from marlinq import evaluate, load, quantize
+from lab.quality.measuring import (
+    add_json,
+    add_rows,
+    conditions,
+    measured,
+    parser_of,
+    report_progress,
+    write_record,
+)
+from marlinq import load, quantize
 from marlinq.checkpoint import Checkpoint
-from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.quantize.recipe import Recipe
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,7 +77,7 @@ def main() -> None:
                 recipe=asked,
                 device=options.device,
                 resume=folder.with_name(f"{folder.name}.partial").exists(),
-                progress=_report_progress,
+                progress=report_progress,
             )
             print(report.render(), file=sys.stderr)
 
@@ -77,44 +85,33 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for text in options.text:
         for name in wanted:
-            measured = evaluate(
-                options.work / name,
-                against=original,
-                text=str(text),
-                windows=options.windows,
-                length=options.length,
-                device=options.device,
-                dtype="float32",
-                progress=_report_progress,
-            )
-            shared = {"text": text.name, "windows": measured.windows}
+            result = measured(options.work / name, original, text, options)
+            shared = {"text": text.name, "windows": result.windows}
             if name == wanted[0]:
-                rows.append({"name": "FP32", **shared, "perplexity": measured.against_perplexity})
+                rows.append({"name": "FP32", **shared, "perplexity": result.against_perplexity})
             rows.append(
                 {
                     "name": ROWS[name][0],
                     **shared,
-                    "perplexity": measured.perplexity,
-                    "kl": measured.kl,
-                    "top1_agreement": measured.top1_agreement,
+                    "perplexity": result.perplexity,
+                    "kl": result.kl,
+                    "top1_agreement": result.top1_agreement,
                 }
             )
-            print(measured.render(), file=sys.stderr)
+            print(result.render(), file=sys.stderr)
 
     order = recipe.to_dict()["act_order"]
     symmetry = "symmetric" if recipe.symmetric else "asymmetric"
     calibration = f"{recipe.samples} documents of up to {recipe.max_length} tokens, seed {recipe.seed}"
-    lines = [
-        hardware_line(original.device),
+    lines = conditions(
+        original,
         f"{options.model.name}: {symmetry}, group size {recipe.group_size}, act order {order}",
         f"calibrated on {options.calibration.name}: {calibration}",
         f"evaluated on windows of {options.length} tokens",
-    ]
+    )
     print("\n".join(lines))
     print(_table(rows))
-    if options.json is not None:
-        record = {"conditions": lines, "recipe": recipe.to_dict(), "rows": rows}
-        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_record(options.json, lines, rows, recipe=recipe.to_dict())
 
 
 def _check_same(folder: Path, model: Path, recipe: Recipe) -> None:
@@ -136,28 +133,21 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _report_progress(stage: str, done: int, total: int) -> None:
-    if done % 8 == 0 or done == total:
-        print(f"{stage}: {done} of {total}", file=sys.stderr, flush=True)
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--calibration", type=Path, required=True, help="text to calibrate on")
-    parser.add_argument("--text", type=Path, required=True, action="append", help="text to evaluate on")
-    parser.add_argument("--row", dest="rows", action="append", choices=ROWS, help="default: all of them")
+    parser = parser_of(
+        __doc__,
+        work=Path("build/quality"),
+        group_size=64,
+        samples=64,
+        max_length=512,
+        seed=0,
+        windows=32,
+        length=1024,
+    )
+    add_rows(parser, ROWS)
     parser.add_argument("--asym", action="store_true", help="with zero points")
-    parser.add_argument("--work", type=Path, default=Path("build/quality"), help="where checkpoints go")
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--act-order", help="default: the product's")
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--windows", type=int, default=32)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--device", default="auto")
+    add_json(parser)
     return parser.parse_args()
 
 

@@ -9,13 +9,12 @@ Activations stay in 16 bits or more. Prints a table.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-from marlinq import evaluate, load, quantize
-from marlinq.operations.bench.hardware import hardware_line
+from lab.quality.measuring import add_json, add_rows, conditions, measured, parser_of, write_record
+from marlinq import load, quantize
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize.recipe import Recipe
 
@@ -55,49 +54,29 @@ def main() -> None:
         seconds = time.perf_counter() - began
         bits = inspect(folder, progress=False).linear_bits
         for text in options.text:
-            measured = evaluate(
-                folder,
-                against=original,
-                text=str(text),
-                windows=options.windows,
-                length=options.length,
-                device=options.device,
-                dtype="float32",
-                progress=False,
-            )
-            row = {"row": name, "bits": bits, "text": text.name, "kl": measured.kl, "seconds": seconds}
-            rows.append({**row, "top1_agreement": measured.top1_agreement})
-            agreement = measured.top1_agreement or 0.0
+            result = measured(folder, original, text, options)
+            row = {"row": name, "bits": bits, "text": text.name, "kl": result.kl, "seconds": seconds}
+            rows.append({**row, "top1_agreement": result.top1_agreement})
+            agreement = result.top1_agreement or 0.0
             print(
-                f"{name:10} {bits:5.2f}  {text.name:12} {measured.kl:10.5f} {agreement:8.2%} {seconds:8.1f}",
+                f"{name:10} {bits:5.2f}  {text.name:12} {result.kl:10.5f} {agreement:8.2%} {seconds:8.1f}",
                 flush=True,
             )
-    conditions = [
-        hardware_line(original.device),
+    lines = conditions(
+        original,
         f"{options.model.name}; {options.samples} calibration documents of up to {options.max_length} tokens",
         f"evaluated on {options.windows} windows of {options.length} tokens",
-    ]
-    print("\n".join(conditions))
-    if options.json is not None:
-        record = {"conditions": conditions, "rows": rows}
-        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    )
+    print("\n".join(lines))
+    write_record(options.json, lines, rows)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        __doc__, work=Path("schemes"), samples=32, max_length=512, windows=16, length=512, device="cpu"
     )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--calibration", type=Path, required=True)
-    parser.add_argument("--text", type=Path, action="append", required=True)
-    parser.add_argument("--row", dest="rows", action="append", choices=ROWS)
-    parser.add_argument("--work", type=Path, default=Path("schemes"))
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path)
+    add_rows(parser, ROWS)
+    add_json(parser)
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
 """Measures the cost of 2:4 sparsity beside dense 4-bit weights, and dense 3-bit weights of the same size.
 
-    python lab/quality/sparsity.py MODEL --calibration FILE --text FILE [--row NAME] [--json OUT]
+    python -m lab.quality.sparsity MODEL --calibration FILE --text FILE [--row NAME] [--json OUT]
 
 Quantises MODEL once a row with the product's defaults but for the named settings, then measures mean KL
 divergence from the original and top-1 agreement. A sparse weight has 2 codes of 4 bits and 4 bits of mask
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,21 @@ from typing import Any
 
 from torch import Tensor
 
-from marlinq import evaluate, load, quantize
+from lab.quality.measuring import (
+    add_json,
+    add_rows,
+    conditions,
+    measured,
+    parser_of,
+    report_progress,
+    write_record,
+)
+from marlinq import load, quantize
 from marlinq.core.scheme import INT4, Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods import SolveReport, register_method
 from marlinq.methods.gptq import GPTQ, GPTQOptions
 from marlinq.methods.hessian import HessianAccumulator
-from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.recipe import Recipe
 
@@ -95,41 +102,30 @@ def main() -> None:
                 folder,
                 recipe=recipe.replace(**changes),
                 device=options.device,
-                progress=_progress,
+                progress=report_progress,
             )
         for text in options.text:
-            measured = evaluate(
-                folder,
-                against=original,
-                text=str(text),
-                windows=options.windows,
-                length=options.length,
-                device=options.device,
-                dtype="float32",
-                progress=_progress,
-            )
+            result = measured(folder, original, text, options)
             rows.append(
                 {
                     "name": label,
                     "text": text.name,
-                    "perplexity": measured.perplexity,
-                    "original_perplexity": measured.against_perplexity,
-                    "kl": measured.kl,
-                    "top1_agreement": measured.top1_agreement,
+                    "perplexity": result.perplexity,
+                    "original_perplexity": result.against_perplexity,
+                    "kl": result.kl,
+                    "top1_agreement": result.top1_agreement,
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
     without = ", without output_hessian" if options.no_output_hessian else ""
-    conditions = [
-        hardware_line(original.device),
+    lines = conditions(
+        original,
         f"{options.model.name}: groups of {options.group_size}, quality {options.quality}{without}",
         f"calibrated on {options.samples} documents of up to {options.max_length} tokens",
         f"evaluated on {options.windows} windows of {options.length} tokens",
-    ]
-    print("\n".join(conditions))
-    if options.json is not None:
-        record = {"conditions": conditions, "rows": rows}
-        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    )
+    print("\n".join(lines))
+    write_record(options.json, lines, rows)
 
 
 def _dense_half(sparse: Path) -> tuple[Override, ...]:
@@ -143,28 +139,21 @@ def _dense_half(sparse: Path) -> tuple[Override, ...]:
     return tuple(Override(f"^{name.replace('.', '[.]')}$", settings={"sparsity": "none"}) for name in worst)
 
 
-def _progress(what: str, done: int, total: int) -> None:
-    print(f"\r{what} {done}/{total}", end="", file=sys.stderr)
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        __doc__,
+        work=Path("sparsity"),
+        group_size=64,
+        quality="default",
+        samples=32,
+        max_length=512,
+        windows=16,
+        length=512,
+        device="cpu",
     )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--calibration", type=Path, required=True)
-    parser.add_argument("--text", type=Path, action="append", required=True)
-    parser.add_argument("--row", dest="rows", action="append", choices=ROWS)
-    parser.add_argument("--work", type=Path, default=Path("sparsity"))
-    parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--quality", default="default")
+    add_rows(parser, ROWS)
     parser.add_argument("--no-output-hessian", action="store_true", help="a tenth of the time on a CPU")
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
 """Measures recipes and AutoRound on one model in one run, and tabulates the worst ratio over several runs.
 
-    python lab/quality/worst_case.py row MODEL --row NAME --group-size G --calibration TEXT --text TEXT ...
+    python -m lab.quality.worst_case row MODEL --row NAME --group-size G --calibration TEXT --text TEXT ...
         --work DIR --json LINES
-    python lab/quality/worst_case.py table LINES ...
+    python -m lab.quality.worst_case table LINES ...
 
 ``row`` quantises the model by one recipe or by AutoRound (quality_peers.py) and appends its divergence on
 each text to LINES, which belongs to one model and group size. Rows may run at the same time. All see the
@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from marlinq import evaluate, load, quantize
+from lab.quality.measuring import measured
+from marlinq import load, quantize
 from marlinq.operations.quantize.recipe import Recipe
 
 PEERS = Path(__file__).with_name("quality_peers.py")
@@ -69,16 +70,8 @@ def row(options: argparse.Namespace) -> None:
     line: dict[str, Any] = {"row": options.row, "seconds": time.perf_counter() - start, "kl": {}, "top1": {}}
     original = load(options.model, device=options.device, dtype="float32")
     for text in options.text:
-        measured = evaluate(
-            out,
-            against=original,
-            text=str(text),
-            windows=options.windows,
-            length=options.length,
-            device=options.device,
-            dtype="float32",
-        )
-        line["kl"][text.stem], line["top1"][text.stem] = measured.kl, measured.top1_agreement
+        result = measured(out, original, text, options)
+        line["kl"][text.stem], line["top1"][text.stem] = result.kl, result.top1_agreement
     with options.json.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(line) + "\n")
     print(json.dumps(line), flush=True)
