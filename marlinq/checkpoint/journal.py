@@ -1,6 +1,6 @@
 """The journal of an unfinished folder: hashes of the tensors that are durably on disk, and notes.
 
-Each line is the first 16 hexadecimal digits of a SHA-256 and the JSON object that they are of. The first line
+Each line is a JSON object behind the first 16 hexadecimal digits of its SHA-256. The first line
 has the fingerprint of the run and the command line that started it. Every other line has hashes of tensors
 that were durable before the line was appended. A killed run leaves whole lines and at most one incomplete
 last line.

@@ -179,7 +179,7 @@ def locate(
     progress: ReportProgress | None = None,
     wanted: Sequence[str] = WANTED,
 ) -> Path:
-    """The local folder of ``source``; of a Hub id the files ``wanted`` are downloaded
+    """The local folder of ``source``; for a Hub id the files ``wanted`` are downloaded
     (:func:`marlinq.checkpoint.hub_download.download`).
 
     Raises:

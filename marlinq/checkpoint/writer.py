@@ -161,7 +161,7 @@ class CheckpointWriter:
         self._open()
 
     def stored(self, plan: Sequence[TensorPlan]) -> Sequence[TensorPlan]:
-        """The tensors that the files hold, if all tensors of ``plan`` are written; called once, at first."""
+        """Plan of the files that hold all tensors of ``plan``; called once, before anything is written."""
         return plan
 
     def __enter__(self) -> CheckpointWriter:

@@ -9,4 +9,4 @@ def install_command(extra: str) -> str:
 
 
 CUDA_PACKAGES = f"{install_command('cuda13')}, or .[cuda12] where the driver runs CUDA 12"
-"""what installs CuPy and its companions, for messages where the driver is not known"""
+"""Commands that install CuPy and its companions, for messages where the driver's version is not known."""

@@ -253,9 +253,9 @@ class Layer:
         a = attention(attention_norm(x));  x = x + attention_scale * post_attention_norm(a)
         m = mlp(mlp_norm(x));              x = x + mlp_scale * post_mlp_norm(m)
 
-    In a parallel block both read the same x and have one factor. A norm that is None is left out, and a part
-    that is None with its line; one of both parts is always there. A mixer beside attention reads what
-    attention reads, and its result is added to x too, with a factor of its own.
+    In a parallel block both read the same x and have one factor. A norm that is None is left out. A layer
+    without attention or without an MLP has only the other line. A mixer beside attention reads what attention
+    reads, and its result is added to x too, with a factor of its own.
 
     Attributes:
         name: full module name of the block.

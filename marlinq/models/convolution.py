@@ -15,7 +15,7 @@ from marlinq.models.parts import Slices
 class GatedConvolution:
     """A short convolution between gates, in the place of attention (Liquid AI, "LFM2", 2025).
 
-    With a, b and c the three parts of the inputs, c that of index ``gate``::
+    The inputs have three parts: c is the one of index ``gate``, a and b are the others::
 
         output(c * convolution(a * b))
 

@@ -56,8 +56,8 @@ class Mamba:
         decay: full name of the parameter [heads] whose negative exponential is A.
         step_bias: full name of the parameter [heads] that is added to the steps before their softplus.
         skip: full name of the parameter [heads] D.
-        norm: norm of the result, whose width is that of a group of channels; None without one. Its weight has
-            a value for every channel.
+        norm: norm of each group of the result's channels by itself; its width is a group's, its weight has a
+            value for every channel. None without a norm.
         norm_first: whether the norm stands before the product with ``silu(gate)`` and not behind it.
         output: full name of the output projection.
         heads, head_dim: number of heads, and channels of a value.

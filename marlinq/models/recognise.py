@@ -103,8 +103,8 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
         try:
             choosing = {name: found.correction for name, found in experts.items()}
             recordings = [recorded(0)]
-            # More recordings, because a router with groups mostly makes the same choices as one without: if
-            # it has a correction, and without one if the first recording shows groups.
+            # Groups change few choices, so more recordings are made to find them: if routers have a
+            # correction, or if the first recording already shows groups.
             if corrections or find_groups(recordings, choosing) is not None:
                 again = -(-_CHOICES // (TOKENS * len(experts)))
                 recordings += [recorded(0, seed) for seed in range(again)]
@@ -313,7 +313,7 @@ def _anatomy(
     groups: Groups | None,
     recording: Recording,
 ) -> Anatomy:
-    """The anatomy from one recording; ``groups`` are those that routers choose first."""
+    """The anatomy from one recording; ``groups``: groups of experts that routers choose first."""
     called = {call.name: call.input.shape[-1] for call in recording.calls if call.kind == "norm"}
     norms = {name: replace(norms[name], width=width) for name, width in called.items()}
     if len(recording.outputs) != len(names):
@@ -618,7 +618,7 @@ class _Block:
         return x, 1.0
 
     def _of_scaled(self, attention: Attention | LatentAttention | Mixer, scale: float) -> Attention:
-        """The attention whose result times ``scale`` is that of ``attention`` for inputs times ``scale``.
+        """Attention that gives 1 / ``scale`` of what ``attention`` gives for inputs times ``scale``.
 
         Queries and keys are linear in the input, without biases and norms of heads, and so are values."""
         if not isinstance(attention, Attention) or attention.query_norm or attention.key_norm:

@@ -86,7 +86,7 @@ def _explains(mixer: Mamba, mixed: Tensor, run: MixerRun) -> bool:
 
 
 def _start(module: nn.Module, run: MixerRun, convolution: str, heads: int) -> Mamba | None:
-    """The mixer with what sizes and buffers tell; ``state_dim`` still counts the keys of all groups."""
+    """The mixer as sizes and buffers determine it; ``state_dim`` still counts the keys of all groups."""
     entry, last = run.calls
     width = last.given.shape[-1]
     convolved = module.get_submodule(convolution)

@@ -51,7 +51,7 @@ def operand_refusal(
 ) -> str | None:
     """Why no operand can hold ``weight``, or None.
 
-    ``weight_format``: a format of sparse weights; None is that of the element. Codes are not checked.
+    ``weight_format``: format of sparse weights; None is the element's own format. Codes are not checked.
     """
     scheme = weight.scheme
     reason = scheme_refusal(scheme)
@@ -121,7 +121,7 @@ def stored_operand(
         stored: the weight, of any K, N and layout.
         dtype: dtype of the activations, and so of scales and zeros.
         device: device of the operand.
-        weight_format: a format of sparse weights; None is that of the element.
+        weight_format: format of sparse weights; None is the element's own format.
 
     Raises:
         UnsupportedError: :func:`operand_refusal` has a reason, or a scale overflows ``dtype``.
@@ -170,7 +170,7 @@ def marlin_operand(
         q: the weight, of any K and N.
         dtype: dtype of the activations, and so of scales and zeros.
         name: name of the module in error messages.
-        weight_format: a format of sparse weights; None is that of the element.
+        weight_format: format of sparse weights; None is the element's own format.
 
     Raises:
         UnsupportedError: :func:`operand_refusal` has a reason, a scale overflows ``dtype``, or the codes

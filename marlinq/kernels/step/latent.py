@@ -84,7 +84,7 @@ class LatentDivision(NamedTuple):
     """How latent attention is divided among blocks.
 
     Attributes:
-        splits: parts, at most, that the positions of each sequence are split into; each is a block's.
+        splits: largest number of parts of each sequence's positions; a block takes one part.
         heads: heads of a block, a multiple of 8; those beyond the last are padding.
         tile: positions that a block reads at a time.
         stages: tiles that a block keeps or requests.
@@ -301,7 +301,7 @@ def latent_attend(
 
     Args:
         queries: [M, H, width], contiguous, of :func:`latent_queries`.
-        cache, lengths: as there.
+        cache, lengths: as in :func:`latent_queries`.
         weights: parameters and sizes.
         workspace: made for these rows and this division.
         scale: factor on the dot products.
@@ -360,7 +360,7 @@ def latent_values(
         weights: parameters and sizes.
         workspace: holds the splits.
         capacity: positions of the cache.
-        division: that of the splits.
+        division: the division that made the splits.
 
     Raises:
         ValueError: ``out`` has a dtype, shape or alignment that the kernel can't store.

@@ -32,8 +32,8 @@ _MOST_BATCH = 16
 # further registers, by BLOCKS_M, when a chunk holds several groups.
 _REGISTERS_NEEDED = {(1, False): 128, (1, True): 128, (2, False): 128, (2, True): 168}
 _REGISTERS_OF_SHORT_QUANT_GROUPS = {1: 8, 2: 32}
-# Issue cycles of a row of sparse weights, 32 channels, as a multiple of those of 16 dense ones. Fitted to 4
-# products on an H200.
+# Issue cycles per stored row of sparse weights (32 channels) over those per dense row (16 channels).
+# Fitted to 4 products on an H200.
 _SPARSE_ROW = 1.4
 _MAX_STAGES = 32
 # Bytes of weights in flight to a multiprocessor whose rings have room for many more.

@@ -31,7 +31,7 @@ _OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
 _ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
 _FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
 _SPARSE_REGISTERS = {1: 6, 2: 6, 4: 4}
-# Further ones of sparse weights in tiles of more than 128 rows.
+# Registers that sparse weights add to these in tiles of more than 128 rows.
 _LARGE_SPARSE_REGISTERS = 3
 _STREAM_K_REGISTERS, _STREAM_K_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}

@@ -55,7 +55,8 @@ def _product(
         weight_format=weight_format,
         scale_dtype=scale_dtype,
     )
-    # The square root of E, for E times the channels, as the power of two next to it: scales stay as exact.
+    # Made for E times the channels, scales are too small by the root of E; the nearest power of two keeps
+    # them exact.
     scales = (made.scales * 2.0 ** round(math.log2(experts) / 2)).view(experts, k // channels, n)
     zeros = None if made.zeros is None else made.zeros.view(experts, k // channels, n)
     words = made.words.view(experts, k // weight_format.row_channels, n * weight_format.row_words)

@@ -30,8 +30,8 @@ class Weight:
     Attributes:
         layer: name and size.
         operand: the weight as kernels take it.
-        scale_dtype: dtype of the scales in files of the scheme, which holds them but for a power of two for
-            the whole weight; None where it is that of activations.
+        scale_dtype: dtype of the scales in files of the scheme. It holds these scales exactly if they are
+            divided by one power of two. None where files store scales in the activations' dtype.
     """
 
     layer: Layer
@@ -82,23 +82,23 @@ class Weight:
 
 
 def stored_codes(weight_format: WeightFormat, words: Tensor) -> Tensor:
-    """Codes uint8 [K, N] of a dense weight's words; of zeros of floats, which have two, the positive one."""
+    """Codes uint8 [K, N] of a dense weight's words; a float's negative zero becomes the positive one."""
     return ELEMENTS[weight_format.name].nearest(weight_format.values(words, torch.float32))
 
 
 def true_scales(weight_format: WeightFormat, scales: Tensor) -> Tensor:
-    """Scales [G, N] in channel order and their dtype, of those that kernels take."""
+    """Scales [G, N] in channel order, from ``scales`` as kernels take them; the dtype stays."""
     natural = weight_format.in_order(scales)
     return (natural.float() / weight_format.scale_factor(scales.dtype)).to(scales.dtype)
 
 
 def scale_level(scales: Tensor) -> float:
-    """The least power of two whose quotients by positive ``scales`` fit E4M3."""
+    """The least power of two such that positive ``scales`` divided by it fit E4M3."""
     return 2.0 ** math.ceil(math.log2(float(scales.max()) / E4M3_ELEMENT.ends[1]))
 
 
 def _held(scales: Tensor, scale_dtype: torch.dtype | None) -> Tensor:
-    """Positive scales, float32, as near as values of ``scale_dtype`` times a power of two come."""
+    """Positive scales, float32, rounded to values of ``scale_dtype`` times one power of two."""
     if scale_dtype is None:
         return scales
     if scale_dtype == torch.float8_e8m0fnu:
@@ -119,7 +119,7 @@ def random_weight(
 ) -> Weight:
     """Random codes, and scales that keep the products of unit activations near one.
 
-    Code 0 of integers is replaced by that of zero, because a peer is faster for symmetric weights without it.
+    Integers have no code 0, because a peer is faster for symmetric weights without it.
     The mean of the weights is zero, since a mean would grow through a chain of layers.
 
     Args:

@@ -15,8 +15,8 @@ from marlinq.runtime.step.convolution import ShortConvolution
 
 
 def mamba_weights(model: nn.Module, mixer: Mamba, result_scale: float = 1.0) -> MambaWeights:
-    """The parameters of ``mixer`` in ``model``, with a factor on its result. Factors on the convolution's
-    inputs are in its weights."""
+    """The parameters of ``mixer`` in ``model``, with a factor on its result. Its weights include the
+    factors on the convolution's inputs."""
     convolution = model.get_submodule(mixer.convolution)
     weight = convolution.get_parameter("weight").detach()[:, 0].float()
     bias = getattr(convolution, "bias", None)

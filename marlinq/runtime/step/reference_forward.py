@@ -40,7 +40,7 @@ from marlinq.runtime.step.rotations import Rotations, Turns
 from marlinq.runtime.threads import threads_at_most
 
 Mixing = Attention | LatentAttention | DeltaNet | Mamba | GatedConvolution | None
-"""What stands in a layer's place of attention."""
+"""A layer's attention, or the mixer in its place; None in a layer without either."""
 
 MixerLayer = DeltaLayer | MambaLayer | ConvolutionLayer
 
@@ -318,8 +318,8 @@ class ReferenceForward(Forward):
 
 @dataclass(frozen=True, eq=False)
 class _LayerParts:
-    """A layer with functions for its modules; for a recurrent mixer only those around it. A part that the
-    layer lacks has None."""
+    """Functions for a layer's modules, None for parts that it lacks; of a recurrent mixer only the
+    projections around it."""
 
     layer: Layer
     attention_norm: Function | None

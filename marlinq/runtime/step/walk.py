@@ -194,7 +194,7 @@ class Walk:
         return self.multiply("qkv", layer.qkv, normed)
 
     def without_attention(self, index: int) -> None:
-        """A layer of an MLP alone."""
+        """Pass a layer that is an MLP alone."""
         layer = self.forward.layers[index]
         given, shared, gates = self._mlp(index, layer, self._enter(index, layer.mlp_norm))
         self._pending = Pending(given, shared, layer.post_mlp_norm, layer.anatomy.mlp_scale, gates)

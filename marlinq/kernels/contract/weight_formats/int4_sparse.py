@@ -2,9 +2,9 @@
 
 Words are int32 [K/32, 3N], 192 of them a tile of 32 channels x 64 columns. The first 128 are the codes of the
 16 kept channels, the other 64 their places. Word 64 j + 2 l + i of the codes is word 4 l + 2 j + i of a
-Marlin tile. Place word 32 j + l belongs to lane l. With q = 2j + l%4/2, its low half is of channels
-16 (l%2) .. + 15 of the tile and column 16 q + l/4, its high half of the column 8 further: 4 bits for every
-four channels, lowest first, two ascending places of two bits each.
+Marlin tile. Place word 32 j + l belongs to lane l. Its low half describes channels 16 (l%2) to 16 (l%2) + 15
+of the tile in column 16 q + l/4, where q = 2j + l%4/2; its high half describes column 16 q + l/4 + 8. Every
+four channels take 4 bits, lowest first: the places of the two kept channels, ascending, two bits each.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def values(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _descriptors(codes: Tensor) -> Tensor:
-    """Which channels are kept, int32 [K/16, N]: a descriptor of 4 bits for every four channels, low bits
-    first."""
+    """Places of the kept channels, int32 [K/16, N]: 4 bits for every four channels, low bits first."""
     two = places(codes, _ZERO)
     four = (two[:, 0] | two[:, 1] << 2).to(torch.int32).reshape(-1, 4, codes.shape[1])
     return four[:, 0] | four[:, 1] << 4 | four[:, 2] << 8 | four[:, 3] << 12
@@ -97,7 +96,7 @@ INT4_SPARSE = register_weight_format(
         in_order=permute_scales,
         codec="SparseInt4",
         half_scale_power=0,
-        # For 8 kept weights those of int4.
+        # Per 8 kept weights, the instructions of int4.
         unpack=(9, 11),
         # Bytes a weight: 1 + 1 + 1 to separate and order kept codes, 4 + 8 for places, 1 + 3 to spread the
         # codes, 4 for zero points, 4 for scales.

@@ -26,7 +26,7 @@ class WeightFormat:
     Attributes:
         name: name in decisions and messages, such as ``int4``.
         operator: name in ``torch.ops.marlinq`` of the product with it.
-        bits: stored bits of a weight: of dense ones those of a code.
+        bits: stored bits per weight; for dense weights, the bits of a code.
         row_channels: channels that a stored row holds: words are int32 [K / row_channels, ...].
         scale: kind of scales: which weights share one.
         midpoint: the zero point of weights that store none, in units of a code.

@@ -1,11 +1,12 @@
-// A lane's words of a tile of Codec::ROW_CHANNELS channels (16, of sparse weights 32) x 64 columns, for any codec.
+// A lane's words of a tile of Codec::ROW_CHANNELS channels (16; 32 where weights are sparse) x 64 columns, for any codec.
 //
 // A tile is Codec::PLANES planes of 32 * Codec::LANE_BYTES bytes, in which lane l has LANE_BYTES at LANE_BYTES * l. So a plane is read by
 // a warp without bank conflicts. Side by side, a lane's words are those of 16-column blocks 0..3 of the tile, Codec::BLOCK_WORDS each:
 // 4 bits a code are one plane of 512 bytes and a word a block, 8 bits two planes and two words a block.
 //
-// Sparse weights have two planes of 256 bytes, a word a block: warps of a warpgroup read two blocks or one, and a vector of 16 bytes
-// would bring them bank conflicts. Behind them lie two planes of 128 bytes, a word a lane, with places for blocks 0, 1 and 2, 3.
+// Sparse weights have two planes of 256 bytes, a word a block: a warp of a warpgroup reads one or two blocks, and lanes whose
+// words were 16 bytes apart would meet bank conflicts. Behind them lie two planes of 128 bytes, a word a lane, with places for
+// blocks 0, 1 and 2, 3.
 #pragma once
 #include "fault_site.cuh"
 #include "ptx/types.cuh"

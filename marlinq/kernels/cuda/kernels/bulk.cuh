@@ -49,7 +49,7 @@ struct BulkGemm {
 
     typedef Accumulators<BLOCKS_M> Sums;
     static constexpr int STEP = 32 / Codec::ROW_CHANNELS;  // rows at a time: 32 channels
-    // They are summed before they are scaled; so where each of several is a quantisation group, weights are scaled instead.
+    // Products of STEP rows are summed before scales multiply the sums. Where each of these rows has its own scales, weights are scaled.
     static constexpr bool SCALE_SUMS = QUANT_GROUP_ROWS >= STEP;
     typedef QuantGroupSums<Codec, BLOCKS_M, ZEROS, SCALE_SUMS> GroupSums;
 

@@ -123,7 +123,7 @@ struct ExpertsWarpgroup {
             for (int i = 0; i < ahead; ++i, ring.advance()) copies.activations(ring, i);
             window.chunks = ahead;
         } else if (dependent) {
-            // The kernel behind this one relies on it: once every block has let it begin, the previous kernel has ended.
+            // The next kernel relies on this wait: when all blocks have let it begin, the kernel before this one has ended.
             wait_for_previous_kernel();
         }
         for (; tile < tiles; tile += gridDim.x, ahead = 0) {

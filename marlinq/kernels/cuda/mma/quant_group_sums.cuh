@@ -41,7 +41,7 @@ struct QuantGroupSums {
             return 1;
     }
     static constexpr int KINDS = kinds();
-    static constexpr int ROWS = 32 / Codec::ROW_CHANNELS;  // that are added at a time
+    static constexpr int ROWS = 32 / Codec::ROW_CHANNELS;  // stored rows that are added at a time
     // Factor of the sums of codes.
     static __device__ constexpr float unit() {
         if constexpr (CODES)
@@ -94,7 +94,7 @@ struct QuantGroupSums {
             for (int row = 0; row < ROWS; ++row) add_row(total, words[row], row, x);
         }
     }
-    // Words of one row alone, the first or the second of the 32 channels, which multiply without codes.
+    // Adds the products of stored row `row` of the 32 channels; its codes are dequantised first.
     __device__ __forceinline__ void add_row(Accumulators<BlocksM>& total, const LaneWords<Codec, 4>& words, int row,
                                             const u32 (&x)[BlocksM][2][2]) {
         Accumulators<BlocksM>& target = ScaleSums ? sums[0] : total;

@@ -83,7 +83,7 @@ struct WarpgroupLoop {
         ring.advance(part);
     }
 
-    // Row i's product q: of a lone block with its places in lanes 0 and 1 of every four (codec/lane_words.cuh).
+    // Row i's product q. A lone block of 16 columns has its places in lanes 0 and 1 of every four (codec/lane_words.cuh).
     template <bool BEGINS_GROUPS>
     static __device__ __forceinline__ void multiply_sparse_block(float (&sums)[TILE_M / 2], const u32 (&a)[4], u64 b,
                                                                  const u32& places, int q, int i) {

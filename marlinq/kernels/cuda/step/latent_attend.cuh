@@ -35,7 +35,7 @@ struct LatentAttention {
     float2* totals;              // [rows, splits, heads]: maximum and total
     const int* lengths;
     int heads, sequences, splits, capacity;
-    float scale;  // with the logarithm of e to base 2
+    float scale;  // factor on the dot products, times log2(e)
 };
 
 template <typename C>
@@ -102,7 +102,7 @@ __device__ __forceinline__ void latent_attend(const LatentAttention& given) {
         copy_async_16(queries_at + head * (PITCH * 2) + vector * 16, queries + (head < heads ? head : 0) * WIDTH + 8 * vector,
                       head < heads ? 16 : 0);
     }
-    // One group a tile, of which the first holds all of these.
+    // Each tile is a group of copies. The first group has all copies requested so far; the others are empty.
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) copy_async_commit();
     float o[STRIPS][GROUPS][4];
@@ -112,7 +112,7 @@ __device__ __forceinline__ void latent_attend(const LatentAttention& given) {
         for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
             for (int r = 0; r < 4; ++r) o[s][g][r] = 0.f;
-    // Of thread (head, i): the maximum that the 8 threads of a head share, and its own part of the total.
+    // Thread (head, i) keeps the maximum, which the 8 threads of a head share, and its own part of the total.
     const int my_head = threadIdx.x / 8, i = threadIdx.x % 8;
     float maximum = LOWEST, total = 0.f;
 #pragma unroll 1

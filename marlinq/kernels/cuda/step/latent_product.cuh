@@ -6,7 +6,7 @@
 // Warp (out, part) takes outputs 16 out .. of the block and every PARTS-th chunk of 32 channels. Weights are requested before the
 // previous kernel has ended. Sums of the parts meet in shared memory.
 //
-// Of the configuration: Element, IN (channels that are summed over, a multiple of 32), OUT (a multiple of 16 OUTS).
+// Members of the configuration that it reads: Element, IN (channels that are summed over, a multiple of 32), OUT (a multiple of 16 OUTS).
 #pragma once
 #include "ptx/launch.cuh"
 #include "step/rows.cuh"
@@ -60,7 +60,7 @@ struct LatentProduct {
         for (int i = 0; i < 4; ++i) sums.of[part][16 * out + u + 8 * (i / 2)][2 * v + i % 2] = d[i];
     }
 
-    // By the whole block: store(row, column, pair) gets two neighbouring outputs of a row.
+    // Called by the whole block. store(row, column, pair) gets two neighbouring outputs of a row.
     template <typename Store>
     static __device__ __forceinline__ void finish(const LatentSums& sums, Store store) {
         FAULT_SITE(latent_sums_there, __syncthreads();)

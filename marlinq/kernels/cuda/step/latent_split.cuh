@@ -1,4 +1,4 @@
-// How the positions of a sequence are split among blocks of latent attention; the kernel that adds the splits asks the same.
+// The split of a sequence's positions among blocks of latent attention, for the kernels that make and that add the splits.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -61,7 +61,8 @@ __device__ __forceinline__ void normalize(float (&x)[VECTORS][8], const uint4* w
     }
 }
 
-// A vector of what a row's experts gave. AT_ONCE rows are requested before the first is needed. Places below 0 have a routing of 0.
+// Eight columns of the sum over a row's experts, times the routing weights. AT_ONCE rows are requested before the first is needed.
+// Places below 0 have a routing weight of 0.
 template <typename E, int EXPERTS, int AT_ONCE>
 __device__ __forceinline__ uint4 sum_of_experts(const uint4* rows, const int* places, const float* routing, i64 stride, int v) {
     constexpr int TOGETHER = EXPERTS < AT_ONCE ? EXPERTS : AT_ONCE;

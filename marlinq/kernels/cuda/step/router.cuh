@@ -3,11 +3,11 @@
 //   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, with logit_bias[e] if BIASED, then, unless WIDE, rounded to Element,
 //               as a product of the model's is
 //   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number first.
-//               If CORRECTED, of the highest score(logits[e]) + correction[e]. Of GROUPS of as many neighbours only the KEPT take
-//               part whose highest logit, or whose two highest such sums together, are greatest; experts of the others are
-//               left out, or, if ZEROED, take part with 0
+//               If CORRECTED, of the highest score(logits[e]) + correction[e]. With GROUPS of neighbouring experts, only those
+//               of the KEPT best groups are chosen from. A group's value is its highest logit; if CORRECTED, the sum of its two
+//               highest corrected scores. If ZEROED, experts of other groups may still be chosen, with a corrected score of 0
 //   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED
-//   gates[m] = sigmoid(sum_k x[m, k] * gate[k])          if GATED: how much a shared expert counts; rounded as logits are
+//   gates[m] = sigmoid(sum_k x[m, k] * gate[k])          if GATED: the weight of a shared expert; rounded as logits are
 //
 // Unless NORM is NONE, the kernel first computes x by an addition and a norm (step/residual.cuh with one addend):
 //

@@ -65,7 +65,7 @@ class ExpertsContender(Protocol):
     def load(
         self, layer: ExpertsLayer, weights: ExpertWeights, scale_dtype: torch.dtype | None = None
     ) -> None:
-        """Pack the experts, whose scales files hold in ``scale_dtype``, as in
+        """Pack the experts; ``scale_dtype`` as in
         :class:`~marlinq.operations.bench.weights.Weight`."""
         ...
 

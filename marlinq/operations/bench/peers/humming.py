@@ -51,7 +51,8 @@ def given(
 ) -> Given:
     """What a ``HummingLayer`` takes for codes uint8 [K, N], true scales [G, N] and zero points uint8 [G, N].
 
-    Scales become ``scale_dtype``, theirs in files, where there is one: Humming multiplies with those.
+    Scales are converted to ``scale_dtype``, their dtype in files, with which Humming multiplies; None keeps
+    theirs.
     """
     bits = weight_format.bits
     config: dict[str, Any] = {
