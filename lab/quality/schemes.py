@@ -3,7 +3,7 @@
     python -m lab.quality.schemes MODEL --calibration FILE --text FILE [--row NAME] [--json OUT]
 
 Quantises MODEL once a row with the product's defaults, as compressed-tensors, and evaluates it in float32.
-Activations stay in 16 bits or more. Prints a table.
+Activations stay in 16 bits or more. Prints a Markdown table, a row when it is measured; a column a text.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "int4-128": {"group_size": 128},
     "int4-64": {"group_size": 64},
     "int4-32": {"group_size": 32},
+    "mxfp8": {"scheme": "mxfp8"},
     "mxfp4": {"scheme": "mxfp4"},
     "mxfp4-rtn": {"scheme": "mxfp4", "method": "rtn"},
     "nvfp4": {"scheme": "nvfp4"},
@@ -44,8 +45,14 @@ def main() -> None:
     }
     options.work.mkdir(parents=True, exist_ok=True)
     original = load(options.model, device=options.device, dtype="float32", progress=False)
+    lines = conditions(
+        original,
+        f"{options.model.name}; {options.samples} calibration documents of up to {options.max_length} tokens",
+        f"evaluated on {options.windows} windows of {options.length} tokens",
+    )
     rows = []
-    print("row         bits  text            KL        top-1  seconds", flush=True)
+    titles = ["KL", "bits a weight", *(text.stem for text in options.text)]
+    print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|", flush=True)
     for name in options.rows or ROWS:
         folder, began = options.work / name, time.perf_counter()
         if not folder.exists():
@@ -53,22 +60,15 @@ def main() -> None:
             quantize(options.model, folder, recipe=recipe, device=options.device, progress=False)
         seconds = time.perf_counter() - began
         bits = inspect(folder, progress=False).linear_bits
+        cells = [name, f"{bits:.2f}"]
         for text in options.text:
             result = measured(folder, original, text, options)
             row = {"row": name, "bits": bits, "text": text.name, "kl": result.kl, "seconds": seconds}
             rows.append({**row, "top1_agreement": result.top1_agreement})
-            agreement = result.top1_agreement or 0.0
-            print(
-                f"{name:10} {bits:5.2f}  {text.name:12} {result.kl:10.5f} {agreement:8.2%} {seconds:8.1f}",
-                flush=True,
-            )
-    lines = conditions(
-        original,
-        f"{options.model.name}; {options.samples} calibration documents of up to {options.max_length} tokens",
-        f"evaluated on {options.windows} windows of {options.length} tokens",
-    )
-    print("\n".join(lines))
-    write_record(options.json, lines, rows)
+            cells.append(f"{result.kl:.4f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+        write_record(options.json, lines, rows)
+    print("\n" + "\n".join(lines))
 
 
 def _options() -> argparse.Namespace:

@@ -17,7 +17,7 @@ from marlinq.kernels.contract.instantiation import CUDA_SOURCES
 from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.emulation.tensor_maps import emulated_tensor_maps
-from tests.kernels.problems import BOUND, random_operands, relative_error
+from tests.kernels.problems import BOUND, Operands, random_operands, relative_error
 
 SOURCES = CUDA_SOURCES
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
@@ -65,6 +65,24 @@ class Case:
     loud: bool = False
 
 
+def operands_of(case: Case) -> Operands:
+    """The weight and bias of a case, and activations' seed set behind them."""
+    problem = case.problem
+    torch.manual_seed(case.seed)
+    return random_operands(
+        problem.k,
+        problem.n,
+        problem.granularity.group_size,
+        _dtype(problem),
+        zeros=problem.zeros,
+        bias=case.bias,
+        spread=case.spread,
+        silent=LOUD if case.loud else (),
+        device="cpu",
+        weight_format=problem.format,
+    )
+
+
 def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
     """The relative error of the result against float64; NaN when an element was not written.
 
@@ -79,20 +97,8 @@ def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
     problem, config = case.problem, case.config
     text = config.instantiation(problem).text()
     library = builder.kernel(text, config.function, SOURCES, case.capability, planted)
-    torch.manual_seed(case.seed)
     dtype = _dtype(problem)
-    made = random_operands(
-        problem.k,
-        problem.n,
-        problem.granularity.group_size,
-        dtype,
-        zeros=problem.zeros,
-        bias=case.bias,
-        spread=case.spread,
-        silent=LOUD if case.loud else (),
-        device="cpu",
-        weight_format=problem.format,
-    )
+    made = operands_of(case)
     wide = torch.randn(problem.m, problem.k + case.x_padding, dtype=dtype)
     if case.loud:
         wide *= 2.0**-8

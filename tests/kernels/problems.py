@@ -29,6 +29,10 @@ _ELEMENTS = {each.name: each for each in (INT4_ELEMENT, INT8_ELEMENT, E4M3, E2M1
 _ELEMENTS[INT4_SPARSE.name] = INT4_ELEMENT
 
 
+_SUBNORMAL_STEP = 2.0**-24
+"""distance of float16's subnormal numbers"""
+
+
 @dataclass
 class Operands:
     """Operands of one layer; ``weight`` is float64 [K, N]."""
@@ -51,6 +55,16 @@ class Operands:
         """The float64 result for ``x`` [M, K]."""
         out = x.double() @ self.weight
         return out if self.bias is None else out + self.bias.double()
+
+
+def bound_of(made: Operands) -> float:
+    """Relative error that rounding may cause: that of results, and of subnormal float16 weights."""
+    dtype = made.scales.dtype
+    if dtype != torch.float16:
+        return BOUND[dtype]
+    used = made.weight[made.weight != 0]
+    size = float(used.square().mean().sqrt()) if used.numel() else 1.0
+    return math.hypot(BOUND[dtype], _SUBNORMAL_STEP / math.sqrt(12) / size)
 
 
 SPREADS = ("even", "small", "any order", "growing", "sparse", "late")

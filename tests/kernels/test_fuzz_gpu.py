@@ -1,12 +1,14 @@
 """Random problems against float64: shapes, groups, types, features and forms of call, all from one seed.
 
-``MARLINQ_FUZZ_SEED`` repeats a run, ``MARLINQ_FUZZ_PROBLEMS`` sets its length. A failure is listed as the
+``MARLINQ_FUZZ_SEED`` repeats a run, ``MARLINQ_FUZZ_PROBLEMS`` sets the problems of each weight format, and
+``-k`` with a format's name chooses one. A failure is listed as the
 expression that repeats it alone: ``relative_error_of(Call(...))``.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import secrets
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels import (
+    GEMMS,
     GROUP_SIZES,
     Device,
     Problem,
@@ -27,19 +30,19 @@ from marlinq.kernels import (
     decide,
     dependent_launches,
     forced_kernel,
-    w4a16_gemm,
 )
 from marlinq.kernels.choose.decision import available
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.product_tensors import ProductTensors as GemmOperands
+from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS, WeightFormat
 from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
 from marlinq.operations.bench.timing import capture
 from tests.kernels.problems import (
-    BOUND,
     SPREADS,
     Operands,
+    bound_of,
     even_splits,
     int4_problem,
     random_operands,
@@ -58,6 +61,9 @@ BATCHES_OF_A_WEIGHT = 8
 LARGEST_WEIGHT = 2**24
 # In blocks of 64: 448, 576, 1536, 2112, 4096, 6144 and 11008.
 ODD_EXTENTS = (7, 9, 24, 33, 64, 96, 172)
+FORMATS = [each for each in WEIGHT_FORMATS.values() if each.codec is not None]
+PROBLEMS = 2000 // len(FORMATS)
+"""problems of a format where none are asked for: 2,000 together"""
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -73,6 +79,12 @@ class Weight:
     zeros: bool
     bias: bool
     spread: str
+    format: str = "int4"
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """The weight format of the name."""
+        return WEIGHT_FORMATS[self.format]
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,8 @@ class Call:
         """What the decision is asked; the operator takes a group as long as K for a single one."""
         weight = self.weight
         group = -1 if weight.k == weight.group_size else weight.group_size
-        return int4_problem(self.m, weight.n, weight.k, group, weight.zeros, weight.dtype == "bfloat16")
+        bfloat16 = weight.dtype == "bfloat16"
+        return int4_problem(self.m, weight.n, weight.k, group, weight.zeros, bfloat16, weight.weight_format)
 
 
 def _rows(m: int, k: int, empty: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
@@ -157,11 +170,12 @@ FORMS = {
 }
 
 
-def draw(seed: int, count: int, kernels: tuple[str, ...]) -> list[Call]:
+def draw(seed: int, count: int, kernels: tuple[str, ...], weight_format: WeightFormat) -> list[Call]:
     """``count`` calls, sorted by weight."""
     rng = random.Random(seed)
-    features = itertools.cycle(itertools.product(GROUP_SIZES, DTYPES, (False, True)))
-    weights = [_weight(rng, *next(features)) for _ in range(WEIGHTS)]
+    zeros = (False, True) if weight_format.stores_zeros else (False,)
+    features = itertools.cycle(itertools.product(groups_of(weight_format), DTYPES, zeros))
+    weights = [_weight(rng, weight_format, *next(features)) for _ in range(WEIGHTS)]
     # Half of the batches are of 16 rows and fewer.
     batches = {
         weight: [round(LARGEST_BATCH ** (rng.random() ** 1.5)) for _ in range(BATCHES_OF_A_WEIGHT)]
@@ -194,14 +208,23 @@ def draw(seed: int, count: int, kernels: tuple[str, ...]) -> list[Call]:
     return calls
 
 
-def _weight(rng: random.Random, group_size: int, dtype: str, zeros: bool) -> Weight:
+def groups_of(weight_format: WeightFormat) -> list[int]:
+    """Group sizes that the format has, -1 among them."""
+    return sorted({*GROUP_SIZES, weight_format.smallest_group})
+
+
+def _weight(
+    rng: random.Random, weight_format: WeightFormat, group_size: int, dtype: str, zeros: bool
+) -> Weight:
+    multiple = math.lcm(weight_format.channel_multiple, max(group_size, 1))
     while True:
         n, k = (
             64 * rng.choice((rng.randint(1, 16), rng.randint(1, 64), rng.choice(ODD_EXTENTS))) for _ in "nk"
         )
-        if n * k <= LARGEST_WEIGHT and k % max(group_size, 1) == 0:
+        if n * k <= LARGEST_WEIGHT and k % multiple == 0:
             seed, spread = rng.getrandbits(31), rng.choice(SPREADS)
-            return Weight(seed, k, n, group_size, dtype, zeros, rng.random() < 0.5, spread)
+            bias = rng.random() < 0.5
+            return Weight(seed, k, n, group_size, dtype, zeros, bias, spread, weight_format.name)
 
 
 @contextmanager
@@ -252,6 +275,7 @@ def operands_of(weight: Weight) -> Operands:
         bias=weight.bias,
         spread=weight.spread,
         device=DEVICE,
+        weight_format=weight.weight_format,
     )
 
 
@@ -263,7 +287,8 @@ def _order(k: int, columns: int, generator: torch.Generator) -> Tensor:
 
 
 def relative_error_of(call: Call) -> float:
-    """The error of the call's result against float64; NaN when an element was not written."""
+    """The error of the call's result over its bound; NaN when an element was not written."""
+    gemm = GEMMS[call.weight.format]
     operands, dtype = operands_of(call.weight), DTYPES[call.weight.dtype]
     bias = None if operands.bias is None else operands.bias[: call.out_features].contiguous()
     generator = torch.Generator(DEVICE).manual_seed(call.seed)
@@ -288,7 +313,7 @@ def relative_error_of(call: Call) -> float:
                 results.append(full[:, : call.out_features])
                 return
             results.append(
-                w4a16_gemm(
+                gemm(
                     x,
                     operands.words,
                     operands.scales,
@@ -308,12 +333,12 @@ def relative_error_of(call: Call) -> float:
         if order is not None:
             rows = torch.nn.functional.pad(rows, (0, 1))[:, order]  # a column of zeros for the entries -1
         expected = operands.reference(rows)[:, : call.out_features]
-        return relative_error(found.reshape(-1, call.out_features), expected)
+        return relative_error(found.reshape(-1, call.out_features), expected) / bound_of(operands)
 
     values.normal_(generator=generator)
     multiply()
     found = error()
-    if call.captured and found < BOUND[dtype]:
+    if call.captured and found < 1:
         recording = capture(multiply, 1)
         values.normal_(generator=generator)
         results[-1].fill_(torch.nan)
@@ -325,18 +350,20 @@ def relative_error_of(call: Call) -> float:
 
 # Random variants are not those that decisions choose, so some spill.
 @pytest.mark.filterwarnings("ignore::marlinq.kernels.driver.cache.KernelSpills")
-def test_random_problems(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda each: each.name)
+def test_random_problems(weight_format: WeightFormat, capsys: pytest.CaptureFixture[str]) -> None:
     seed = int(os.environ.get("MARLINQ_FUZZ_SEED") or secrets.randbits(31))
-    count = int(os.environ.get("MARLINQ_FUZZ_PROBLEMS") or 2000)
+    count = int(os.environ.get("MARLINQ_FUZZ_PROBLEMS") or PROBLEMS)
     device = device_numbers(0)
-    calls = draw(seed, count, available(device))
+    calls = draw(seed, count, available(device), weight_format)
     variants = {}
     for call in calls:
         config = decided(call, device)
         variants[config, call.problem] = call.problem, config
     compiled = precompile_variants(variants.values())
     with capsys.disabled():
-        print(f"\nMARLINQ_FUZZ_SEED={seed}: {count} problems, {compiled} variants compiled", flush=True)
+        text = f"{weight_format.name}: {count} problems, {compiled} variants compiled"
+        print(f"\nMARLINQ_FUZZ_SEED={seed}: {text}", flush=True)
     with poisoned_memory():
         assert torch.empty(64, device=DEVICE).isnan().all()
     failures = []
@@ -347,6 +374,6 @@ def test_random_problems(capsys: pytest.CaptureFixture[str]) -> None:
             error.add_note(f"MARLINQ_FUZZ_SEED={seed}: relative_error_of({call})")
             raise
         # NaN compares false with everything.
-        if not found < BOUND[DTYPES[call.weight.dtype]]:
-            failures.append(f"{found:.2e}: relative_error_of({call})")
+        if not found < 1:
+            failures.append(f"{found:.2e} of the bound: relative_error_of({call})")
     assert not failures, f"MARLINQ_FUZZ_SEED={seed}: {len(failures)} of {count}:\n" + "\n".join(failures[:20])

@@ -37,6 +37,8 @@ else:
 _NV_EXPONENTS = (-9, 8)
 """Least and largest exponent of the powers of two that E4M3 holds."""
 _OCTAVES = _NV_EXPONENTS[1] - _NV_EXPONENTS[0] + 1
+_LEAST_POWER = -126
+"""Least exponent of a second-level scale: that of normal float32 numbers, whose reciprocals are finite."""
 
 
 Change = Callable[[QuantizedWeight], "QuantizedWeight | None"]
@@ -86,7 +88,7 @@ def recast(source: Scheme, layout: Layout, named: NamedScheme | None) -> Recast 
             return None
         return Recast(
             replace(source, tensor_scale=use),
-            lambda weight: _reciprocal(weight) if _is_power_of_two(weight) else None,
+            lambda weight: _reciprocal(weight) if _has_exact_reciprocals(weight) else None,
             "reciprocals of its second-level scales are rounded, by a part in 2**24",
             _reciprocal,
         )
@@ -114,7 +116,10 @@ def recast(source: Scheme, layout: Layout, named: NamedScheme | None) -> Recast 
         exact, refusal = partial(_as_mxfp8, target=target), ""
     elif mxfp4 and named.two_levels:
         exact = partial(_as_nvfp4, target=target)
-        refusal = f"the exponents of its scales span more than {_OCTAVES} octaves"
+        refusal = (
+            f"the exponents of its scales span more than {_OCTAVES} octaves, or none of them is above "
+            f"{_LEAST_POWER + _NV_EXPONENTS[1] - 1}"
+        )
     elif mxfp4 and named.granularity.kind == "block":
         exact = partial(_as_blocks, target=target)
         refusal = "the exponents in a block span more octaves than E4M3 holds"
@@ -140,9 +145,13 @@ def _with_inputs(weight: QuantizedWeight, named: NamedScheme) -> QuantizedWeight
     return replace(weight, activations=named.activations, input_scale=None)
 
 
-def _is_power_of_two(weight: QuantizedWeight) -> bool:
-    scales = [scale for scale in (weight.tensor_scale, weight.input_scale) if scale is not None]
-    return all(float(torch.frexp(scale.float()).mantissa) == 0.5 for scale in scales)
+def _has_exact_reciprocals(weight: QuantizedWeight) -> bool:
+    """Whether second-level and activation scales are powers of two with a reciprocal in float32."""
+    scales = [scale.float() for scale in (weight.tensor_scale, weight.input_scale) if scale is not None]
+    return all(
+        float(torch.frexp(scale).mantissa) == 0.5 and bool(torch.isfinite(scale.reciprocal()))
+        for scale in scales
+    )
 
 
 def _reciprocal(weight: QuantizedWeight) -> QuantizedWeight:
@@ -189,6 +198,8 @@ def _as_nvfp4(weight: QuantizedWeight, target: Scheme) -> QuantizedWeight | None
     groups = Granularity.group(weight.channels_per_group // 2)
     assert groups == target.granularity, "an MX group is two NVFP4 groups"
     power = top - high
+    if power < _LEAST_POWER:
+        return None
     second = torch.tensor(2.0 ** (-power if target.tensor_scale == "divides" else power))
     return QuantizedWeight.from_codes(
         target, weight.codes, scales=scales.repeat_interleave(2, dim=0), tensor_scale=second
