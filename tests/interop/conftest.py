@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 PEERS = ("gptqmodel", "optimum", "compressed_tensors")
+# vLLM is a program beside, in an environment of its own; the harness needs no other peer.
+FEWER_PEERS = {"test_vllm.py": (), "test_harness.py": (), "test_float_logits.py": ("compressed_tensors",)}
 _HERE = Path(__file__).parent
 _ROWS = pytest.StashKey[list[str]]()
 
@@ -28,15 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = [name for name in PEERS if importlib.util.find_spec(name) is None]
-    if missing:
-        reason = f"needs the published peers ({', '.join(missing)} not installed); run: make interop"
-        for item in items:
-            # vLLM is a program beside, in an environment of its own; the harness needs no other peer.
-            if item.get_closest_marker("interop") and item.path.name not in (
-                "test_vllm.py",
-                "test_harness.py",
-            ):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    for item in items:
+        lacking = [name for name in FEWER_PEERS.get(item.path.name, PEERS) if name in missing]
+        if lacking and item.get_closest_marker("interop"):
+            reason = f"needs the published peers ({', '.join(lacking)} not installed); run: make interop"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -97,10 +95,17 @@ def loader_of(folder: Path) -> str:
     return "gptqmodel" if raw.get("dynamic") else "transformers"
 
 
-def ask_peers(folder: Path, tokens: Any, jobs: dict[str, tuple[Path, str]]) -> Answers:
+def ask_peers(
+    folder: Path,
+    tokens: Any,
+    jobs: dict[str, tuple[Path, str]],
+    *,
+    dtype: str = "float32",
+    decoded: bool = True,
+) -> Answers:
     """Run peer_side.py over ``{name: (checkpoint, loader)}``, its files in ``folder``.
 
-    In float32, which GPTQModel's own loader alone does not take.
+    In ``dtype``, but GPTQModel's own loader in float16; with the ``decoded`` modules, or the logits alone.
     """
     request = {
         "tokens": tokens.tolist(),
@@ -109,7 +114,8 @@ def ask_peers(folder: Path, tokens: Any, jobs: dict[str, tuple[Path, str]]) -> A
                 "folder": str(path),
                 "out": str(folder / f"{name}.safetensors"),
                 "loader": loader,
-                "dtype": "float16" if loader == "gptqmodel" else "float32",
+                "dtype": "float16" if loader == "gptqmodel" else dtype,
+                "decoded": decoded,
             }
             for name, (path, loader) in jobs.items()
         ],

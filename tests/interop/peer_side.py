@@ -2,10 +2,12 @@
 
     python tests/interop/peer_side.py REQUEST.json
 
-The request is ``{"tokens": [[int]], "jobs": [{"folder", "out", "loader", "dtype"}]}``. Each job loads one
-checkpoint with a peer's own code and writes to ``out`` (safetensors) what it holds there:
+The request is ``{"tokens": [[int]], "jobs": [{"folder", "out", "loader", "dtype", "decoded"}]}``. Each job
+loads one checkpoint with a peer's own code and writes to ``out`` (safetensors) what it holds there:
 
     logits              float32 [B, T, V]
+and, where ``decoded`` is true,
+
     <module>::weight    [N, K]   dequantised, in the peer's own dtype
     <module>::codes     uint8 [K, N], <module>::zeros uint8 [G, N]: decoded by the peer's functions
 
@@ -107,7 +109,8 @@ def load(folder: Path, loader: str, dtype: torch.dtype) -> nn.Module:
     """The model as the peers load it.
 
     ``transformers`` goes through AutoModelForCausalLM with plain torch kernels, ``transformers-default``
-    leaves the kernel to transformers, ``gptqmodel`` goes through GPTQModel's own loader.
+    leaves the kernel to transformers, ``transformers-fp8`` has its FP8 reader dequantise, ``gptqmodel`` goes
+    through GPTQModel's own loader.
     """
     from transformers import AutoModelForCausalLM, AwqConfig, CompressedTensorsConfig, GPTQConfig
 
@@ -117,6 +120,11 @@ def load(folder: Path, loader: str, dtype: torch.dtype) -> nn.Module:
         return GPTQModel.load(str(folder), backend=BACKEND.TORCH, dtype=dtype, device="cpu").model
     stored = json.loads((folder / "config.json").read_text())["quantization_config"]
     options: dict[str, Any] = {}
+    if loader == "transformers-fp8":
+        from transformers import FineGrainedFP8Config
+
+        settings = {name: value for name, value in stored.items() if name != "quant_method"}
+        options["quantization_config"] = FineGrainedFP8Config(**settings, dequantize=True)
     if loader == "transformers":
         method = stored["quant_method"]
         if method == "gptq":
@@ -129,18 +137,20 @@ def load(folder: Path, loader: str, dtype: torch.dtype) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
 
 
-def answer(job: dict[str, str], tokens: Tensor) -> dict[str, Tensor]:
-    """The logits and decoded modules of one job."""
+def decoded_modules(folder: Path, model: nn.Module) -> Decoded:
+    """The quantised modules as the peer decodes them."""
+    method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+    if method == "gptq":
+        return gptq_modules(model)
+    return awq_modules(model) if method == "awq" else compressed_tensors_modules(folder)
+
+
+def answer(job: dict[str, Any], tokens: Tensor) -> dict[str, Tensor]:
+    """The logits, and the decoded modules, of one job."""
     folder = Path(job["folder"])
     model = load(folder, job["loader"], getattr(torch, job["dtype"])).eval()
-    method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
-    decoded = {
-        "gptq": lambda: gptq_modules(model),
-        "awq": lambda: awq_modules(model),
-        "compressed-tensors": lambda: compressed_tensors_modules(folder),
-    }[method]()
     tensors: dict[str, Tensor] = {}
-    for name, parts in decoded:
+    for name, parts in decoded_modules(folder, model) if job["decoded"] else ():
         tensors[f"{name}::weight"] = parts["weight"].contiguous()
         tensors[f"{name}::codes"] = parts["codes"].to(torch.uint8).contiguous()
         tensors[f"{name}::zeros"] = parts["zeros"].to(torch.uint8).contiguous()
