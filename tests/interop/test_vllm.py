@@ -95,6 +95,7 @@ CASES = {
     "plugin, 8 bits": Case(
         settings={"scheme": "int8", "group_size": 64, "symmetric": False}, plugin="linear"
     ),
+    "plugin, fp8": Case(settings={"scheme": "fp8"}, plugin="linear"),
     "mixture": Case("qwen3_moe", {"group_size": 64}, also=("gptq", "awq"), plugin="experts"),
     "mixture, zero points": Case(
         "qwen3_moe", {"group_size": 32, "symmetric": False}, also=("awq",), plugin="experts"

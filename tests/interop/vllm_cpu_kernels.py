@@ -26,7 +26,12 @@ def register() -> None:
     taken, plugin = kernels._POSSIBLE_KERNELS[platform], os.environ.get(PLUGIN, "").split(",")
     if any(kernel.__name__ in ("PlainLinearKernel", "IntegerLinearKernel") for kernel in taken):
         return
-    taken.insert(0, _linear_on_a_cpu() if "linear" in plugin else _plain_kernel())
+    if "linear" in plugin:
+        integers, floats = _linear_on_a_cpu()
+        taken.insert(0, integers)
+        kernels._POSSIBLE_WFP8A16_KERNELS[platform].insert(0, floats)
+    else:
+        taken.insert(0, _plain_kernel())
     if "experts" in plugin:
         _experts_on_a_cpu()
 
@@ -82,13 +87,15 @@ def _plain_kernel() -> type:
     return PlainLinearKernel
 
 
-def _linear_on_a_cpu() -> type:
+def _linear_on_a_cpu() -> tuple[type, type]:
+    """The plugin's kernels for integers and for FP8 weights."""
     import marlinq.kernels  # noqa: F401 - registers the operators
-    from marlinq.integrations.vllm import linear
+    from marlinq.integrations.vllm import float_linear, linear
 
-    linear.current_platform = SimpleNamespace(is_cuda=lambda: True)  # type: ignore[attr-defined]
-    linear.missing_package = lambda: None  # type: ignore[attr-defined]
-    return linear.IntegerLinearKernel
+    for module in (linear, float_linear):
+        module.current_platform = SimpleNamespace(is_cuda=lambda: True)  # type: ignore[attr-defined]
+        module.missing_package = lambda: None  # type: ignore[attr-defined]
+    return linear.IntegerLinearKernel, float_linear.FloatWeightKernel
 
 
 def _experts_on_a_cpu() -> None:

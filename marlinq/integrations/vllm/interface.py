@@ -1,6 +1,6 @@
 """All parts of vLLM that the plugin uses, so that only this file depends on vLLM's version.
 
-They were read in vLLM 0.26.0 and 0.32.0, for linear layers also in 0.33.0. Private parts are:
+They were read in vLLM 0.26.0, 0.32.0 and 0.33.0. Private parts are:
 
 * ``_POSSIBLE_KERNELS`` and ``_POSSIBLE_WFP8A16_KERNELS``, the lists of linear kernels for packed integers and
   for FP8 weights with 16-bit activations. vLLM's ``register_linear_kernel`` would append, and a kernel after
