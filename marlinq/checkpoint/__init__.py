@@ -6,6 +6,7 @@ from __future__ import annotations
 from marlinq.checkpoint.bitmasks import BITMASK_FORMAT, with_dense_weights
 from marlinq.checkpoint.dequantized import TRANSPOSED_WEIGHTS, dequantized
 from marlinq.checkpoint.derived import DerivedCheckpoint, dtype_contradiction, model_dtype
+from marlinq.checkpoint.draft_head import DraftHead, find_draft_head
 from marlinq.checkpoint.header import TensorInfo, TensorPlan
 from marlinq.checkpoint.quantization_config import (
     read_quantization_config,
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointWriter",
     "CopyBehind",
     "DerivedCheckpoint",
+    "DraftHead",
     "QuantizedCheckpoint",
     "ReadAhead",
     "StackingWriter",
@@ -40,6 +42,7 @@ __all__ = [
     "check_stacks",
     "dequantized",
     "dtype_contradiction",
+    "find_draft_head",
     "floating_linears",
     "kept_json",
     "lock_ring_early",

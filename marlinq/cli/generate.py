@@ -16,6 +16,7 @@ from marlinq.core.startup import open_gpu_early
 
 if TYPE_CHECKING:
     from marlinq.runtime import Generation, Generations
+    from marlinq.runtime.generation import Speculate
 
 
 @click.command("generate", short_help="Continue prompts.", context_settings={"show_default": True})
@@ -61,10 +62,11 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
 @click.option(
     "--speculate",
-    type=click.Choice(["auto", "off"]),
+    type=click.Choice(["auto", "mtp", "lookup", "off"]),
     default="auto",
-    help="Where text repeats itself, guess the next tokens and check several at once; the text stays the "
-    "same.",
+    help="What guesses the next tokens, of which several are checked at once; the text stays the same. mtp: "
+    "the model's own draft head, always; lookup: earlier text that repeats itself; auto: the draft head if "
+    "there is one, else lookup, while it pays.",
 )
 @model_options
 def command(
@@ -79,7 +81,7 @@ def command(
     repetition_penalty: float | None,
     seed: int,
     chat: bool,
-    speculate: str,
+    speculate: Speculate,
     revision: str | None,
     device: str,
     dtype: str,
@@ -150,7 +152,7 @@ def command(
                     max_new_tokens=max_new_tokens,
                     sampling=sampling,
                     chat=chat,
-                    speculate=speculate == "auto",
+                    speculate=speculate,
                     on_text=print_text if streams else None,
                     progress=progress,
                 )

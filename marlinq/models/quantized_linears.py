@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
-
 from marlinq.checkpoint import QuantizedCheckpoint, without_quantization_config
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.models.blueprint import Blueprint, build_blueprint
+from marlinq.models.left_out import left_out
 from marlinq.models.names import TensorNames
 
 
 def quantized_linears(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str, str]:
     """Name of each quantised projection -> its name in the checkpoint.
 
-    Modules that the model class ignores, such as draft layers of some families, are left out.
+    Modules that the model leaves out on purpose, such as those of draft heads, are left out here too.
 
     Raises:
         CheckpointError: a quantised module is no linear of the model, or has another shape.
@@ -33,7 +32,10 @@ def quantized_linears(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[s
             )
         classes[name] = stem
     strangers = set(view.modules) - set(classes.values())
-    homeless = sorted(module for module in strangers if not is_ignored(blueprint, view, module))
+    left = left_out(blueprint, view.checkpoint.tensors)
+    homeless = sorted(
+        module for module in strangers if not all(map(left, view.tensor_names(module).values()))
+    )
     if homeless:
         raise CheckpointError(
             f"{view.checkpoint.path}: quantised module {homeless[0]} ({len(homeless)} such) is no linear of "
@@ -62,12 +64,6 @@ def check_linears(view: QuantizedCheckpoint) -> str | None:
         return f"{view.doubtful_linears()[0]}: can't be told to be a linear of the model: {error}"
     quantized_linears(blueprint, view)
     return None
-
-
-def is_ignored(blueprint: Blueprint, view: QuantizedCheckpoint, module: str) -> bool:
-    """Whether the model class ignores all tensors of a quantised module."""
-    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in blueprint.ignored))
-    return all(ignored.search(name) for name in view.tensor_names(module).values())
 
 
 def _instead(blueprint: Blueprint, names: TensorNames, view: QuantizedCheckpoint, module: str) -> str:

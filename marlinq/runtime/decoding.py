@@ -218,7 +218,7 @@ class Decoder:
         _check_faults([new])
         self._chosen += len(new)
         with self._here():
-            self.forward.keep(self._prompt_tokens + self._chosen - 1)
+            self.forward.accept(self._prompt_tokens + self._chosen - 1)
             self._sampler.state.drawn.fill_(self._chosen)
             self._sampler.state.tokens.fill_(new[-1])
         return new
@@ -322,18 +322,21 @@ class Decoder:
 
     def _probe(self) -> Tensor:
         """Logits, float32, after two steps behind prompts of one and two tokens in turn."""
-        rows = torch.arange(_PROBE_TOKENS, device=self.device).repeat(self.forward.batch, 1)
-        lengths = 2 - torch.arange(self.forward.batch, dtype=torch.int32) % 2
-        logits = self.forward.prefill(rows[:, :2], lengths)
+        logits = self.forward.prefill(*self._probe_prompts())
         tokens = self._sampler_for(logits).state.tokens
-        for place in (2, 3):
-            tokens.copy_(rows[:, place])
+        for token in (2, 3):
+            tokens.fill_(token)
             if self._graph is None or self._logits is None:
                 logits = self.forward.step(tokens)
             else:
                 self._graph.replay()
                 logits = self._logits
         return logits.float().clone()
+
+    def _probe_prompts(self) -> tuple[Tensor, Tensor]:
+        """Prompts [B, 2] of tokens 0 and 1, and their lengths: two and one in turn."""
+        ids = torch.arange(2, device=self.device).repeat(self.forward.batch, 1)
+        return ids, 2 - torch.arange(self.forward.batch, dtype=torch.int32) % 2
 
     def _capture(self) -> None:
         sampler = self._sampler
@@ -367,7 +370,8 @@ class Decoder:
             sampler = self._verifier(rows)
             try:
                 graph, logits = self._captured(lambda: self.forward.verify(tokens), sampler)
-                self.forward.keep(_PROBE_TOKENS - 2)
+                # Recurrent states have to be those behind the prompt again.
+                self.forward.prefill(*self._probe_prompts())
                 tokens.copy_(torch.arange(_PROBE_TOKENS - 2, _PROBE_TOKENS - 2 + rows))
                 graph.replay()
             except RuntimeError as error:
@@ -426,7 +430,7 @@ class Decoders:
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self._kept: OrderedDict[tuple[int, int, SamplerShape, bool], Decoder] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int, SamplerShape, bool, bool], Decoder] = OrderedDict()
 
     def take(
         self,
@@ -437,6 +441,7 @@ class Decoders:
         limit: int | None = None,
         shape: SamplerShape = GREEDY.shape,
         graphs: bool = True,
+        drafts: bool = False,
     ) -> Decoder:
         """A decoder whose rows can hold ``tokens``; a new one if no kept one fits.
 
@@ -447,17 +452,19 @@ class Decoders:
             limit: largest capacity, unless ``tokens`` is larger.
             shape: kinds of work of the sampler.
             graphs: False keeps CUDA steps eager.
+            drafts: whether ``make_forward`` makes forwards with a draft head.
         """
         wanted = capacity_class(tokens)
         if limit is not None and tokens <= limit:
             wanted = min(wanted, limit)
         largest = 2 * wanted if limit is None or tokens > limit else min(2 * wanted, limit)
+        kind = shape, graphs, drafts
         fitting = [
             key
             for key in self._kept
             if key[0] == batch
             and tokens <= key[1] <= largest
-            and key[2:] == (shape, graphs)
+            and key[2:] == kind
             and not self._kept[key].in_use
         ]
         if fitting:
@@ -466,7 +473,7 @@ class Decoders:
             return self._kept[key]
         # Before a new decoder allocates memory, drop one that it can replace, or else the least recently
         # used.
-        for key in [key for key in self._kept if key[0] == batch and key[2:] == (shape, graphs)]:
+        for key in [key for key in self._kept if key[0] == batch and key[2:] == kind]:
             if key[1] < wanted:
                 del self._kept[key]
         while len(self._kept) >= _KEPT_DECODERS:
@@ -481,7 +488,7 @@ class Decoders:
             # Retried outside of the except block, whose traceback would keep the memory of the first attempt.
             self.clear()
             decoder = Decoder(make_forward(batch, wanted), shape, graphs=graphs)
-        self._kept[batch, wanted, shape, graphs] = decoder
+        self._kept[batch, wanted, *kind] = decoder
         return decoder
 
     def clear(self) -> None:

@@ -17,17 +17,22 @@ from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.runtime.decoding import Decoder, StepDecision
+from marlinq.runtime.draft_layer import DraftLayer
 from marlinq.runtime.loading import LoadedModel
 from marlinq.runtime.operator_choice import summarize
 from marlinq.runtime.operators import OPERATORS
 from marlinq.runtime.sampling import GREEDY, Sampling
-from marlinq.runtime.speculation import Speculated, Speculation
-from marlinq.runtime.step.forward_choice import take_decoder
+from marlinq.runtime.speculation import LayerSpeculation, LookupSpeculation, Speculated, Speculation
+from marlinq.runtime.step.forward_choice import draft_layer, take_decoder
 
 _CONTEXT_TOKENS = 8
 _REPLACEMENT = "\ufffd"
 
 
+Speculate = Literal["auto", "mtp", "lookup", "off"]
+"""Where drafts come from. ``mtp``: the model's own draft head, whatever becomes of its drafts; an error
+without one. ``lookup``: the text so far. ``auto``: the draft head if there is one that can be used, else the
+text; both only while they make text faster."""
 Stopped = Literal["eos", "text", "length", "context", "interrupt"]
 _ENDED = {
     "eos": "the end token",
@@ -215,7 +220,7 @@ def generate(
     max_new_tokens: int = 128,
     sampling: Sampling = GREEDY,
     chat: bool = False,
-    speculate: bool = True,
+    speculate: Speculate = "auto",
     on_text: Callable[[str], None] | None = None,
     progress: ReportProgress = no_progress,
 ) -> Generation:
@@ -227,8 +232,8 @@ def generate(
         max_new_tokens: at most this many; fewer when the end token is drawn or the positions run out.
         sampling: how tokens are chosen; the checkpoint's generation config is ignored.
         chat: put the text into the tokenizer's chat template as a user's message.
-        speculate: where the text repeats itself, check several drafted tokens at once. The text is the same,
-            unless products of several rows round differently from those of one.
+        speculate: what drafts tokens, of which several are checked at once. The text is the same, unless
+            products of several rows round differently from those of one.
         on_text: called with each piece of text.
         progress: called after each kernel that is compiled, before any text comes.
 
@@ -236,6 +241,7 @@ def generate(
         UsageError: an empty or too long prompt, or a token id that the model does not know.
         CheckpointError: text is given, or asked for, and the folder has no tokenizer.
         NumericsError: logits are NaN or infinite.
+        UnsupportedError: ``mtp`` is asked for, and the model has no draft head that can be used.
         Interrupted: a KeyboardInterrupt while tokens were generated.
     """
     rows = _generate(
@@ -279,7 +285,7 @@ def generate_batch(
     if not prompts:
         raise UsageError("prompts: expected at least one, found none")
     rows = _generate(
-        loaded, prompts, max_new_tokens, sampling, chat, None, progress, until=until, speculate=True
+        loaded, prompts, max_new_tokens, sampling, chat, None, progress, until=until, speculate="lookup"
     )
     return Generations(tuple(rows))
 
@@ -331,7 +337,7 @@ def _generate(
     progress: ReportProgress,
     *,
     alone: bool = False,
-    speculate: bool = False,
+    speculate: Speculate = "off",
     until: Sequence[str] = (),
 ) -> list[Generation]:
     if max_new_tokens < 1:
@@ -343,6 +349,10 @@ def _generate(
     longest = max(len(row.ids) for row in rows)
     # All rows take the same steps, so the longest prompt limits them all.
     limit = min(max_new_tokens, _room(loaded.model, longest))
+    layer: DraftLayer | str = "not asked for"
+    if speculate in ("auto", "mtp"):
+        with boundaries.forward(loaded.path):
+            layer = draft_layer(loaded)
     with boundaries.forward(loaded.path), loaded.decoders.lock:
         decoder = take_decoder(
             loaded,
@@ -350,16 +360,27 @@ def _generate(
             tokens=longest + limit,
             shape=sampling.shape,
             graphs=limit > 1,
+            layer=None if isinstance(layer, str) else layer,
             progress=progress,
         )
         decoder.in_use = True
     refusal = "not asked for"
-    if speculate:
+    if speculate != "off":
         with boundaries.forward(loaded.path):
             refusal = decoder.prepare_drafts()
-    speculation = None
+    drafter, hidden = decoder.forward.drafter, decoder.forward.hidden_states
+    if speculate == "mtp" and (refusal or drafter is None):
+        decoder.in_use = False
+        reason = layer if isinstance(layer, str) else refusal or decoder.forward.reason
+        raise UnsupportedError(f"{loaded.path}: drafts of the model's own: {reason}; use another --speculate")
+    speculation: Speculation | None = None
     if not refusal:
-        speculation = Speculation(rows[0].ids, decoder.most_drafted, decoder.forward.verification_cost)
+        most, cost = decoder.most_drafted, decoder.forward.verification_cost
+        if drafter is None or hidden is None:
+            speculation = LookupSpeculation(rows[0].ids, most, cost)
+        else:
+            always = speculate == "mtp"
+            speculation = LayerSpeculation(rows[0].ids, drafter, hidden, most, cost, always=always)
     ends = end_tokens(loaded.model, loaded.tokenizer)
     start = read_clock(loaded.device)
     first = last = start

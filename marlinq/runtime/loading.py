@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -40,6 +39,7 @@ from marlinq.models import (
     without_false_ties,
 )
 from marlinq.models.anatomy import Anatomy, Unrecognised
+from marlinq.models.left_out import left_out
 from marlinq.models.recognise import recognise
 from marlinq.runtime.cpu_head import HalfWeightLinear, pack_head
 from marlinq.runtime.decoding import Decoders
@@ -68,6 +68,23 @@ _TRANSCODED_AHEAD_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, eq=False)
+class LoadedFrom:
+    """What a model was loaded from, for parts of the checkpoint that it leaves out.
+
+    Attributes:
+        checkpoint: the checkpoint.
+        quantized: view of its quantised modules; None where there are none.
+        blueprint: structure of the model.
+        setting: device and dtype of the model.
+    """
+
+    checkpoint: Checkpoint
+    quantized: QuantizedCheckpoint | None
+    blueprint: Blueprint
+    setting: Setting
+
+
+@dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model that is ready to run.
 
@@ -83,6 +100,7 @@ class LoadedModel:
         decoders: caches and captured steps, kept between calls of generation.
         timings: seconds of the load by stage.
         anatomy: result of recognition, if the model was recognised while loading; else None.
+        source: what it was loaded from; None if it was not loaded.
     """
 
     path: Path
@@ -95,6 +113,7 @@ class LoadedModel:
     decoders: Decoders = field(default_factory=Decoders, repr=False)
     timings: LoadTimings = field(default_factory=LoadTimings)
     anatomy: Anatomy | Unrecognised | None = field(default=None, repr=False)
+    source: LoadedFrom | None = field(default=None, repr=False)
 
     def report(self) -> list[str]:
         """Lines that describe the model, its operators and the time of the load."""
@@ -247,6 +266,7 @@ def load(
         notes=tuple(notes),
         timings=timings,
         anatomy=anatomy,
+        source=LoadedFrom(checkpoint, quantized, blueprint, setting),
     )
 
 
@@ -467,8 +487,8 @@ def _check_tensors(
         for name, module in replaced.items():
             used.update(quantized.tensor_names(module).values())
             take(names.own(f"{name}.bias"), (quantized.modules[module].out_features,))
-    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in blueprint.ignored))
-    unexpected = [name for name in checkpoint.tensors if name not in used and not ignored.search(name)]
+    left = left_out(blueprint, checkpoint.tensors)
+    unexpected = [name for name in checkpoint.tensors if name not in used and not left(name)]
     if unexpected:
         raise CheckpointError(
             f"{checkpoint.path}: tensor {unexpected[0]!r} ({len(unexpected)} such) has no place in "

@@ -1,22 +1,32 @@
-"""Drafts of the next tokens, copied from the text so far, and when checking them pays.
+"""Drafts of the next tokens, and when checking them pays.
 
 Text repeats itself: names, code, quoted passages of the prompt. What followed the last few tokens where they
-stood before is a draft of what follows now (prompt lookup). A forward checks a whole draft in one pass over
-the weights, :meth:`marlinq.runtime.decoding.Decoder.verify`; how a draft came about has no influence on the
-text. Nothing in here depends on time, so the same call drafts the same tokens again.
+stood before is a draft of what follows now (prompt lookup). Some models bring a layer that drafts. A forward
+checks a whole draft in one pass over the weights, :meth:`marlinq.runtime.decoding.Decoder.verify`; how a
+draft came about has no influence on the text. Nothing in here depends on time, so the same call drafts the
+same tokens again.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
+
+from marlinq.runtime.step.forward import DraftForward
 
 _LONGEST, _SHORTEST = 4, 2
 """Tokens at the end of the text that are looked up; the longest match wins."""
 _WEIGHT = 0.25
 """Share of the newest draft in the mean over drafts."""
+_KEPT_SHARE = 0.85
+"""Weight of earlier drafts of a draft head against the newest, for each draft since."""
 _MARGIN = 1.15
 """Tokens that a verification has to give for each step that it takes as long as."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 128, 1024
+"""Steps between drafts of a draft head that were refused."""
 
 
 class Lookup:
@@ -61,12 +71,14 @@ class Speculated:
         drafted: tokens in them.
         accepted: number of these, tokens that the model chose too.
         refusal: why no draft was checked; empty where some were.
+        source: what drafts came from; empty where none could be checked.
     """
 
     verifications: int
     drafted: int
     accepted: int
     refusal: str = ""
+    source: str = ""
 
     @property
     def share(self) -> float:
@@ -78,12 +90,48 @@ class Speculated:
             return f"none: {self.refusal}"
         return (
             f"{self.accepted} of {self.drafted} tokens accepted ({100 * self.share:.0f} %), "
-            f"{self.verifications} verifications"
+            f"{self.verifications} verifications, drafts from {self.source}"
         )
 
 
-class Speculation:
-    """Decides what to draft, and whether to.
+class Speculation(ABC):
+    """Decides what to draft, and whether to."""
+
+    source = ""
+    """What drafts come from, for reports."""
+    unused = ""
+    """Why no draft was checked, where that is so."""
+
+    def __init__(self) -> None:
+        self._verifications = self._drafted = self._accepted = 0
+
+    @property
+    @abstractmethod
+    def promising(self) -> bool:
+        """Whether drafts are worth being checked."""
+
+    @abstractmethod
+    def came(self, token: int) -> None:
+        """A step has given ``token``."""
+
+    @abstractmethod
+    def draft(self, most: int) -> list[int]:
+        """Tokens that may come next, at most ``most``; none where there is no guess."""
+
+    def checked(self, draft: Sequence[int], tokens: Sequence[int]) -> None:
+        """A verification of ``draft`` has given ``tokens``: those accepted, and one more."""
+        self._verifications += 1
+        self._drafted += len(draft)
+        self._accepted += len(tokens) - 1
+
+    def result(self) -> Speculated:
+        """What became of the drafts."""
+        refusal = "" if self._verifications else self.unused
+        return Speculated(self._verifications, self._drafted, self._accepted, refusal, self.source)
+
+
+class LookupSpeculation(Speculation):
+    """Drafts from the text so far (:class:`Lookup`).
 
     A draft costs nothing until it is checked. So each is first compared with the tokens that come one by one;
     once the mean over recent drafts says that a verification gives more tokens than steps would in its time,
@@ -95,7 +143,11 @@ class Speculation:
         cost: steps that take as long as a verification.
     """
 
+    source = "the text so far"
+    unused = "the text did not repeat itself"
+
     def __init__(self, prompt: Sequence[int], most: int, cost: float) -> None:
+        super().__init__()
         self._lookup = Lookup(prompt)
         self._most = most
         self._enough = _MARGIN * cost - 1
@@ -103,15 +155,12 @@ class Speculation:
         # A draft that is compared only, and how many of its tokens have come.
         self._watched: list[int] = []
         self._right = 0
-        self._verifications = self._drafted = self._accepted = 0
 
     @property
     def promising(self) -> bool:
-        """Whether drafts are worth being checked."""
         return self._accepted_mean >= self._enough
 
     def came(self, token: int) -> None:
-        """A step has given ``token``."""
         if self._right < len(self._watched):
             if token == self._watched[self._right]:
                 self._right += 1
@@ -126,24 +175,98 @@ class Speculation:
             self._watched, self._right = self._lookup.draft(self._most), 0
 
     def draft(self, most: int) -> list[int]:
-        """Tokens that may come next, at most ``most``; none where nothing of the text fits."""
         return self._lookup.draft(min(most, self._most))
 
     def checked(self, draft: Sequence[int], tokens: Sequence[int]) -> None:
-        """A verification of ``draft`` has given ``tokens``: those accepted, and one more."""
-        accepted = len(tokens) - 1
-        self._verifications += 1
-        self._drafted += len(draft)
-        self._accepted += accepted
-        self._count(accepted)
+        super().checked(draft, tokens)
+        self._count(len(tokens) - 1)
         self._watched = []
         for token in tokens:
             self._lookup.push(token)
 
-    def result(self) -> Speculated:
-        """What became of the drafts."""
-        refusal = "" if self._verifications else "the text did not repeat itself"
-        return Speculated(self._verifications, self._drafted, self._accepted, refusal)
-
     def _count(self, accepted: int) -> None:
         self._accepted_mean += _WEIGHT * (accepted - self._accepted_mean)
+
+
+class LayerSpeculation(Speculation):
+    """Drafts from the model's own draft head (:mod:`marlinq.checkpoint.draft_head`).
+
+    Each further token of a draft takes time and is accepted less often, so the share of accepted tokens so
+    far decides how many are drafted. Where no number of them would make text faster, steps follow; then one
+    more draft tells whether that is still so, and the pauses double while it is.
+
+    Args:
+        prompt: token ids.
+        layer: forward of the draft head; emptied here.
+        hidden: hidden states of the model, [L, hidden], as
+            :attr:`marlinq.runtime.step.forward.Forward.hidden_states`.
+        most: tokens of a draft at most.
+        cost: steps that take as long as a verification.
+        always: whether drafts are checked whatever became of those before.
+    """
+
+    source = "the model's draft head"
+    unused = "the text was too short"
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        layer: DraftForward,
+        hidden: Tensor,
+        most: int,
+        cost: float,
+        *,
+        always: bool = False,
+    ) -> None:
+        super().__init__()
+        self._text = list(prompt)
+        self._layer, self._hidden = layer, hidden
+        self._most, self._cost, self._always = most, cost, always
+        layer.begin()
+        # Recent tokens that were accepted and refused; at first as of a head that is right in four of five.
+        self._right, self._wrong = 4.0, 1.0
+        self._pause, self._steps_left = _FIRST_PAUSE, 0
+        self._length = self._best_length()
+
+    @property
+    def promising(self) -> bool:
+        return self._length > 0 and not self._steps_left
+
+    def came(self, token: int) -> None:
+        self._text.append(token)
+        self._steps_left = max(0, self._steps_left - 1)
+
+    def draft(self, most: int) -> list[int]:
+        count = min(most, self._length)
+        if count < 1:
+            return []
+        known, last = self._layer.known, len(self._text) - 1
+        # The hidden state behind a token goes with the token that follows it.
+        return self._layer.draft(self._text[known + 1 :], self._hidden[known:last], count)
+
+    def checked(self, draft: Sequence[int], tokens: Sequence[int]) -> None:
+        super().checked(draft, tokens)
+        self._text += tokens
+        accepted = len(tokens) - 1
+        self._right = _KEPT_SHARE * self._right + accepted
+        self._wrong = _KEPT_SHARE * self._wrong + (accepted < len(draft))
+        self._length = self._best_length()
+        if self._length:
+            self._pause = _FIRST_PAUSE
+            return
+        self._steps_left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        # The draft behind the pause decides alone: few earlier ones count.
+        self._right, self._wrong = 0.8, 0.2
+        self._length = self._best_length()
+
+    def _best_length(self) -> int:
+        """Tokens of the draft that gives most for its time; 0 where none gives enough, unless drafts are
+        always checked."""
+        share = self._right / (self._right + self._wrong)
+
+        def gain(count: int) -> float:
+            given = sum(share**index for index in range(count + 1))
+            return given / (self._cost + count * self._layer.cost)
+
+        best = max(range(1, self._most + 1), key=gain)
+        return best if self._always or gain(best) >= _MARGIN else 0

@@ -1,4 +1,4 @@
-"""A token of a gated delta net on the emulation."""
+"""New tokens of a gated delta net on the emulation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import KernelFault, Memory, apart
-from marlinq.kernels.step import DeltaWeights, delta
+from marlinq.kernels.step import DeltaWeights, Prepared, delta
 from tests.emulation.step import DTYPES, constants, given, poisoned, results, start, strided
-from tests.kernels.step_problems import BOUND, expected_delta, random, relative_error
+from tests.kernels.step_problems import BOUND, expected_delta, expected_delta_run, random, relative_error
 from tests.testing.pairs import in_turn
 
 # key heads, value heads, key channels, value channels, taps, turns, lengths
@@ -23,9 +23,12 @@ NETS = [
 ]
 
 
-def net(case: tuple[Any, ...], dtype: torch.dtype) -> tuple[DeltaWeights, dict[str, torch.Tensor]]:
+def net(
+    case: tuple[Any, ...], dtype: torch.dtype, tokens: int = 1
+) -> tuple[DeltaWeights, dict[str, torch.Tensor]]:
     key_heads, heads, key_dim, size, taps, turns, lengths = case
     batch, channels = len(lengths), 2 * key_heads * key_dim + heads * size
+    rows, slots = batch * tokens, taps + tokens - 1
     weights = DeltaWeights(
         weight=apart(torch.randn(channels, taps)),
         decay=apart(torch.randn(heads)),
@@ -39,12 +42,12 @@ def net(case: tuple[Any, ...], dtype: torch.dtype) -> tuple[DeltaWeights, dict[s
     )
     columns = channels + heads * size
     tensors = {
-        "x": strided(batch, columns, -(-columns // 8) * 8 + 8, dtype),
-        "rates": strided(batch, 2 * heads, 2 * heads + 8, dtype),
-        "ring": apart(random(batch, taps, channels, dtype=dtype)),
+        "x": strided(rows, columns, -(-columns // 8) * 8 + 8, dtype),
+        "rates": strided(rows, 2 * heads, 2 * heads + 8, dtype),
+        "ring": apart(random(batch, slots, channels, dtype=dtype)),
         "state": apart(torch.randn(batch, heads, key_dim, size)),
         "lengths": apart(torch.tensor(lengths, dtype=torch.int32)),
-        "out": poisoned(batch, heads * size, dtype=dtype),
+        "out": poisoned(rows, heads * size, dtype=dtype),
     }
     return weights, tensors
 
@@ -62,6 +65,7 @@ def memory(weights: DeltaWeights, tensors: dict[str, torch.Tensor]) -> list[Memo
         Memory("ring", tensors["ring"], writable=True, holds_values=True),
         Memory("state", tensors["state"], writable=True, holds_values=True),
         *results(out=tensors["out"]),
+        *([Memory("states", tensors["states"], writable=True)] if "states" in tensors else []),
     ]
 
 
@@ -77,6 +81,38 @@ def test_delta(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) -> N
     assert relative_error(tensors["out"], out) < BOUND[dtype]
     # Queries, keys and values are rounded behind the convolution, on both sides.
     assert relative_error(tensors["state"], last) < BOUND[dtype]
+    assert torch.equal(tensors["ring"], kept)
+
+
+def run_of_tokens(
+    case: tuple[Any, ...], dtype: torch.dtype
+) -> tuple[DeltaWeights, dict[str, torch.Tensor], Prepared]:
+    """Four neighbouring tokens of one sequence, whose states lie among others."""
+    weights, tensors = net(case, dtype, tokens=4)
+    tensors["states"] = torch.full((4, 2, *tensors["state"].shape[1:]), torch.nan)
+    order = ("x", "rates", "out", "ring", "state", "lengths")
+    return (
+        weights,
+        tensors,
+        delta(*(tensors[name] for name in order), weights, states=tensors["states"][:, 1]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [((*NETS[1][:-1], (7,)), DTYPES[0]), ((*NETS[0][:-1], (1,)), DTYPES[1])]
+)
+def test_neighbouring_tokens(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) -> None:
+    """The state stays, and the states behind the tokens lie where they were asked for."""
+    torch.manual_seed(case[2])
+    weights, tensors, prepared = run_of_tokens(case, dtype)
+    ring, state = tensors["ring"].clone(), tensors["state"].clone()
+    start(builder, prepared, memory(weights, tensors), seed=case[2])
+    given = (tensors["x"], tensors["rates"], ring, state, tensors["lengths"], weights)
+    out, states, kept = expected_delta_run(*given)
+    assert relative_error(tensors["out"], out) < BOUND[dtype]
+    assert relative_error(tensors["states"][:, 1], states) < BOUND[dtype]
+    assert tensors["states"][:, 0].isnan().all()
+    assert torch.equal(tensors["state"], state)
     assert torch.equal(tensors["ring"], kept)
 
 

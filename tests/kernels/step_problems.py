@@ -130,12 +130,12 @@ def _convolved(
 ) -> tuple[Tensor, Tensor]:
     """The convolution behind the token ``newest`` [B, C], rounded as kernels do, in float64; and
     the ring with that token."""
-    ring, taps = ring.clone(), weight.shape[1]
+    ring, slots, taps = ring.clone(), ring.shape[1], weight.shape[1]
     total = torch.zeros_like(newest, dtype=torch.float64)
     for b, length in enumerate(lengths.tolist()):
-        ring[b, length % taps] = newest[b]
+        ring[b, length % slots] = newest[b]
         for tap in range(min(taps, length + 1)):
-            total[b] += weight[:, taps - 1 - tap].double() * ring[b, (length - tap) % taps].double()
+            total[b] += weight[:, taps - 1 - tap].double() * ring[b, (length - tap) % slots].double()
     if bias is not None:
         total += bias.double()
     return total.to(newest.dtype), ring
@@ -239,6 +239,20 @@ def expected_delta(
     mixed = torch.einsum("bhkv,bhk->bhv", state, q * weights.key_dim**-0.5)
     normed = mixed * (mixed.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm.double()
     return (normed.flatten(1) * F.silu(gate.double())), state, ring
+
+
+def expected_delta_run(
+    x: Tensor, rates: Tensor, ring: Tensor, state: Tensor, lengths: Tensor, weights: DeltaWeights
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results [T, value heads * value channels] and states [T, ...] in float64, and the ring, behind T
+    neighbouring tokens of one sequence."""
+    results, states = [], []
+    for token in range(len(x)):
+        row = slice(token, token + 1)
+        result, state, ring = expected_delta(x[row], rates[row], ring, state, lengths[:1] + token, weights)
+        results.append(result)
+        states.append(state)
+    return torch.cat(results), torch.cat(states), ring
 
 
 def rotation_table(capacity: int, channels: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from marlinq.core.errors import NumericsError
 from marlinq.runtime import Decoder, LoadedModel, Sampling, generate, generate_batch, load
-from marlinq.runtime.speculation import Lookup, Speculation
+from marlinq.runtime.speculation import Lookup, LookupSpeculation
 from marlinq.runtime.step.forward import Forward
 from tests.testing.runnable_folders import save_plain
 from tests.testing.tiny_models import tiny_model
@@ -45,7 +45,7 @@ def test_drafts_wait_for_evidence_and_end_without_it() -> None:
     rng = random.Random(0)
     fresh = list(range(10, 74))
     rng.shuffle(fresh)
-    speculation = Speculation(fresh, most=7, cost=2.5)
+    speculation = LookupSpeculation(fresh, most=7, cost=2.5)
     for token in fresh[:2]:
         assert not speculation.promising
         speculation.came(token)
@@ -63,7 +63,7 @@ def test_drafts_wait_for_evidence_and_end_without_it() -> None:
 
 def steps_for(text: list[int], cost: float) -> float:
     """Steps that take as long as ``text`` does with speculation."""
-    speculation = Speculation([], most=7, cost=cost)
+    speculation = LookupSpeculation([], most=7, cost=cost)
     place, spent = 0, 0.0
     while place < len(text):
         draft = speculation.draft(7) if speculation.promising else []
@@ -103,7 +103,7 @@ def test_half_of_the_drafts_make_text_faster(cost: float) -> None:
 def test_text_is_that_of_steps(tmp_path: Path, temperature: float | None) -> None:
     model = loaded(tmp_path)
     sampling = Sampling(temperature=temperature, seed=3)
-    plain = generate(model, PROMPT, max_new_tokens=64, sampling=sampling, speculate=False)
+    plain = generate(model, PROMPT, max_new_tokens=64, sampling=sampling, speculate="off")
     drafted = generate(model, PROMPT, max_new_tokens=64, sampling=sampling)
     assert drafted.tokens == plain.tokens
     assert plain.drafts.verifications == 0
@@ -119,7 +119,7 @@ def test_text_is_that_of_steps(tmp_path: Path, temperature: float | None) -> Non
 def test_wrong_drafts_change_nothing(tmp_path: Path, name: str) -> None:
     """A window of 8 is passed too: what a refused draft has left in the cache is never read."""
     model = loaded(tmp_path, name)
-    plain = generate(model, PROMPT, max_new_tokens=40, speculate=False).tokens
+    plain = generate(model, PROMPT, max_new_tokens=40, speculate="off").tokens
     decoder = model.decoders.take(lambda *_: pytest.fail("one is kept"), batch=1, tokens=45)
     assert decoder.prepare_drafts() == ""
     decoder.begin([PROMPT])

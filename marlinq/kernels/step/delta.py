@@ -1,4 +1,4 @@
-"""One token of a gated delta net, behind its input projections (``cuda/step/delta.cuh``)."""
+"""New tokens of a gated delta net, behind its input projections (``cuda/step/delta.cuh``)."""
 
 from __future__ import annotations
 
@@ -60,10 +60,13 @@ class _Net(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("x", "rates", "ring", "state", "weight", "decay", "step_bias", "norm", "lengths")
+            for name in (
+                *("x", "rates", "ring", "state", "next", "weight", "decay"),
+                *("step_bias", "norm", "lengths"),
+            )
         ),
-        *((name, ctypes.c_longlong) for name in ("x_stride", "rates_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("key_heads", "value_heads", "turns")),
+        *((name, ctypes.c_longlong) for name in ("x_stride", "rates_stride", "out_stride", "next_stride")),
+        *((name, ctypes.c_int) for name in ("key_heads", "value_heads", "turns", "tokens")),
         ("eps", ctypes.c_float),
     )
 
@@ -90,20 +93,26 @@ def delta(
     state: Tensor,
     lengths: Tensor,
     weights: DeltaWeights,
+    *,
+    states: Tensor | None = None,
 ) -> Prepared:
-    """Compute the next token of every sequence; update the convolution's ring and the state.
+    """Compute the next token of every sequence, and replace its state; or with ``states`` the next T tokens
+    of the only sequence, whose state stays. The convolution's ring takes the tokens' inputs either way.
 
     If launched dependently, the kernel may read the state while the stream's previous kernels still run.
 
     Args:
-        x: [B, 2 * key heads * key channels + 2 * value heads * value channels], queries, keys, values and
-            gates, in ``weights.turns`` runs.
-        rates: [B, 2 * value heads], betas and steps, in ``weights.turns`` runs.
-        out: [B, value heads * value channels]; written.
-        ring: [B, taps, channels], contiguous; inputs of the convolution, position p at index p modulo taps.
-        state: float32 [B, value heads, key channels, value channels], contiguous; replaced.
-        lengths: int32 [B], tokens before this one.
+        x: [B, or T, 2 * key heads * key channels + 2 * value heads * value channels], queries, keys, values
+            and gates, in ``weights.turns`` runs.
+        rates: [rows of x, 2 * value heads], betas and steps, in ``weights.turns`` runs.
+        out: [rows of x, value heads * value channels]; written.
+        ring: [B, slots, channels], contiguous, of taps + T - 1 slots at least; inputs of the convolution,
+            position p at index p modulo slots.
+        state: float32 [B, value heads, key channels, value channels], contiguous.
+        lengths: int32 [B], tokens before these.
         weights: parameters and sizes of the delta net.
+        states: float32 [T, value heads, key channels, value channels], contiguous but for the first axis; the
+            states behind the tokens, written. None: one token a sequence.
 
     Raises:
         ValueError: a tensor has a dtype or shape that the kernel can't load or compute.
@@ -116,9 +125,15 @@ def delta(
     if rates.dtype != x.dtype or ring.dtype != x.dtype or weights.norm.dtype != x.dtype:
         raise ValueError(f"rates, ring, norm: expected {x.dtype} as x")
     channels = 2 * weights.key_heads * key_dim + heads * size
-    batch = out.shape[0]
-    if tuple(ring.shape) != (batch, weights.taps, channels) or not ring.is_contiguous():
-        raise ValueError(f"ring: expected {[batch, weights.taps, channels]}, found {list(ring.shape)}")
+    tokens = 1 if states is None else states.shape[0]
+    batch, slots = ring.shape[0], ring.shape[1]
+    if out.shape[0] != batch * tokens or (states is not None and batch != 1):
+        raise ValueError(f"out: {out.shape[0]} rows for {batch} sequences of {tokens} tokens")
+    if ring.shape[2] != channels or slots < weights.taps + tokens - 1 or not ring.is_contiguous():
+        least = [batch, weights.taps + tokens - 1, channels]
+        raise ValueError(f"ring: expected {least} or more slots, found {list(ring.shape)}")
+    if states is not None and (states.shape[1:] != state.shape[1:] or not states[0].is_contiguous()):
+        raise ValueError(f"states: expected {[tokens, *state.shape[1:]]}, found {list(states.shape)}")
     if tuple(state.shape) != (batch, heads, key_dim, size) or state.dtype != torch.float32:
         raise ValueError(
             f"state: expected float32 {[batch, heads, key_dim, size]}, found {list(state.shape)}"
@@ -130,6 +145,7 @@ def delta(
         ("DK", key_dim),
         ("DV", size),
         ("TAPS", weights.taps),
+        ("SLOTS", slots),
         ("PARTS", _PARTS),
         ("ROWS", -(-key_dim // _PARTS)),
     )
@@ -138,6 +154,7 @@ def delta(
         rates=rates.data_ptr(),
         ring=ring.data_ptr(),
         state=state.data_ptr(),
+        next=state.data_ptr() if states is None else states.data_ptr(),
         weight=weights.weight.data_ptr(),
         decay=weights.decay.data_ptr(),
         step_bias=weights.step_bias.data_ptr(),
@@ -146,9 +163,11 @@ def delta(
         x_stride=x.stride(0),
         rates_stride=rates.stride(0),
         out_stride=out.stride(0),
+        next_stride=0 if states is None else states.stride(0),
         key_heads=weights.key_heads,
         value_heads=heads,
         turns=weights.turns,
+        tokens=tokens,
         eps=weights.eps,
     )
     instantiation = Instantiation("step/delta.cuh", "step_delta", parameters)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from marlinq.checkpoint import (
     Checkpoint,
     QuantizedCheckpoint,
+    find_draft_head,
     floating_linears,
     own_head,
     says_tied,
@@ -325,7 +326,9 @@ def _notes(
 
 
 def _draft_notes(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -> Iterable[str]:
-    """What servers will do with a draft head (multi-token prediction) that is stored in 16 bits."""
+    """What loaders will do with a draft head (multi-token prediction)."""
+    if find_draft_head(quantized.checkpoint.tensors) is not None:
+        yield "marlinq drafts with the checkpoint's draft head (`marlinq generate --speculate mtp`)"
     rules = quantized.config.rules
     carried = [
         name

@@ -29,6 +29,7 @@ from marlinq.core.progress import ReportProgress
 from marlinq.formats import ModuleSpec, TensorSpec
 from marlinq.formats.dialects import is_head
 from marlinq.models import Blueprint, TensorNames, build_blueprint, converted, without_false_ties
+from marlinq.models.left_out import left_out
 from marlinq.operations.verify.verification_report import Check, Findings
 from marlinq.runtime.loading import (
     contradictions,
@@ -172,8 +173,9 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
         if last == "weight" and (module := names.quantized(stem, view)) is not None:
             claimed.update(view.tensor_names(module).values())
     owned = {name for module in view.modules for name in view.tensor_names(module).values()}
+    left = left_out(blueprint, tensors)
     for name in tensors:
-        if name not in claimed and not any(re.search(pattern, name) for pattern in blueprint.ignored):
+        if name not in claimed and not left(name):
             kind = "linear" if name in owned else "parameter"
             findings.failures.append(f"{name}: belongs to no {kind} of the model")
 

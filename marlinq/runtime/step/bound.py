@@ -250,8 +250,9 @@ class BoundDelta:
         net: description of the net.
         rates: product that gives betas and steps.
         weights: parameters other than those of products.
-        ring: [B, taps, channels], inputs of the convolution, position p at p modulo taps.
+        ring: [B, slots, channels], inputs of the convolution, position p at p modulo slots.
         state: float32 [B, value heads, key channels, value channels].
+        first: number of values in the states of the nets before this one.
     """
 
     net: DeltaNet
@@ -259,6 +260,12 @@ class BoundDelta:
     weights: DeltaWeights
     ring: Tensor
     state: Tensor
+    first: int
+
+    def behind(self, states: Tensor) -> Tensor:
+        """This net's part of the states of all nets behind several tokens, float32 [T, values]: [T, value
+        heads, key channels, value channels]."""
+        return states[:, self.first : self.first + self.state.numel()].view(-1, *self.state.shape[1:])
 
     @property
     def products(self) -> tuple[Product, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -62,6 +63,9 @@ from marlinq.runtime.step.latent import absorbed_weights
 from marlinq.runtime.step.mamba import mamba_weights
 from marlinq.runtime.step.products import Product, find_product, single_product
 
+MOST_TOGETHER = 8
+"""Neighbouring tokens of one sequence that a step takes at most."""
+
 
 class BoundForward(Forward):
     """The weights, norms, caches and tables of a model, for the kernels of steps and prompts.
@@ -91,6 +95,9 @@ class BoundForward(Forward):
         latent_divisions: index of a layer -> how its latent attention is divided among blocks.
         latent_workspace: memory between the kernels of latent attention; None without any.
         together: whether the rows are neighbouring tokens of one sequence.
+        states: float32 [values], the states of all delta nets one behind the other.
+        states_behind: float32 [rows, values], states behind each row, where rows are neighbouring tokens;
+            else None.
         multiplied_apart: reasons why projections with the same input were not joined.
 
     Raises:
@@ -104,6 +111,7 @@ class BoundForward(Forward):
         self.batch, self.capacity = batch, capacity
         self.capturable = True
         self.together = False
+        self.states_behind: torch.Tensor | None = None
         self.anatomy = anatomy
         self.embedding = model.get_submodule(anatomy.embedding).get_parameter("weight").detach()
         self.places = (
@@ -116,6 +124,10 @@ class BoundForward(Forward):
         device = self.embedding.device
         self.device_index = device.index if device.type == "cuda" else 0
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        nets = [layer.attention for layer in anatomy.layers if isinstance(layer.attention, DeltaNet)]
+        values = sum(net.value_heads * net.key_dim * net.value_dim for net in nets)
+        self.states = torch.zeros(batch * values, device=device)
+        self._states_taken = 0
         tables: dict[Rotary, torch.Tensor] = {}
         apart: dict[str, None] = {}
         self.layers: Sequence[BoundLayer] = [
@@ -242,15 +254,20 @@ class BoundForward(Forward):
                 apart[reason] = None
             products.append(product)
         device = self.lengths.device
-        ring = torch.zeros((self.batch, found.taps, found.convolved), dtype=self.dtype, device=device)
+        # Tokens of a verification that are refused must not take the places of earlier ones.
+        slots = found.taps + (MOST_TOGETHER - 1 if self.batch == 1 and isinstance(found, DeltaNet) else 0)
+        ring = torch.zeros((self.batch, slots, found.convolved), dtype=self.dtype, device=device)
         if isinstance(found, GatedConvolution):
             weights = ConvolutionWeights(*convolution_weights(model, found.convolution), found.gate)
             return products[0], BoundConvolution(found, weights, ring)
         if isinstance(found, Mamba):
             state = torch.zeros((self.batch, found.heads, found.state_dim, found.head_dim), device=device)
             return products[0], BoundMamba(found, mamba_weights(model, found, result_scale), ring, state)
-        state = torch.zeros((self.batch, found.value_heads, found.key_dim, found.value_dim), device=device)
-        return products[0], BoundDelta(found, products[1], self._delta_weights(model, found), ring, state)
+        shape, first = (self.batch, found.value_heads, found.key_dim, found.value_dim), self._states_taken
+        self._states_taken += math.prod(shape)
+        state = self.states[first : self._states_taken].view(shape)
+        net = self._delta_weights(model, found)
+        return products[0], BoundDelta(found, products[1], net, ring, state, first)
 
     def _delta_weights(self, model: nn.Module, net: DeltaNet) -> DeltaWeights:
         norm = row_norm(model, net.norm, self.dtype)
@@ -315,11 +332,13 @@ class BoundForward(Forward):
 
     def neighbours(self, rows: int) -> BoundForward:
         """A forward over the layers and cache of this batch of one, whose rows are ``rows`` neighbouring
-        tokens. It has its own lengths."""
+        tokens, :data:`MOST_TOGETHER` at most. It has its own lengths, and writes states behind each token."""
         assert self.batch == 1
+        assert rows <= MOST_TOGETHER
         other = copy(self)
         other.batch, other.together = rows, True
         other.lengths = torch.zeros(rows, dtype=torch.int32, device=self.lengths.device)
+        other.states_behind = self.states.new_zeros((rows, self.states.numel()))
         other._divide_attention()
         return other
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import dependent_launches
 from marlinq.models.anatomy import Anatomy
-from marlinq.runtime.step.bound import BoundLayer, BoundMixture
+from marlinq.runtime.step.bound import BoundLayer, BoundMamba, BoundMixture
 from marlinq.runtime.step.bound_forward import BoundForward
 from marlinq.runtime.step.products import precompile_prompts
 from marlinq.runtime.step.prompts import MOST_ROWS, read_prompts
@@ -31,6 +31,8 @@ _OVERLAPPING_ROWS = 32
 # products have the same tiles for up to eight rows. In a mixture each row reads other experts.
 _VERIFIED = 8, 1.35
 _ROUTED_VERIFIED = 4, 1.6
+# With delta nets, whose states are kept behind each of the tokens.
+_STATES_VERIFIED = 4, 1.5
 # Largest relative difference between the logits of a verification and of steps in a mixture. Products of more
 # rows round differently, so that experts of nearly equal scores change places: 0.056 measured with random
 # weights of Qwen3-30B-A3B's shape. A row with wrong positions would change logits by tens of per cent.
@@ -80,10 +82,11 @@ class ChainForward(BoundForward):
         self.reason = f"{len(self.recorded.starts)} dependent launches a step"
         self._progress = progress
         self._verification: RecordedStep | None = None
-        # A recurrent mixer's state can't return to an earlier token.
-        if batch == 1 and not any(layer.mixer is not None or _wide(layer) for layer in self.layers):
+        self._states_verified: Tensor | None = None
+        if batch == 1 and not any(_one_at_a_time(layer) for layer in self.layers):
             routed = any(isinstance(layer.mlp, BoundMixture) for layer in self.layers)
-            self.most_verified, self.verification_cost = _ROUTED_VERIFIED if routed else _VERIFIED
+            own = _STATES_VERIFIED if self.states.numel() else _VERIFIED
+            self.most_verified, self.verification_cost = _ROUTED_VERIFIED if routed else own
             if routed:
                 self.verification_tolerance = _ROUTED_TOLERANCE
         if self.multiplied_apart:
@@ -134,12 +137,21 @@ class ChainForward(BoundForward):
         with self.on_device():
             if self._verification is None:
                 neighbours = self.neighbours(len(tokens))
+                self._states_verified = neighbours.states_behind
                 self._places = torch.arange(len(tokens), dtype=torch.int32, device=self.device())
                 self._lengths_of_rows = neighbours.lengths
                 with dependent_launches():
                     self._verification = RecordedStep(neighbours, self._progress)
             torch.add(self.lengths, self._places, out=self._lengths_of_rows)
             return self._verification.start(tokens)
+
+    @torch.no_grad()
+    def accept(self, length: int) -> None:
+        """As in :class:`~marlinq.runtime.step.forward.Forward`."""
+        if self._states_verified is not None and self.states.numel():
+            last = length - 1 - self.lengths.long()
+            torch.index_select(self._states_verified, 0, last, out=self.states[None])
+        self.keep(length)
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -153,7 +165,11 @@ class ChainForward(BoundForward):
             return self.recorded.start(tokens)
 
 
-def _wide(layer: BoundLayer) -> bool:
-    """Whether queries or keys are normalised over all heads, which attention supports only for single
-    rows."""
-    return any(norm is not None and norm.wide for norm in (layer.heads.query_norm, layer.heads.key_norm))
+def _one_at_a_time(layer: BoundLayer) -> bool:
+    """Whether a layer takes one token of a row at a time.
+
+    Queries or keys are normalised over all heads, which attention supports only for single rows, or a Mamba-2
+    mixer has replaced its state, which can't return to an earlier token.
+    """
+    wide = any(norm is not None and norm.wide for norm in (layer.heads.query_norm, layer.heads.key_norm))
+    return wide or isinstance(layer.mixer, BoundMamba) or layer.beside is not None

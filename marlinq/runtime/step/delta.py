@@ -71,6 +71,15 @@ class DeltaLayer:
         heads = heads_of(self.net, convolved, beta, step, self._decay, self._step_bias)
         return self._gated(delta_step(heads, self.state), gate)
 
+    def states(self) -> tuple[Tensor, ...]:
+        """Copies of the state and the last inputs of the convolution."""
+        return self.state.clone(), self._convolution.before.clone()
+
+    def restore(self, states: tuple[Tensor, ...]) -> None:
+        """Return to what :meth:`states` has given."""
+        for own, kept in zip((self.state, self._convolution.before), states, strict=True):
+            own.copy_(kept)
+
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q, k, v, gate = self._inputs(x)
         beta, step = self._rates(x)

@@ -1,9 +1,9 @@
-"""The protocol of forwards, which decoders run: prompts, steps and verifications."""
+"""The protocols of forwards, which decoders run: prompts, steps and verifications; and of draft heads."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ class Forward(ABC):
         verification_cost: time of one :meth:`verify`, in steps.
         verification_tolerance: relative difference between the logits of a verification and of steps that
             rounding can explain.
+        drafter: forward of the model's draft head; None without one, and for a batch of several.
+        hidden_states: [L, hidden], for ``drafter``: hidden states behind the final norm of the tokens in the
+            cache of a batch of one. None where they are not kept.
         observe_routing: function, if set, called with the index of each routed layer, and the numbers and
             weights of the chosen experts, both [B, T, top], before the experts are multiplied.
     """
@@ -39,6 +42,8 @@ class Forward(ABC):
     most_verified: int = 0
     verification_cost: float = 1.0
     verification_tolerance: float = 0.03
+    drafter: DraftForward | None = None
+    hidden_states: Tensor | None = None
     observe: Callable[[int, Tensor], None] | None = None
     observe_routing: Callable[[int, Tensor, Tensor], None] | None = None
 
@@ -65,8 +70,8 @@ class Forward(ABC):
     def verify(self, tokens: Tensor) -> Tensor:
         """Append ``tokens``, int64 [R] on the device, to the only row of a batch of one, all at once.
 
-        The row's length does not change; call :meth:`keep` with the new length. The cache must have room for
-        all tokens.
+        The row's length does not change; call :meth:`accept` with the new length. The cache must have room
+        for all tokens.
 
         Returns:
             logits [R, vocabulary] behind each token, as :meth:`step` would give them one by one; on a GPU the
@@ -78,8 +83,13 @@ class Forward(ABC):
         raise NotImplementedError(f"{type(self).__name__} computes one token of a row at a time")
 
     def keep(self, length: int) -> None:
-        """Truncate every row's cache to its first ``length`` tokens."""
+        """Truncate every row's cache to its first ``length`` tokens; states of recurrent layers stay."""
         self.lengths.fill_(length)
+
+    def accept(self, length: int) -> None:
+        """Behind a :meth:`verify`, truncate the cache to its first ``length`` tokens, the last of which is
+        one that was verified; recurrent layers take the state behind that token."""
+        self.keep(length)
 
     def assume(self, length: int) -> None:
         """Set every row's length to ``length``, whatever the cache holds.
@@ -106,3 +116,32 @@ class Forward(ABC):
     def device(self) -> torch.device:
         """The device of the cache."""
         return self.lengths.device
+
+
+class DraftForward(ABC):
+    """The forward of a draft head, for one text.
+
+    Attributes:
+        known: tokens of the text whose hidden states, and the tokens behind them, are in the cache.
+        cost: time of one more drafted token, in steps of the model.
+    """
+
+    known: int
+    cost: float
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Empty the cache."""
+
+    @abstractmethod
+    def draft(self, tokens: Sequence[int], hidden: Tensor, most: int) -> list[int]:
+        """Append pairs of the text to the cache, and draft what follows the last one.
+
+        Args:
+            tokens: the text's tokens from number ``known + 1`` on.
+            hidden: hidden state of the model behind the token before each, [T, hidden].
+            most: number of tokens to draft.
+
+        Returns:
+            ``most`` tokens: the most likely one each time.
+        """

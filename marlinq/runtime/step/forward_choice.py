@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,9 +18,11 @@ from marlinq.kernels.driver.cache import COMPILING
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import anatomy_of
 from marlinq.runtime.decoding import Decoder
+from marlinq.runtime.draft_layer import DraftLayer, load_draft
 from marlinq.runtime.sampling import GREEDY, SamplerShape, precompile_sampler
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
+from marlinq.runtime.step.draft_reference import ReferenceDraft
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.persistent import join_layers
 from marlinq.runtime.step.probe import capacity_limit, own_forward_refusal
@@ -49,6 +51,7 @@ def take_decoder(
     tokens: int,
     shape: SamplerShape = GREEDY.shape,
     graphs: bool = True,
+    layer: DraftLayer | None = None,
     progress: ReportProgress = no_progress,
 ) -> Decoder:
     """A kept or new decoder of ``loaded`` (:meth:`marlinq.runtime.decoding.Decoders.take`).
@@ -59,12 +62,13 @@ def take_decoder(
         tokens: largest number of tokens of a row, prompt included.
         shape: kinds of work of the sampler.
         graphs: False keeps CUDA steps eager.
+        layer: draft head for the forward's ``drafter``, where it can have one; or None.
         progress: called while kernels are compiled.
     """
 
     def make(batch: int, capacity: int) -> Forward:
         with compiled_meanwhile(loaded, shape, progress):
-            return choose_forward(loaded, batch, capacity, progress)
+            return choose_forward(loaded, batch, capacity, progress, layer)
 
     found = _anatomy(loaded)
     limit = None if isinstance(found, Unrecognised) else capacity_limit(loaded.model, found)
@@ -76,19 +80,36 @@ def take_decoder(
         limit=limit,
         shape=shape,
         graphs=graphs,
+        drafts=layer is not None,
     )
 
 
+def draft_layer(loaded: LoadedModel) -> DraftLayer | str:
+    """The draft head that the model's checkpoint has, or why it can't be used."""
+    found = _anatomy(loaded)
+    if isinstance(found, Unrecognised):
+        return f"{found.part}: {found.reason}"
+    layer = load_draft(loaded, found)
+    if isinstance(layer, DraftLayer) and loaded.device.type == "cuda":
+        return "draft heads run on a CPU only"
+    return layer
+
+
 def choose_forward(
-    loaded: LoadedModel, batch: int, capacity: int, progress: ReportProgress = no_progress
+    loaded: LoadedModel,
+    batch: int,
+    capacity: int,
+    progress: ReportProgress = no_progress,
+    layer: DraftLayer | None = None,
 ) -> Forward:
     """The forward that decodes ``batch`` rows of up to ``capacity`` tokens; its ``reason`` says why.
 
     marlinq's own forward if the model is recognised, the kernels can compute it, and its logits equal those
     of transformers (:func:`marlinq.runtime.step.probe.own_forward_refusal`); else transformers' forward.
-    Kernels of the chosen forward are compiled, with calls of ``progress``.
+    Kernels of the chosen forward are compiled, with calls of ``progress``. marlinq's own gets a ``drafter``
+    for the draft head ``layer``.
     """
-    own = _own_forward(loaded, batch, capacity, progress)
+    own = _own_forward(loaded, batch, capacity, progress, layer)
     if isinstance(own, Forward):
         return own
     if loaded.device.type == "cuda":
@@ -101,7 +122,9 @@ def choose_forward(
     )
 
 
-def _own_forward(loaded: LoadedModel, batch: int, capacity: int, progress: ReportProgress) -> Forward | str:
+def _own_forward(
+    loaded: LoadedModel, batch: int, capacity: int, progress: ReportProgress, layer: DraftLayer | None
+) -> Forward | str:
     """marlinq's own forward; or text that says why it can't be used."""
     model = loaded.model
     found = _anatomy(loaded)
@@ -114,7 +137,8 @@ def _own_forward(loaded: LoadedModel, batch: int, capacity: int, progress: Repor
     def build(batch: int, capacity: int) -> Forward:
         if on_gpu:
             return ChainForward(model, found, batch=batch, capacity=capacity, progress=progress)
-        return ReferenceForward(model, found, batch=batch, capacity=capacity, reason="our forward in torch")
+        sizes: dict[str, Any] = {"batch": batch, "capacity": capacity, "keeps_hidden": layer is not None}
+        return ReferenceForward(model, found, **sizes, reason="our forward in torch")
 
     try:
         executor = "chain" if on_gpu else "reference"
@@ -124,6 +148,8 @@ def _own_forward(loaded: LoadedModel, batch: int, capacity: int, progress: Repor
         forward = build(batch, capacity)
         if isinstance(forward, ChainForward) and (apart := join_layers(forward, progress)) is not None:
             forward.reason += f"; layers as single kernels: {apart}"
+        if layer is not None:
+            forward.drafter = ReferenceDraft(layer, capacity=capacity)
         return forward
     except EnvironmentProblem as problem:
         return f"our kernels can't be used ({problem})"

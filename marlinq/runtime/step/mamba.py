@@ -92,6 +92,15 @@ class MambaLayer:
         gate, joined, step = self._projected(x)
         return self._mixed(self._convolution.step(joined), gate, step, None)
 
+    def states(self) -> tuple[Tensor, ...]:
+        """Copies of the state and the last inputs of the convolution."""
+        return self.state.clone(), self._convolution.before.clone()
+
+    def restore(self, states: tuple[Tensor, ...]) -> None:
+        """Return to what :meth:`states` has given."""
+        for own, kept in zip((self.state, self._convolution.before), states, strict=True):
+            own.copy_(kept)
+
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, values, keys, queries, step = self._inputs(x)
         return gate, torch.cat((values, keys, queries), -1), step

@@ -90,12 +90,12 @@ def _convolved(
     ``there`` [b] inputs, and is emptied before if ``start``, the first one's position, is 0."""
     if start == 0:
         ring.zero_()
-    taps = ring.shape[1]
+    slots, taps = ring.shape[1], weight.shape[1]
     places = torch.arange(taps - 1, device=inputs.device)
-    before = ring[:, (start - (taps - 1) + places) % taps]
+    before = ring[:, (start - (taps - 1) + places) % slots]
     result = convolve(inputs, before, weight, bias)
     last = there[:, None] + places
     kept = torch.cat((before, inputs), 1).gather(1, last[..., None].expand(-1, -1, inputs.shape[-1]))
-    slots = (start - (taps - 1) + last) % taps
-    ring.scatter_(1, slots[..., None].expand_as(kept), kept)
+    targets = (start - (taps - 1) + last) % slots
+    ring.scatter_(1, targets[..., None].expand_as(kept), kept)
     return result

@@ -66,10 +66,18 @@ class ReferenceForward(Forward):
         anatomy: description of the model to compute.
         batch, capacity: B and L.
         reason: as in :class:`Forward`.
+        keeps_hidden: whether :attr:`hidden_states` are kept.
     """
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, *, batch: int, capacity: int, reason: str = "torch"
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        *,
+        batch: int,
+        capacity: int,
+        reason: str = "torch",
+        keeps_hidden: bool = False,
     ) -> None:
         self.batch, self.capacity = batch, capacity
         self.reason = reason
@@ -94,10 +102,13 @@ class ReferenceForward(Forward):
         self._places = torch.arange(capacity, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._shortest = self._longest = 0
-        # A mixer's state can't return to an earlier token, so drafts can't be verified.
-        has_states = any(mixer is not None for mixer in (*self._mixers, *self._beside))
-        self.most_verified = MOST_VERIFIED if batch == 1 and not has_states else 0
+        self.most_verified = MOST_VERIFIED if batch == 1 else 0
         self.verification_cost = _VERIFICATION_COST
+        # The states of each mixer behind each token of the last verification, until some of them are kept.
+        self._verified: dict[DeltaLayer | MambaLayer, list[tuple[Tensor, ...]]] = {}
+        if keeps_hidden:
+            shape = (capacity, self._embedding.shape[1])
+            self.hidden_states = torch.zeros(shape, dtype=self._dtype, device=device)
         self._routing = 0
 
     def _chosen(self, index: Tensor, weights: Tensor) -> None:
@@ -135,12 +146,23 @@ class ReferenceForward(Forward):
             if self.observe is not None:
                 self.observe(index, x)
         last = x[self._rows, self.lengths.long() - 1]
-        return self._logits(last)
+        if self.hidden_states is None:
+            return self._logits(self._normed(last))
+        normed = self._normed(x)
+        self.hidden_states[:width] = normed[0]
+        return self._logits(normed[self._rows, self.lengths.long() - 1])
 
     def keep(self, length: int) -> None:
         """As in :class:`Forward`."""
         super().keep(length)
         self._shortest = self._longest = length
+
+    def accept(self, length: int) -> None:
+        """As in :class:`Forward`."""
+        for mixer, states in self._verified.items():
+            mixer.restore(states[length - self._longest - 1])
+        self._verified.clear()
+        self.keep(length)
 
     def step(self, tokens: Tensor) -> Tensor:
         """As in :class:`Forward`.
@@ -176,10 +198,13 @@ class ReferenceForward(Forward):
                 x = parts.forward(x, attend, None if beside is None else beside.step)
             if self.observe is not None:
                 self.observe(index, x)
+        normed = self._normed(x[:, 0])
+        if self.hidden_states is not None:
+            self.hidden_states[self._longest] = normed[0]
         self._shortest += 1
         self._longest += 1
         self.lengths += 1
-        return self._logits(x[:, 0])
+        return self._logits(normed)
 
     def verify(self, tokens: Tensor) -> Tensor:
         """As in :class:`Forward`.
@@ -187,17 +212,43 @@ class ReferenceForward(Forward):
         Raises:
             ValueError: the batch is not 1, or the cache has no room for all.
         """
+        with torch.inference_mode():
+            logits = self._logits(self._run(tokens))
+        return logits.clone()
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        """Append ``tokens`` as :meth:`verify`; returns the hidden states behind the final norm, [R,
+        hidden]."""
         start, end = self._longest, self._longest + len(tokens)
         if self.batch != 1 or end > self.capacity:
             raise ValueError(f"{end} tokens of {self.batch} rows: expected at most {self.capacity} of one")
-        with torch.inference_mode():
-            positions = self._places[start:end]
-            x = self._embed(tokens[None], positions)
-            turns = self._rotations.at(positions)
-            for index, parts in enumerate(self._layers):
-                x = parts.forward(x, self._run_attention(index, parts, turns, start))
-            logits = self._logits(x[0])
-        return logits.clone()
+        self._verified.clear()
+        positions = self._places[start:end]
+        x = self._embed(tokens[None], positions)
+        turns = self._rotations.at(positions)
+        for index, parts in enumerate(self._layers):
+            beside = self._run_mixer(self._beside[index])
+            x = parts.forward(x, self._run_attention(index, parts, turns, start), beside)
+        normed = self._normed(x[0])
+        if self.hidden_states is not None:
+            self.hidden_states[start:end] = normed
+        return normed
+
+    def _run_mixer(self, mixer: DeltaLayer | MambaLayer | None) -> Function | None:
+        """A recurrent mixer's step for each token of a run, whose states are kept."""
+        if mixer is None:
+            return None
+
+        def mix(x: Tensor) -> Tensor:
+            before, mixed, behind = mixer.states(), [], []
+            for place in range(x.shape[1]):
+                mixed.append(mixer.step(x[:, place : place + 1]))
+                behind.append(mixer.states())
+            mixer.restore(before)
+            self._verified[mixer] = behind
+            return torch.cat(mixed, 1)
+
+        return mix
 
     def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         x = F.embedding(ids, self._embedding)
@@ -207,8 +258,11 @@ class ReferenceForward(Forward):
             x = x + F.embedding(positions + self.anatomy.positions_offset, self._positions)
         return x if self._embedding_norm is None else self._embedding_norm(x)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        logits = self._head(x if self._final_norm is None else self._final_norm(x))
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self._final_norm is None else self._final_norm(x)
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        logits = self._head(normed)
         if self.anatomy.logit_scale != 1:
             logits = logits * self.anatomy.logit_scale
         return capped(logits, self.anatomy.logit_softcap)
@@ -271,10 +325,12 @@ class ReferenceForward(Forward):
         return attend if latent is None else attend_latents
 
     def _run_attention(self, index: int, parts: _LayerParts, turns: Turns, start: int) -> Function | None:
-        """Attention of neighbouring tokens of one row, the first of them at position ``start``; None in a
-        layer without attention."""
+        """Attention of neighbouring tokens of one row, the first of them at position ``start``, or what
+        stands in its place; None in a layer without either."""
         if parts.layer.attention is None:
             return None
+        if self._mixers[index] is not None:
+            return self._run_mixer(self._mixers[index])
         keys, values, window = self._keys[index], self._values[index], parts.window
         latent = self._latents[index]
 

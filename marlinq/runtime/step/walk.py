@@ -328,8 +328,16 @@ class Walk:
         assert self._rates is not None
         rates, self._rates = self._rates, None
         out = self.empty("attended", joined.shape[0], delta.net.value_heads * delta.net.value_dim)
-        ring, state = delta.ring[self.part], delta.state[self.part]
-        self.launch(kernels.delta(joined, rates, out, ring, state, self.lengths, delta.weights))
+        behind = self.forward.states_behind
+        if behind is not None:
+            states = delta.behind(behind)
+            work = kernels.delta(
+                *(joined, rates, out, delta.ring, delta.state, self.lengths, delta.weights), states=states
+            )
+        else:
+            ring, state = delta.ring[self.part], delta.state[self.part]
+            work = kernels.delta(joined, rates, out, ring, state, self.lengths, delta.weights)
+        self.launch(work)
         return out
 
     def _convolution(self, bound: BoundConvolution, joined: Tensor) -> Tensor:

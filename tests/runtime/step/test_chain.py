@@ -125,6 +125,29 @@ def test_logits_are_the_references(name: str) -> None:
     assert max(found) < tolerance(name), found
 
 
+def test_verifications_return_to_the_state_behind_a_token() -> None:
+    """Of a delta net: behind a step, a verification with a refused tail, steps, and another verification."""
+    half, wide = halved(tiny(DELTA_NETS[0]))
+    anatomy = recognised(wide)
+    own = ChainForward(half, anatomy, batch=1, capacity=40)
+    reference = ReferenceForward(wide, anatomy, batch=1, capacity=40)
+    torch.manual_seed(2)
+    ids = torch.randint(0, wide.config.vocab_size, (1, 32))
+    length = torch.tensor([6], dtype=torch.int32)
+    reference.prefill(ids[:, :6], length)
+    wanted = torch.cat([reference.step(ids[:, place]) for place in range(6, 20)])
+    own.prefill(ids[:, :6], length)
+    rows, found = own.most_verified, []
+    for kept in (rows - 2, rows, 1, 2):
+        start = 6 + len(found)
+        draft = ids[0, start : start + rows].clone()
+        draft[kept:] = 1
+        found += own.verify(draft)[:kept].clone()
+        own.accept(start + kept)
+        found += own.step(ids[0, start + kept : start + kept + 1].contiguous()).clone()
+    assert error(torch.stack(found), wanted[: len(found)]) < tolerance(DELTA_NETS[0])
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "padded", LATENT])
 def test_verifications_are_steps(name: str) -> None:
     """A verification behind a step, a refused tail, and another one over what that has left."""

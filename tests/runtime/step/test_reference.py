@@ -263,15 +263,27 @@ def test_wrong_sizes_are_errors() -> None:
         forward.step(torch.tensor([1, 1]))
 
 
-def test_a_verification_of_latent_attention_equals_steps() -> None:
-    model, anatomy = recognised("deepseek-v3")
-    ids = torch.arange(3, 15)
-    forward = ReferenceForward(model, anatomy, batch=1, capacity=16)
-    forward.prefill(ids[None, :7], torch.tensor([7], dtype=torch.int32))
-    found = forward.verify(ids[7:])
-    expected = torch.cat([forward.step(ids[index : index + 1]) for index in range(7, 12)])
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5", "nemotron-h", "falcon-h1"])
+def test_a_verification_equals_steps(name: str) -> None:
+    """Also behind one of which only some tokens were kept: recurrent states return to the last of them."""
+    model, anatomy = recognised(name)
+    ids = torch.arange(3, 19)
+    forward = ReferenceForward(model, anatomy, batch=1, capacity=16, keeps_hidden=True)
+    prompt, length = ids[None, :7], torch.tensor([7], dtype=torch.int32)
+    forward.prefill(prompt, length)
+    expected = torch.cat([forward.step(ids[index : index + 1]) for index in range(7, 16)])
+    assert forward.hidden_states is not None
+    hidden = forward.hidden_states.clone()
+    forward.hidden_states.zero_()
+    forward.prefill(prompt, length)
+    found = [forward.verify(torch.cat((ids[7:10], torch.tensor([1, 2]))))[:3]]
+    forward.accept(10)
+    found.append(forward.step(ids[10:11]))
+    found.append(forward.verify(ids[11:]))
+    forward.accept(16)
     # float32, three layers of some 20 roundings of 2^-24 each.
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+    for ours, steps in ((torch.cat(found), expected), (forward.hidden_states, hidden)):
+        torch.testing.assert_close(ours, steps, rtol=0, atol=2e-5 * float(steps.abs().max()))
 
 
 def test_limits_of_positions() -> None:

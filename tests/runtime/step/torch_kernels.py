@@ -36,6 +36,7 @@ from tests.kernels.step_problems import (
     expected_attention,
     expected_convolution,
     expected_delta,
+    expected_delta_run,
     expected_groups,
     expected_latent,
     expected_latent_queries,
@@ -278,11 +279,14 @@ def delta(
     state: Tensor,
     lengths: Tensor,
     weights: DeltaWeights,
+    *,
+    states: Tensor | None = None,
 ) -> Prepared:
     def run(_: Prepared) -> None:
-        mixed, last, kept = expected_delta(x, rates, ring, state, lengths, weights)
+        expected = expected_delta if states is None else expected_delta_run
+        mixed, last, kept = expected(x, rates, ring, state, lengths, weights)
         out.copy_(mixed)
-        state.copy_(last)
+        (state if states is None else states).copy_(last)
         ring.copy_(kept)
 
     return Prepared(run)

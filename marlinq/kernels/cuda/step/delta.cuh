@@ -1,4 +1,4 @@
-// A new token of a gated delta net: convolution, rates, the matrix of each head, norm and gate, a block for a head of values.
+// New tokens of a gated delta net: convolution, rates, the matrix of each head, norm and gate, a block for a head of values.
 //
 //   c    = silu(sum over taps of weight[channel, tap] * input[tap])           of the head's query, key and value
 //   q, k = c / |c|,  q /= sqrt(DK);   beta = sigmoid(b);   g = exp(-exp(decay) * softplus(step + step_bias))
@@ -6,12 +6,15 @@
 //
 // Thread (part, j) holds rows part * ROWS .. of column j of S [DK, DV] in registers, float32, requested before the previous
 // kernel has ended: a step's first kernel begins when all of the step before is done. Inputs of the convolution lie in a ring of
-// TAPS tokens, position p at p % TAPS, so the newest one takes the place of one that is not read, and blocks that share a query
-// and a key don't wait for each other; the first of them stores it.
+// SLOTS tokens, position p at p % SLOTS, so the newest ones take places that are not read, and blocks that share a query and a
+// key don't wait for each other; the first of them stores it.
+//
+// Usually each sequence has one token, and the state is replaced. Or the only sequence has several, rows of `x`: the state
+// behind each goes to `next` instead, for whoever decides how many of them count (ring: SLOTS >= TAPS - 1 + tokens).
 //
 // Columns of a row of `x` are turns of queries, keys, values and gates; those of `rates` turns of betas and steps.
 //
-// Configuration: Element, DK, DV, TAPS, PARTS (threads that share a column; PARTS * DV is the block), ROWS = ceil(DK / PARTS).
+// Configuration: Element, DK, DV, TAPS, SLOTS, PARTS (threads that share a column; PARTS * DV is the block), ROWS = ceil(DK / PARTS).
 #pragma once
 #include "epilogue/activation.cuh"
 #include "fault_site.cuh"
@@ -23,20 +26,20 @@
 struct DeltaNet {
     const u16 *x, *rates;
     u16* ring;
-    float* state;
+    float *state, *next;
     const float *weight, *decay, *step_bias;
     const u16* norm;
     const int* lengths;
-    i64 x_stride, rates_stride, out_stride;
-    int key_heads, value_heads, turns;
+    i64 x_stride, rates_stride, out_stride, next_stride;
+    int key_heads, value_heads, turns, tokens;
     float eps;
 };
 
 template <typename C>
 __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
     typedef typename C::Element E;
-    constexpr int DK = C::DK, DV = C::DV, TAPS = C::TAPS, PARTS = C::PARTS, ROWS = C::ROWS, THREADS = PARTS * DV;
-    constexpr int CHANNELS = 2 * DK + DV, WARPS = THREADS / 32;
+    constexpr int DK = C::DK, DV = C::DV, TAPS = C::TAPS, SLOTS = C::SLOTS, PARTS = C::PARTS, ROWS = C::ROWS;
+    constexpr int THREADS = PARTS * DV, CHANNELS = 2 * DK + DV, WARPS = THREADS / 32;
     __shared__ float convolved[CHANNELS];
     __shared__ float sums[PARTS][DV];
     __shared__ float answers[PARTS][DV];
@@ -47,90 +50,101 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
     const int head = blockIdx.x % net.value_heads, group = net.value_heads / net.key_heads, key_head = head / group;
     const i64 row = blockIdx.x / net.value_heads;
     const int part = threadIdx.x / DV, column = threadIdx.x % DV;
-    float* matrix = net.state + (row * net.value_heads + head) * DK * DV + column;
+    const i64 element = (row * net.value_heads + head) * DK * DV + column;
+    const float* matrix = net.state + element;
     float s[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int key = part * ROWS + i;
         s[i] = key < DK ? matrix[key * DV] : 0.f;
     }
-    const int position = load_scalar(net.lengths + row);
+    const int start = load_scalar(net.lengths + row);
     const int keys_each = net.key_heads / net.turns, values_each = net.value_heads / net.turns;
     const int key_turn = key_head / keys_each, value_turn = head / values_each;
     const int turn = 2 * keys_each * DK + 2 * values_each * DV;
     const int values_at = 2 * keys_each * DK + head % values_each * DV;
     FAULT_SITE(delta_waits, wait_for_previous_kernel();)
-    const u16* given = net.x + row * net.x_stride;
     const int all = (2 * net.key_heads) * DK + net.value_heads * DV;
-    for (int at = threadIdx.x; at < CHANNELS; at += THREADS) {
-        const bool is_value = at >= 2 * DK, is_key = !is_value && at >= DK;
-        const int channel = is_value ? at - 2 * DK : is_key ? at - DK : at;
-        const int from = is_value ? value_turn * turn + values_at + channel
-                                  : key_turn * turn + (key_head % keys_each + is_key * keys_each) * DK + channel;
-        const int place = is_value ? 2 * net.key_heads * DK + head * DV + channel
-                                   : (is_key * net.key_heads + key_head) * DK + channel;
-        const u16 newest = load_scalar(given + from);
-        u16* kept = net.ring + row * TAPS * all + place;
-        float total = 0.f;
+    for (int token = 0; token < net.tokens; ++token) {
+        const int position = start + token;
+        const i64 new_row = row * net.tokens + token;
+        const u16* given = net.x + new_row * net.x_stride;
+        for (int at = threadIdx.x; at < CHANNELS; at += THREADS) {
+            const bool is_value = at >= 2 * DK, is_key = !is_value && at >= DK;
+            const int channel = is_value ? at - 2 * DK : is_key ? at - DK : at;
+            const int from = is_value ? value_turn * turn + values_at + channel
+                                      : key_turn * turn + (key_head % keys_each + is_key * keys_each) * DK + channel;
+            const int place = is_value ? 2 * net.key_heads * DK + head * DV + channel
+                                       : (is_key * net.key_heads + key_head) * DK + channel;
+            const u16 newest = load_scalar(given + from);
+            u16* kept = net.ring + row * SLOTS * all + place;
+            float total = 0.f;
 #pragma unroll
-        for (int tap = 0; tap < TAPS - 1; ++tap) {
-            const int before = position - (TAPS - 1) + tap;
-            if (before >= 0) total += net.weight[place * TAPS + tap] * E::widen(load_scalar(kept + before % TAPS * (i64)all));
+            for (int tap = 0; tap < TAPS - 1; ++tap) {
+                const int before = position - (TAPS - 1) + tap;
+                if (before < 0) continue;
+                // The first block of a group may not have stored inputs of this launch yet.
+                const u16* input = before < start ? kept + before % SLOTS * (i64)all : given + from - (position - before) * net.x_stride;
+                total += net.weight[place * TAPS + tap] * E::widen(load_scalar(input));
+            }
+            total += net.weight[place * TAPS + TAPS - 1] * E::widen(newest);
+            if (is_value || head % group == 0) kept[position % SLOTS * (i64)all] = newest;
+            const float active = rounded<E>(total);
+            convolved[at] = rounded<E>(activation<Activation::SILU>(active));
         }
-        total += net.weight[place * TAPS + TAPS - 1] * E::widen(newest);
-        if (is_value || head % group == 0) kept[position % TAPS * (i64)all] = newest;
-        const float active = rounded<E>(total);
-        convolved[at] = rounded<E>(activation<Activation::SILU>(active));
-    }
-    const u16* rates = net.rates + row * net.rates_stride + value_turn * 2 * values_each + head % values_each;
-    const float beta = rounded<E>(fast_reciprocal(1.f + expf(-E::widen(load_scalar(rates)))));
-    const float step = E::widen(load_scalar(rates + values_each)) + net.step_bias[head];
-    const float softplus = step > 20.f ? step : log1pf(expf(step));
-    const float decay = expf(-expf(net.decay[head]) * softplus);
-    FAULT_SITE(convolved_there, __syncthreads();)
-    float query_square = 0.f, key_square = 0.f;
-    for (int at = threadIdx.x; at < DK; at += THREADS) {
-        query_square += convolved[at] * convolved[at];
-        key_square += convolved[DK + at] * convolved[DK + at];
-    }
-    const float query_length = block_sum(query_square, query_sums), key_length = block_sum(key_square, key_sums);
-    const float query_unit = 1.f / sqrtf((query_length + 1e-6f) * DK), key_unit = 1.f / sqrtf(key_length + 1e-6f);
-    const float* queries = convolved;
-    const float* keys = convolved + DK;
-    float answer = 0.f;
+        const u16* rates = net.rates + new_row * net.rates_stride + value_turn * 2 * values_each + head % values_each;
+        const float beta = rounded<E>(fast_reciprocal(1.f + expf(-E::widen(load_scalar(rates)))));
+        const float step = E::widen(load_scalar(rates + values_each)) + net.step_bias[head];
+        const float softplus = step > 20.f ? step : log1pf(expf(step));
+        const float decay = expf(-expf(net.decay[head]) * softplus);
+        FAULT_SITE(convolved_there, __syncthreads();)
+        float query_square = 0.f, key_square = 0.f;
+        for (int at = threadIdx.x; at < DK; at += THREADS) {
+            query_square += convolved[at] * convolved[at];
+            key_square += convolved[DK + at] * convolved[DK + at];
+        }
+        const float query_length = block_sum(query_square, query_sums), key_length = block_sum(key_square, key_sums);
+        const float query_unit = 1.f / sqrtf((query_length + 1e-6f) * DK), key_unit = 1.f / sqrtf(key_length + 1e-6f);
+        const float* queries = convolved;
+        const float* keys = convolved + DK;
+        float answer = 0.f;
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const int key = min(part * ROWS + i, DK - 1);
-        s[i] *= decay;
-        answer += s[i] * keys[key];
+        for (int i = 0; i < ROWS; ++i) {
+            const int key = min(part * ROWS + i, DK - 1);
+            s[i] *= decay;
+            answer += s[i] * keys[key];
+        }
+        answers[part][column] = answer * key_unit;
+        FAULT_SITE(answers_there, __syncthreads();)
+        answer = 0.f;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) answer += answers[i][column];
+        const float correction = beta * (convolved[2 * DK + column] - answer) * key_unit;
+        float* behind = net.next + token * net.next_stride + element;
+        float result = 0.f;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int key = part * ROWS + i;
+            if (key >= DK) continue;
+            s[i] += keys[key] * correction;
+            behind[key * DV] = s[i];
+            result += s[i] * queries[key];
+        }
+        sums[part][column] = result * query_unit;
+        __syncthreads();
+        result = 0.f;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) result += sums[i][column];
+        result = rounded<E>(result);
+        const float mean = block_sum(part == 0 ? result * result : 0.f, norm_sums) / DV;
+        if (part == 0) {
+            const float gate = E::widen(load_scalar(given + value_turn * turn + values_at + values_each * DV + column));
+            float y = rounded<E>(result * fast_reciprocal_root(mean + net.eps));
+            y = rounded<E>(y * E::widen(net.norm[column])) * activation<Activation::SILU>(gate);
+            out[new_row * net.out_stride + head * DV + column] = (u16)E::narrow(y, 0.f);
+        }
+        // The next token may write to shared memory: block_sum waits for everybody behind the last reads of it.
     }
-    answers[part][column] = answer * key_unit;
-    FAULT_SITE(answers_there, __syncthreads();)
-    answer = 0.f;
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) answer += answers[i][column];
-    const float correction = beta * (convolved[2 * DK + column] - answer) * key_unit;
-    float result = 0.f;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const int key = part * ROWS + i;
-        if (key >= DK) continue;
-        s[i] += keys[key] * correction;
-        matrix[key * DV] = s[i];
-        result += s[i] * queries[key];
-    }
-    sums[part][column] = result * query_unit;
-    __syncthreads();
-    result = 0.f;
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) result += sums[i][column];
-    result = rounded<E>(result);
-    const float mean = block_sum(part == 0 ? result * result : 0.f, norm_sums) / DV;
-    if (part > 0) return;
-    const float gate = E::widen(load_scalar(given + value_turn * turn + values_at + values_each * DV + column));
-    float y = rounded<E>(result * fast_reciprocal_root(mean + net.eps));
-    y = rounded<E>(y * E::widen(net.norm[column])) * activation<Activation::SILU>(gate);
-    out[row * net.out_stride + head * DV + column] = (u16)E::narrow(y, 0.f);
 }
 
 #define INSTANTIATE_STEP_DELTA(NAME, CONFIGURATION)                                                     \

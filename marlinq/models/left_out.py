@@ -1,0 +1,22 @@
+"""Tensors of a checkpoint that its model leaves out on purpose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+
+from marlinq.checkpoint import find_draft_head
+from marlinq.models.blueprint import Blueprint
+
+
+def left_out(blueprint: Blueprint, names: Collection[str]) -> Callable[[str], bool]:
+    """A function that says whether a stored tensor, one of ``names``, is none of the model's on purpose.
+
+    Its class ignores the tensor, or it belongs to a draft head in a layer behind the model's last.
+    """
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in blueprint.ignored))
+    head = find_draft_head(names)
+    if head is None or head.layer in range(len(blueprint.blocks)):
+        return lambda name: ignored.search(name) is not None
+    parts = (head.block, *(f"{part}." for part in head.outside))
+    return lambda name: name.startswith(parts) or ignored.search(name) is not None

@@ -1,0 +1,195 @@
+"""Draft heads of checkpoints: what they compute, that drafts change no text, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.operations.verify import verify
+from marlinq.runtime import LoadedModel, Sampling, generate, generate_batch, load
+from marlinq.runtime.draft_layer import DraftLayer
+from marlinq.runtime.speculation import LayerSpeculation
+from marlinq.runtime.step.choose import draft_layer
+from marlinq.runtime.step.draft_reference import ReferenceDraft
+from marlinq.runtime.step.forward import DraftForward
+from tests.testing.draft_heads import LAYOUTS, add_draft_head
+from tests.testing.mixtures import save_mixture
+from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized
+from tests.testing.tiny_models import tiny_model
+
+PROMPT = [1, 9, 30, 77, 5]
+
+
+def opened(folder: Path, dtype: str = "float32") -> LoadedModel:
+    loaded = load(folder, device="cpu", dtype=dtype, progress=False)
+    loaded.model.generation_config.eos_token_id = loaded.model.config.eos_token_id = None
+    return loaded
+
+
+def with_head(folder: Path, layout: str = "mtp", *, block_weight: float = 0.15) -> LoadedModel:
+    """A model whose blocks add ``block_weight`` of what they would, and a head that predicts as with 0."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(block_weight)
+    save_plain(folder, model)
+    add_draft_head(folder, 1, layout, copies=True)
+    return opened(folder)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("deepseek-v3", "layer"), ("qwen3-next", "mtp")])
+def test_hidden_states_are_those_of_transformers(name: str, layout: str, tmp_path: Path) -> None:
+    save_mixture(tmp_path, name, dtype=torch.float32)
+    add_draft_head(tmp_path, 1, layout)
+    layer = draft_layer(opened(tmp_path))
+    assert isinstance(layer, DraftLayer), layer
+    main = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2.*" if layout == "layer" else r"^mtp.*"]
+    main.config.num_mtp_layers = 1
+    main.config.mtp_layer_types, main.config.mtp_mlp_layer_types = ["full_attention"], ["sparse"]
+    ids = torch.arange(3, 12)
+    with torch.no_grad():
+        hidden = main.model(ids[None, :-1]).last_hidden_state
+        head = MtpModel.from_pretrained(main).eval()
+        expected = head.forward_layer(0, hidden, torch.arange(1, 9)[None], None, input_ids=ids[None, 1:])[0]
+    ours = ReferenceDraft(layer, capacity=12)
+    found = torch.cat([ours._append(ids[1:6], hidden[0, :5]), ours._append(ids[6:], hidden[0, 5:])])
+    # float32, some 30 roundings of 2^-24 each.
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("layout", "temperature"), [(LAYOUTS[0], None), (LAYOUTS[0], 0.2), (LAYOUTS[1], None)]
+)
+def test_text_is_that_of_steps(layout: str, temperature: float | None, tmp_path: Path) -> None:
+    model = with_head(tmp_path, layout)
+    sampling = Sampling(temperature=temperature, seed=3)
+    plain = generate(model, PROMPT, max_new_tokens=24, sampling=sampling, speculate="off")
+    drafted = generate(model, PROMPT, max_new_tokens=24, sampling=sampling, speculate="mtp")
+    assert drafted.tokens == plain.tokens
+    assert 0 < drafted.drafts.accepted < drafted.drafts.drafted, drafted.drafts
+    assert drafted.drafts.verifications < 23
+    assert "drafts from the model's draft head" in drafted.render()
+    if temperature is None:
+        # A cache that a draft has left behind is not read by the next text.
+        again = generate(model, PROMPT, max_new_tokens=24, sampling=sampling, speculate="mtp")
+        assert (again.tokens, again.drafts) == (drafted.tokens, drafted.drafts)
+
+
+def test_a_head_that_is_right_is_accepted(tmp_path: Path) -> None:
+    model = with_head(tmp_path, block_weight=0.0)
+    drafts = generate(model, PROMPT, max_new_tokens=32, speculate="mtp").drafts
+    assert drafts.accepted == drafts.drafted > 20, drafts
+
+
+def test_drafts_behind_recurrent_states(tmp_path: Path) -> None:
+    """A delta net takes the state behind the last accepted token, and the head a quantised model's states."""
+    save_mixture(tmp_path, "qwen3-next", dtype=torch.float32)
+    add_draft_head(tmp_path, 1, "mtp", copies=True)
+    model = opened(tmp_path)
+    plain = generate(model, PROMPT, max_new_tokens=24, speculate="off")
+    drafted = generate(model, PROMPT, max_new_tokens=24, speculate="mtp")
+    assert drafted.tokens == plain.tokens
+    assert drafted.drafts.verifications > 2
+
+
+def test_quantised_heads(tmp_path: Path) -> None:
+    """A head's block may be quantised as the model's blocks are; text goes on without one that is damaged."""
+    save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())
+    add_draft_head(tmp_path, 1, "mtp")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    assert "mtp.layers.0.self_attn.q_proj.qweight" in tensors
+    layer = draft_layer(opened(tmp_path))
+    assert isinstance(layer, DraftLayer), layer
+    assert verify(tmp_path).ok
+    tensors["mtp.layers.0.self_attn.q_proj.scales"] = tensors["mtp.layers.0.self_attn.q_proj.scales"][:1]
+    save_file(tensors, path)
+    loaded = opened(tmp_path)
+    assert loaded.decisions
+    with pytest.raises(UnsupportedError, match=r"draft head can't be loaded: .*q_proj.*scales"):
+        generate(loaded, PROMPT, max_new_tokens=4, speculate="mtp")
+    assert generate(loaded, PROMPT, max_new_tokens=4).drafts.source == "the text so far"
+
+
+def test_refusals_name_the_cause(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    save_plain(tmp_path, model)
+    with pytest.raises(UnsupportedError, match="the checkpoint has no draft head; use another --speculate"):
+        generate(opened(tmp_path), PROMPT, max_new_tokens=4, speculate="mtp")
+    add_draft_head(tmp_path, 1, "mtp")
+    path = tmp_path / "model.safetensors"
+    whole = load_file(path)
+    for changed, reason in (
+        ({"mtp.layers.0.mlp.up_proj.weight": torch.zeros(96, 64)}, r"up_proj.weight: expected \[128, 64\]"),
+        ({"mtp.layers.0.mlp.up_proj.weight": None}, "expected a tensor .*up_proj.weight"),
+        ({"mtp.pre_fc_norm_hidden.weight": None}, "no tensor named mtp.pre_fc_norm_hidden.weight"),
+    ):
+        tensors: dict[str, Tensor | None] = {**whole, **changed}
+        save_file({name: value for name, value in tensors.items() if value is not None}, path)
+        with pytest.raises(UnsupportedError, match=reason):
+            generate(opened(tmp_path), PROMPT, max_new_tokens=4, speculate="mtp")
+    save_file(whole, path)
+    loaded = opened(tmp_path)
+    penalty = Sampling(repetition_penalty=1.1)
+    with pytest.raises(UnsupportedError, match="penalty"):
+        generate(loaded, PROMPT, max_new_tokens=4, speculate="mtp", sampling=penalty)
+    assert "2 texts" in generate_batch(loaded, [PROMPT, PROMPT], max_new_tokens=4).rows[0].drafts.refusal
+
+
+class Guess(DraftForward):
+    """Drafts tokens of ``text``, each right with a chance."""
+
+    def __init__(self, text: list[int], chance: float) -> None:
+        self.known, self.cost = 0, 0.06
+        self._text, self._chance, self._rng = text, chance, random.Random(1)
+
+    def begin(self) -> None:
+        self.known = 0
+
+    def draft(self, tokens: list[int], hidden: Tensor, most: int) -> list[int]:  # type: ignore[override]
+        self.known += len(tokens)
+        assert tokens == self._text[self.known - len(tokens) + 1 : self.known + 1]
+        ahead = self._text[self.known + 1 : self.known + 1 + most]
+        ahead += [0] * (most - len(ahead))
+        return [token if self._rng.random() < self._chance else -1 for token in ahead]
+
+
+def steps_for(length: int, chance: float, cost: float) -> tuple[float, float]:
+    """Steps that take as long as a text of ``length`` tokens, and the share of drafted tokens accepted."""
+    text = list(range(length + 1))
+    head = Guess(text, chance)
+    speculation = LayerSpeculation(text[:1], head, torch.zeros(length + 1, 1), most=7, cost=cost)
+    place, spent = 1, 0.0
+    while place <= length:
+        draft = speculation.draft(min(7, length - place)) if speculation.promising else []
+        if not draft:
+            speculation.came(text[place])
+            place, spent = place + 1, spent + 1
+            continue
+        pairs = zip(draft, text[place:], strict=False)
+        right = next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), len(draft))
+        speculation.checked(draft, text[place : place + right + 1])
+        place, spent = place + right + 1, spent + cost + head.cost * len(draft)
+    return spent, speculation.result().share
+
+
+@pytest.mark.parametrize("cost", [1.3, 2.5])
+@pytest.mark.parametrize("length", [128, 400, 4000])
+def test_a_head_that_is_never_right_costs_little(length: int, cost: float) -> None:
+    assert steps_for(length, 0.0, cost)[0] < 1.03 * length
+
+
+def test_a_head_that_is_right_in_half_makes_text_faster() -> None:
+    spent, share = steps_for(4000, 0.8, 1.35)
+    assert 0.4 < share < 0.6
+    assert spent < 4000 / 1.8
