@@ -29,8 +29,8 @@ from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.models import ConvertedTensors, ModelInstance, TensorNames, converted
 from marlinq.models.anatomy import Anatomy, Attention, LatentAttention, Layer, Norm
 from marlinq.models.quantized_linears import quantized_linears
-from marlinq.runtime.experts import check_experts
 from marlinq.runtime.loading import LoadedFrom, LoadedModel, install_linears, stored_otherwise
+from marlinq.runtime.packed_experts import check_experts
 
 _HELD = "draft_head"
 """Name of the module that holds the parts besides the block."""

@@ -17,9 +17,9 @@ from marlinq.operations.verify import verify
 from marlinq.runtime import LoadedModel, Sampling, generate, generate_batch, load
 from marlinq.runtime.draft_layer import DraftLayer
 from marlinq.runtime.speculation import LayerSpeculation
-from marlinq.runtime.step.choose import draft_layer
 from marlinq.runtime.step.draft_reference import ReferenceDraft
 from marlinq.runtime.step.forward import DraftForward
+from marlinq.runtime.step.forward_choice import draft_layer
 from tests.testing.draft_heads import LAYOUTS, add_draft_head
 from tests.testing.mixtures import save_mixture
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import dependent_launches
 from marlinq.models.anatomy import Anatomy
-from marlinq.runtime.step.bound import BoundLayer, BoundMamba, BoundMixture
+from marlinq.runtime.step.bound import BoundConvolution, BoundLayer, BoundMamba, BoundMixture
 from marlinq.runtime.step.bound_forward import BoundForward
 from marlinq.runtime.step.products import precompile_prompts
 from marlinq.runtime.step.prompts import MOST_ROWS, read_prompts
@@ -168,8 +168,8 @@ class ChainForward(BoundForward):
 def _one_at_a_time(layer: BoundLayer) -> bool:
     """Whether a layer takes one token of a row at a time.
 
-    Queries or keys are normalised over all heads, which attention supports only for single rows, or a Mamba-2
-    mixer has replaced its state, which can't return to an earlier token.
+    Queries or keys are normalised over all heads, which attention supports only for single rows, or a mixer
+    has replaced its state, which can't return to an earlier token.
     """
     wide = any(norm is not None and norm.wide for norm in (layer.heads.query_norm, layer.heads.key_norm))
-    return wide or isinstance(layer.mixer, BoundMamba) or layer.beside is not None
+    return wide or isinstance(layer.mixer, BoundMamba | BoundConvolution) or layer.beside is not None

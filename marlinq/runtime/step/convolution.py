@@ -90,3 +90,11 @@ class ConvolutionLayer:
         """The next token of every row: x [B, 1, hidden] to [B, 1, 1, width]."""
         given, gate = self.mixer.parts(self._inputs(x))
         return (gate * self._convolution.step(given))[:, :, None]
+
+    def states(self) -> tuple[Tensor, ...]:
+        """A copy of the last inputs of the convolution."""
+        return (self._convolution.before.clone(),)
+
+    def restore(self, states: tuple[Tensor, ...]) -> None:
+        """Return to what :meth:`states` has given."""
+        self._convolution.before.copy_(states[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 from marlinq.runtime.draft_layer import DraftLayer
 from marlinq.runtime.step.forward import DraftForward
 from marlinq.runtime.step.functions import linear_of, norm_of
-from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step.reference_forward import ReferenceForward
 
 
 class ReferenceDraft(ReferenceForward, DraftForward):

@@ -105,7 +105,7 @@ class ReferenceForward(Forward):
         self.most_verified = MOST_VERIFIED if batch == 1 else 0
         self.verification_cost = _VERIFICATION_COST
         # The states of each mixer behind each token of the last verification, until some of them are kept.
-        self._verified: dict[DeltaLayer | MambaLayer, list[tuple[Tensor, ...]]] = {}
+        self._verified: dict[MixerLayer, list[tuple[Tensor, ...]]] = {}
         if keeps_hidden:
             shape = (capacity, self._embedding.shape[1])
             self.hidden_states = torch.zeros(shape, dtype=self._dtype, device=device)
@@ -234,7 +234,7 @@ class ReferenceForward(Forward):
             self.hidden_states[start:end] = normed
         return normed
 
-    def _run_mixer(self, mixer: DeltaLayer | MambaLayer | None) -> Function | None:
+    def _run_mixer(self, mixer: MixerLayer | None) -> Function | None:
         """A recurrent mixer's step for each token of a run, whose states are kept."""
         if mixer is None:
             return None

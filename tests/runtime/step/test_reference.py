@@ -263,7 +263,7 @@ def test_wrong_sizes_are_errors() -> None:
         forward.step(torch.tensor([1, 1]))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5", "nemotron-h", "falcon-h1"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5", "nemotron-h", "falcon-h1", "lfm2"])
 def test_a_verification_equals_steps(name: str) -> None:
     """Also behind one of which only some tokens were kept: recurrent states return to the last of them."""
     model, anatomy = recognised(name)
