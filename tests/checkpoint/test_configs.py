@@ -171,6 +171,25 @@ def test_rules_match_the_fused_names_of_whole_sets_only() -> None:
 
 
 @pytest.mark.parametrize(
+    ("parts", "fused"),
+    [
+        (("in_proj_b", "in_proj_a"), "in_proj_ba"),
+        (("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
+        (("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
+        (("w1", "w3"), "w13"),
+    ],
+)
+def test_what_stays_in_16_bits_is_found_by_its_fused_name(parts: tuple[str, ...], fused: str) -> None:
+    """A server asks for the layer that it makes of a delta net's gates, or of latent attention's inputs."""
+    modules = {f"model.layers.{i}.mixer.out_proj": KINDS["usual"] for i in (0, 1)}
+    kept = [f"model.layers.{i}.mixer.{part}" for i in (0, 1) for part in parts]
+    (rule,) = write("gptq", modules, kept)["dynamic"]
+    assert rule.startswith("-:")
+    assert re.match(rule[2:], f"model.layers.1.mixer.{fused}")
+    assert not re.match(rule[2:], "model.layers.1.mixer.out_proj")
+
+
+@pytest.mark.parametrize(
     "config",
     [
         {"quantization_config": {"old": 1}},

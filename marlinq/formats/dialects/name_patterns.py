@@ -10,8 +10,16 @@ from collections.abc import Iterable, Sequence
 FUSED = (
     ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("gate_up_proj", ("gate_proj", "up_proj")),
+    ("w13", ("w1", "w3")),
+    ("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")),
+    ("in_proj_ba", ("in_proj_b", "in_proj_a")),
+    ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
+    ("fused_qkv_a_proj_with_mqa", ("q_a_proj", "kv_a_proj_with_mqa")),
+    ("fused_wqa_wkv", ("wq_a", "wkv")),
+    ("wkv_gate", ("wgate", "wkv")),
 )
-"""Fused linears of serving engines: the fused name and the names of its parts."""
+"""Fused linears of serving engines: the fused name and the names of its parts. Those of delta nets, latent
+attention and DeepSeek-V4 were read in vLLM 0.33 and SGLang 0.5.23 (operations/inspect/servers.toml)."""
 
 EXPERTS = ".experts"
 """End of the name of a layer's experts."""

@@ -75,10 +75,14 @@ class Plain:
     """Linears that a server builds in 16 bits, whatever the checkpoint's quantisation.
 
     Attributes:
+        families: names of the models that have them.
+        read: files of the server's version where that was read.
         modules: regular expression for the end of a module's name.
         architectures: model classes it applies to; empty for all.
     """
 
+    families: tuple[str, ...]
+    read: str
     modules: str
     architectures: tuple[str, ...] = ()
 

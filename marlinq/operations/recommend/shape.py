@@ -21,7 +21,7 @@ from marlinq.formats.dialects.name_patterns import FUSED
 from marlinq.models import Blueprint, Projection, build_blueprint
 from marlinq.models.blueprint import Block
 
-_JOINED = (*(parts for _, parts in FUSED), ("w1", "w3"))
+_JOINED = tuple(parts for _, parts in FUSED)
 """Last names of projections with one input, which the decode step and servers multiply as one."""
 _TOP = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

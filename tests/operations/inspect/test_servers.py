@@ -13,7 +13,7 @@ from marlinq.core.scheme import INT4, INT8
 from marlinq.core.schemes import SCHEMES, named_scheme
 from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
 from marlinq.operations.inspect.parallel import Layer, Split, fused, split, split_head, unknown_axes
-from marlinq.operations.inspect.servers import Server, Vocabulary, servers
+from marlinq.operations.inspect.servers import Server, Vocabulary, built_plain, servers
 from marlinq.runtime.kernel_operand import operand_refusal
 from tests.testing.layouts import INTEGERS
 from tests.testing.quantized_folders import random_tuple
@@ -414,6 +414,7 @@ def test_the_file_is_coherent() -> None:
         assert server.read
         names = [kernel.name for kernel in server.kernels]
         assert sorted(names) == sorted(server.hopper)
+        assert all(plain.families and plain.read for plain in server.plain)
         layouts = [name for loading in server.formats for name in loading.names]
         assert len(layouts) == len(set(layouts))
         assert set(layouts) <= set(INTEGERS)
@@ -446,6 +447,32 @@ def test_a_linear_that_a_server_builds_plain_is_refused_there() -> None:
         assert found["vLLM"].loads == loads
         assert found["SGLang"].loads
         assert loads or "vLLM builds it in 16 bits" in found["vLLM"].reason
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module", "names"),
+    [
+        ("DeepseekV4ForCausalLM", "layers.0.attn.indexer.compressor.wgate", {"vLLM"}),
+        ("DeepseekV4ForCausalLM", "model.layers.0.self_attn.compressor.indexer.gate_proj", {"vLLM"}),
+        ("DeepseekV4ForCausalLM", "model.layers.0.self_attn.kv_proj", set()),
+        ("GlmMoeDsaForCausalLM", "model.layers.0.self_attn.indexer.weights_proj", {"vLLM", "SGLang"}),
+        (
+            "Qwen4ExpForCausalLM",
+            "model.layers.0.mlp_hyper_connection.input_mix_weight_up",
+            {"vLLM", "SGLang"},
+        ),
+        ("Glm4MoeForCausalLM", "model.layers.46.eh_proj", {"vLLM", "SGLang"}),
+        ("Lfm2ForCausalLM", "model.layers.0.conv.in_proj", set()),
+        ("JambaForCausalLM", "model.layers.0.mamba.x_proj", {"vLLM"}),
+    ],
+)
+def test_who_builds_a_linear_in_16_bits(architecture: str, module: str, names: set[str]) -> None:
+    """As the model files of vLLM 0.33 and SGLang 0.5.23 have it."""
+    found = {
+        server.name for server in servers() if any(each.holds(architecture, module) for each in server.plain)
+    }
+    assert found == names
+    assert (built_plain(architecture, module) is not None) == bool(names)
 
 
 FLOAT_CASES = {
