@@ -52,6 +52,7 @@ class ChainForward(BoundForward):
         anatomy: not refused by :func:`marlinq.runtime.step.bound.chain_refusal`.
         batch, capacity: B and L.
         most_rows: rows of prompts that go through a product at a time, at most.
+        keeps_hidden: whether :attr:`hidden_states` are kept.
         progress: called after each kernel that is compiled.
 
     Raises:
@@ -67,9 +68,13 @@ class ChainForward(BoundForward):
         batch: int,
         capacity: int,
         most_rows: int = MOST_ROWS,
+        keeps_hidden: bool = False,
         progress: ReportProgress = no_progress,
     ) -> None:
         super().__init__(model, anatomy, batch=batch, capacity=capacity)
+        if keeps_hidden:
+            shape = (capacity, self.hidden)
+            self.hidden_states = torch.zeros(shape, dtype=self.dtype, device=self.device())
         self.most_rows = most_rows
         if model not in _prepared_for_prompts and self.lengths.is_cuda:
             # Joined products have shapes that the model was not compiled for when it was loaded.

@@ -22,6 +22,7 @@ from marlinq.runtime.draft_layer import DraftLayer, load_draft
 from marlinq.runtime.sampling import GREEDY, SamplerShape, precompile_sampler
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
+from marlinq.runtime.step.draft_chain import ChainDraft
 from marlinq.runtime.step.draft_reference import ReferenceDraft
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.persistent import join_layers
@@ -91,7 +92,9 @@ def draft_layer(loaded: LoadedModel) -> DraftLayer | str:
         return f"{found.part}: {found.reason}"
     layer = load_draft(loaded, found)
     if isinstance(layer, DraftLayer) and loaded.device.type == "cuda":
-        return "draft heads run on a CPU only"
+        refused = chain_refusal(layer.model, layer.anatomy)
+        if refused is not None:
+            return f"{refused.part}: {refused.reason}"
     return layer
 
 
@@ -136,9 +139,12 @@ def _own_forward(
 
     def build(batch: int, capacity: int) -> Forward:
         if on_gpu:
-            return ChainForward(model, found, batch=batch, capacity=capacity, progress=progress)
-        sizes: dict[str, Any] = {"batch": batch, "capacity": capacity, "keeps_hidden": layer is not None}
-        return ReferenceForward(model, found, **sizes, reason="our forward in torch")
+            return ChainForward(model, found, **sizes(batch, capacity), progress=progress)
+        return ReferenceForward(model, found, **sizes(batch, capacity), reason="our forward in torch")
+
+    def sizes(batch: int, capacity: int) -> dict[str, Any]:
+        # Only a single text is drafted for; comparisons take several.
+        return {"batch": batch, "capacity": capacity, "keeps_hidden": layer is not None and batch == 1}
 
     try:
         executor = "chain" if on_gpu else "reference"
@@ -148,7 +154,9 @@ def _own_forward(
         forward = build(batch, capacity)
         if isinstance(forward, ChainForward) and (apart := join_layers(forward, progress)) is not None:
             forward.reason += f"; layers as single kernels: {apart}"
-        if layer is not None:
+        if layer is not None and on_gpu:
+            forward.drafter = ChainDraft(layer, capacity=capacity, progress=progress)
+        elif layer is not None:
             forward.drafter = ReferenceDraft(layer, capacity=capacity)
         return forward
     except EnvironmentProblem as problem:

@@ -105,6 +105,10 @@ def read_prompts(
         for walk, rows in zip(walks, pieces, strict=True):
             walk.after_attention(index, mixed[rows])
         del mixed
+    if forward.hidden_states is not None:
+        for walk, rows in zip(walks, pieces, strict=True):
+            _, normed = walk.add(*walk.end(), forward.final_norm)
+            forward.hidden_states[rows] = normed
     # Several pieces are those of a single prompt.
     last = (counts[0] - 1) // piece if len(pieces) > 1 else 0
     x, pending = walks[last].end()

@@ -29,6 +29,7 @@ class RecordedStep(Walk):
 
     Attributes:
         starts: the launches in order.
+        normed: hidden states behind the final norm, [B, hidden], until the next step.
     """
 
     def __init__(self, forward: BoundForward, progress: ReportProgress) -> None:
@@ -71,8 +72,11 @@ class RecordedStep(Walk):
         self._held: tuple[Product, Tensor] | None = None
         self._normed: dict[int, Normed] = {}
         x, pending = self.recorded_layers()
-        _, normed = self.add(x, pending, forward.final_norm, counter=forward.lengths)
-        logits = self.multiply("logits", forward.head, normed)
+        _, self.normed = self.add(x, pending, forward.final_norm, counter=forward.lengths)
+        if forward.hidden_states is not None:
+            # The kernel before has counted the new tokens.
+            self.record(partial(_store, forward.hidden_states, forward.lengths, self.normed))
+        logits = self.multiply("logits", forward.head, self.normed)
         self.logits = logits[:, : forward.head.features]
         if forward.anatomy.logit_scale != 1 or forward.anatomy.logit_softcap is not None:
             self._recorded.append(partial(finish, self.logits, forward.anatomy))
@@ -220,3 +224,8 @@ class RecordedStep(Walk):
 
     def observed(self, index: int, x: Tensor) -> None:
         pass
+
+
+def _store(hidden_states: Tensor, lengths: Tensor, normed: Tensor) -> None:
+    """Put the hidden states of each row's last token to those of earlier tokens."""
+    hidden_states.index_copy_(0, lengths.long() - 1, normed)
