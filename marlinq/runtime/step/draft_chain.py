@@ -1,7 +1,7 @@
 """The forward of a draft head through the kernels of a step.
 
-What makes the block's input, one product of two normed vectors, is computed in torch. Its results stand in the
-place of an embedding table, from which a step gathers rows; so the block runs as any other layer does.
+What makes the input of the block, one product of two normed vectors, is computed in torch. Its results
+stand in the place of an embedding table, from which a step gathers rows; so the block runs as any layer does.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def test_drafts_are_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "kernels", torch_kernels)
     save_plain(tmp_path, tiny_model("llama"))
     add_draft_head(tmp_path, 1, "mtp")
-    ids = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(0))
+    # With this seed the two largest logits are never closer than 0.03 of the logits' spread, ten times
+    # what rounding changes.
+    ids = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(2))
     forwards: list[Forward] = []
     heads: list[ChainDraft | ReferenceDraft] = []
     for kind, head, dtype in (
