@@ -69,6 +69,7 @@ _TABLE = {
     r"mul\.rn\.f32": "multiply_floats",
     # Integer Arithmetic
     r"dp4a\.s32\.s32": "dot_bytes",
+    r"vabsdiff4\.u32\.u32\.u32": "byte_distances",
     r"popc\.b32": "count_bits",
     # Parallel Synchronization and Communication
     r"mbarrier\.init\.shared::cta\.b64": "barrier_init",
@@ -109,6 +110,9 @@ _TABLE = {
     r"wgmma\.wait_group\.sync\.aligned": "matrix_wait",
     rf"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k16\.f32\.{_ELEMENT}\.(?P=element)": (
         "multiply_warpgroup<{columns}, emulation::Element::{element}>"
+    ),
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k32\.f32\.e4m3\.e4m3": (
+        "multiply_warpgroup_e4m3<{columns}>"
     ),
     rf"wgmma\.mma_async\.sp\.sync\.aligned\.m64n(?P<columns>\d+)k32\.f32\.{_ELEMENT}\.(?P=element)": (
         "multiply_warpgroup_sparse<{columns}, emulation::Element::{element}>"

@@ -1,10 +1,12 @@
 // Arithmetic on registers: bits (PTX ISA, lop3, prmt, mov), conversions (cvt) and pairs of 16-bit floats (sub, mul, fma).
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 
 #include "floats.h"
 #include "instructions.h"
+#include "machine.h"
 
 namespace emulation {
 
@@ -54,6 +56,16 @@ void dot_bytes(Output<u32> result, u32 a, u32 b, u32 c) {
     for (u32 shift = 0; shift < 32; shift += 8)
         c += static_cast<u32>(static_cast<int8_t>(a >> shift) * static_cast<int8_t>(b >> shift));
     result.set(c);
+}
+
+void byte_distances(Output<u32> result, u32 a, u32 b, u32 c) {
+    if (c) fail("vabsdiff4 with a third operand that is not 0");
+    u32 bits = 0;
+    for (u32 shift = 0; shift < 32; shift += 8) {
+        const int difference = static_cast<int>(a >> shift & 0xff) - static_cast<int>(b >> shift & 0xff);
+        bits |= static_cast<u32>(std::abs(difference)) << shift;
+    }
+    result.set(bits);
 }
 
 // To the nearest, ties to even; what no int holds becomes the nearest one, and what is undefined zero.

@@ -47,6 +47,14 @@ struct Bfloat16 {
     static uint16_t narrow(double value) { return round_to_16_bits<8, 7>(value); }
 };
 
+// Sign, four bits of exponent and three of mantissa; 0x7f and 0xff are NaN.
+inline float widen_e4m3(uint8_t bits) {
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    if ((bits & 0x7f) == 0x7f) return NAN;
+    const float magnitude = exponent ? std::ldexp(static_cast<float>(8 + mantissa), exponent - 10) : std::ldexp(static_cast<float>(mantissa), -9);
+    return bits & 0x80 ? -magnitude : magnitude;
+}
+
 // `value` rounded to nearest even to sign, four bits of exponent and three of mantissa; beyond 448 it is 448.
 inline uint8_t narrow_to_e4m3(float value) {
     if (std::isnan(value)) return 0x7f;

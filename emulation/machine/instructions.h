@@ -5,7 +5,7 @@
 
 namespace emulation {
 
-enum class Element { HALF, BFLOAT16 };
+enum class Element { HALF, BFLOAT16, E4M3 };
 
 typedef uint16_t u16;
 typedef uint32_t u32;
@@ -129,6 +129,12 @@ void multiply_warpgroup(const Array<Output<float>, COLUMNS / 2>& d, const Inputs
     if (sign_a != 1 || sign_b != 1 || transpose_b != 0) __builtin_trap();
     multiply_warpgroup(d.data(), COLUMNS, a, nullptr, 0, descriptor, ELEMENT, accumulate != 0);
 }
+// FP8 has no transposed operand B.
+template <int COLUMNS>
+void multiply_warpgroup_e4m3(const Array<Output<float>, COLUMNS / 2>& d, const Inputs4& a, u64 descriptor,
+                             int accumulate, int sign_a, int sign_b) {
+    multiply_warpgroup<COLUMNS, Element::E4M3>(d, a, descriptor, accumulate, sign_a, sign_b, 0);
+}
 template <int COLUMNS, Element ELEMENT>
 void multiply_warpgroup_sparse(const Array<Output<float>, COLUMNS / 2>& d, const Inputs4& a, u64 descriptor,
                                const Input<u32>& places, u32 selector, int accumulate, int sign_a, int sign_b,
@@ -142,6 +148,8 @@ void multiply_warpgroup_sparse(const Array<Output<float>, COLUMNS / 2>& d, const
 void combine_bits(Output<u32> result, u32 a, u32 b, u32 c, u32 table);
 void permute_bytes(Output<u32> result, u32 a, u32 b, u32 selector);
 void dot_bytes(Output<u32> result, u32 a, u32 b, u32 c);
+// Plus c, of which only zero is known.
+void byte_distances(Output<u32> result, u32 a, u32 b, u32 c);
 inline void count_bits(Output<u32> result, u32 value) { result.set(__builtin_popcount(value)); }
 void round_to_int(Output<u32> result, float value);
 inline void multiply_floats(Output<float> result, float a, float b) { result.set(a * b); }

@@ -28,9 +28,9 @@ struct OperandB {
                                         static_cast<unsigned>(descriptor >> 62));
         if (descriptor >> 49 & 7) fail("wgmma with a descriptor whose base offset is not 0");
     }
-    // Channels 8 * eight .. 8 * eight + 7 of a column: 16 contiguous bytes.
-    u32 piece(u32 column, u32 eight) const {
-        const u32 address = start + column / 8 * atom_stride + column % 8 * 128 + eight * 16;
+    // A column's 16 contiguous bytes of that number: 8 channels of 16 bits, or 16 channels of FP8.
+    u32 piece(u32 column, u32 number) const {
+        const u32 address = start + column / 8 * atom_stride + column % 8 * 128 + number * 16;
         return address ^ (address >> 7 & 7) << 4;
     }
 };
@@ -56,16 +56,29 @@ Accumulators& accumulators_of(Fiber& fiber, const std::vector<float*>& d) {
     return all.back();
 }
 
-// Eights of channels of a product.
-u32 eights(const Product& product) { return product.places ? 4 : 2; }
+// Pieces of 16 bytes that a product reads of a column of operand B.
+u32 pieces(const Product& product) { return product.places ? 4 : 2; }
+
+// Widens the channels of 16 bytes; returns their number.
+u32 widen_piece(const unsigned char* bytes, Element element, double (&values)[16]) {
+    if (element == Element::E4M3) {
+        for (u32 i = 0; i < 16; ++i) values[i] = widen_e4m3(bytes[i]);
+        return 16;
+    }
+    u16 halves[8];
+    memcpy(halves, bytes, 16);
+    for (u32 i = 0; i < 8; ++i) values[i] = element == Element::HALF ? Half::widen(halves[i]) : Bfloat16::widen(halves[i]);
+    return 8;
+}
 
 // One product of one warp, whose lanes hold 16 of the 64 rows.
 void execute(Warp& warp, size_t group, size_t index) {
     const auto lanes = warp.block->fibers.begin() + warp.index * LANES;
     const Product& first = lanes[0]->products.groups[group][index];
     const size_t columns = first.d.size() * 2;
-    const auto widen = first.element == Element::HALF ? Half::widen : Bfloat16::widen;
-    double a[16][16];
+    // Columns of operand A that the registers hold: two of 16 bits or four of 8 bits each.
+    const u32 in_register = first.element == Element::E4M3 ? 4 : 2, all_kept = 8 * in_register;
+    double a[16][32];
     for (unsigned lane = 0; lane < LANES; ++lane) {
         const Product& mine = lanes[lane]->products.groups[group][index];
         if (mine.descriptor != first.descriptor || mine.selector != first.selector || mine.d.size() != first.d.size())
@@ -76,22 +89,27 @@ void execute(Warp& warp, size_t group, size_t index) {
             const Input<u32>& pair = mine.a[i];
             if (written_since(*lanes[lane], pair.home, mine.fence))
                 fail("a register of operand A of a wgmma was overwritten before the product was waited for");
-            for (unsigned half = 0; half < 2; ++half)
-                a[lane / 4 + i % 2 * 8][lane % 4 * 2 + half + i / 2 * 8] = widen(static_cast<u16>(pair >> 16 * half));
+            unsigned char bytes[16] = {};
+            const u32 bits = pair;
+            memcpy(bytes, &bits, 4);
+            double values[16];
+            widen_piece(bytes, first.element, values);
+            for (u32 part = 0; part < in_register; ++part)
+                a[lane / 4 + i % 2 * 8][(lane % 4 + i / 2 * 4) * in_register + part] = values[part];
         }
     }
     const OperandB operand(first.descriptor);
     const Moment moment = {Agents::products_of(warp), lanes[0]->products.completed + 1};
     static double b[32][256], sums[16][256];
     for (u32 column = 0; column < columns; ++column)
-        for (u32 eight = 0; eight < eights(first); ++eight) {
-            u16 piece[8];
-            memcpy(piece, read_shared(operand.piece(column, eight), 16, "wgmma", moment), 16);
-            for (u32 i = 0; i < 8; ++i) b[8 * eight + i][column] = widen(piece[i]);
+        for (u32 number = 0; number < pieces(first); ++number) {
+            double values[16];
+            const u32 count = widen_piece(read_shared(operand.piece(column, number), 16, "wgmma", moment), first.element, values);
+            for (u32 i = 0; i < count; ++i) b[count * number + i][column] = values[i];
         }
     for (unsigned row = 0; row < 16; ++row) {
         std::fill(sums[row], sums[row] + columns, 0.0);
-        for (unsigned kept = 0; kept < 16; ++kept) {
+        for (unsigned kept = 0; kept < all_kept; ++kept) {
             const int k = !first.places ? static_cast<int>(kept) : sparse_column(row, kept, first.selector, [&](unsigned lane) {
                 return static_cast<u32>(*lanes[lane]->products.groups[group][index].places);
             });
@@ -171,9 +189,9 @@ void multiply_warpgroup(const Output<float>* d, u32 columns, const Inputs4& a, c
     // The whole operand must be there; one lane's look suffices.
     if (self->lane == 0)
         for (u32 column = 0; column < columns; ++column)
-            for (u32 eight = 0; eight < eights(product); ++eight) {
-                check_readable(operand.piece(column, eight), 16, "wgmma");
-                check_async_proxy(operand.piece(column, eight), 16, "wgmma");
+            for (u32 number = 0; number < pieces(product); ++number) {
+                check_readable(operand.piece(column, number), 16, "wgmma");
+                check_async_proxy(operand.piece(column, number), 16, "wgmma");
             }
     product.d.reserve(columns / 2);
     for (u32 i = 0; i < columns / 2; ++i) product.d.push_back(d[i].home);

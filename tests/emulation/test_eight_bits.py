@@ -13,6 +13,7 @@ from marlinq.kernels.contract.weight_formats.byte_order import pack_bytes
 from marlinq.kernels.driver.compiler import compile_kernel
 from marlinq.kernels.launch import eight_bit_product
 from tests.emulation.gemm import SOURCES
+from tests.emulation.test_warpgroup_fp8 import fragments
 
 
 def activations(m: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -25,7 +26,13 @@ def activations(m: int, k: int, dtype: torch.dtype) -> Tensor:
 
 
 def quantized(
-    builder: Builder, x: Tensor, group: int, given: Tensor | None, planted: Planted | None = None
+    builder: Builder,
+    x: Tensor,
+    group: int,
+    given: Tensor | None,
+    planted: Planted | None = None,
+    *,
+    fragments: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """What the kernel makes of ``x``; scales as the launcher has them, without rows past M."""
     m, k = x.shape
@@ -35,7 +42,9 @@ def quantized(
     codes = apart(torch.zeros(rows, dtype=torch.uint8))
     scales = apart(torch.full(of_scales, torch.nan))
     given = None if given is None else apart(given.reshape(1))
-    text = eight_bit_product.row_instantiation(x.dtype, group, given=given is not None).text()
+    text = eight_bit_product.row_instantiation(
+        x.dtype, group, given=given is not None, fragments=fragments
+    ).text()
     kernel = EmulatedKernel(builder.kernel(text, "quantize_rows", SOURCES, planted=planted))
     memory = [Memory("x", x), Memory("codes", codes, writable=True), Memory("scales", scales, writable=True)]
     address = 0
@@ -69,6 +78,22 @@ def test_rows_are_quantised_in_one_launch(
     assert torch.equal(scales, of_rows)
 
 
+@pytest.mark.parametrize(("k", "group"), [(384, 128), (2048 + 128, 0)])
+def test_codes_lie_in_the_order_of_fragments(builder: Builder, k: int, group: int) -> None:
+    x = activations(2, k, torch.bfloat16)
+    codes, scales = quantized(builder, x, group, None, fragments=True)
+    expected, of_rows = eight_bit_product.quantize_rows(x, group)
+    assert torch.equal(codes, fragments(expected.view(torch.uint8)))
+    assert torch.equal(scales, of_rows)
+
+
+def test_a_fault_planted_into_the_order_of_fragments_is_seen(builder: Builder) -> None:
+    x = activations(2, 128, torch.bfloat16)
+    codes, _ = quantized(builder, x, 128, None, FRAGMENT_FAULT, fragments=True)
+    assert not torch.equal(codes, fragments(eight_bit_product.quantize_rows(x, 128)[0].view(torch.uint8)))
+
+
+FRAGMENT_FAULT = Planted("fragment_order", "0x3210u")
 ROW_FAULTS = {
     "bytes exchanged": (Planted("e4m3_order", '"f"(low), "f"(high)'), 0),
     "a scale's reciprocal": (Planted("group_scale", "LARGEST / amax"), 128),

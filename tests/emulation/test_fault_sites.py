@@ -25,6 +25,7 @@ from tests.emulation import (
     test_rows,
     test_sample,
     test_tuned,
+    test_warpgroup_fp8,
 )
 from tests.emulation.gemm import SOURCES
 
@@ -34,6 +35,8 @@ PLANTED: list[Planted] = [
     *(planted for planted, _ in test_attention.FAULTS.values()),
     *(planted for planted, _ in test_eight_bits.ROW_FAULTS.values()),
     *test_eight_bits.PLAIN_FAULTS.values(),
+    test_eight_bits.FRAGMENT_FAULT,
+    *(planted for _, planted in test_warpgroup_fp8.FAULTS.values()),
     *(planted for planted, *_ in test_other_elements.FAULTS.values()),
     *test_panel.FAULTS.values(),
     *test_residual.FAULTS.values(),

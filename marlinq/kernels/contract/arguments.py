@@ -13,6 +13,9 @@ ActivationMaps = ctypes.c_ubyte * (2 * TENSOR_MAP_BYTES)
 """Two tensor maps of the activations: with boxes of TILE_M rows, and with boxes of the M % TILE_M rows of the
 last tile."""
 
+ScaledActivationMaps = ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)
+"""The two maps of FP8 activations, and one of their scales."""
+
 WeightMaps = ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)
 """Three tensor maps: of words, of scales and of zero points."""
 
@@ -45,10 +48,11 @@ class MappedArguments(ctypes.Structure):
     _fields_ = _MAPPED_FIELDS
 
 
-class WarpgroupArguments(ctypes.Structure):
-    """The parameters of the warpgroup kernel: the bulk kernel's and the memory for stream-K's sums."""
+_HANDOVER_FIELDS = (("partials", ctypes.c_void_p), ("flags", ctypes.c_void_p))
 
-    _fields_ = (*_MAPPED_FIELDS, ("partials", ctypes.c_void_p), ("flags", ctypes.c_void_p))
+
+class _Sharing(ctypes.Structure):
+    """Parameters that end with the memory for stream-K's sums."""
 
     def share(self, partials: int, flags: int) -> None:
         """Set the addresses of the memory through which blocks hand sums to each other.
@@ -59,6 +63,26 @@ class WarpgroupArguments(ctypes.Structure):
         """
         self.partials = partials
         self.flags = flags
+
+
+class WarpgroupArguments(_Sharing):
+    """The parameters of the warpgroup kernel: the bulk kernel's and the memory for stream-K's sums."""
+
+    _fields_ = (*_MAPPED_FIELDS, *_HANDOVER_FIELDS)
+
+
+class Fp8Arguments(_Sharing):
+    """The parameters of the warpgroup kernel with FP8 activations (``cuda/kernels/warpgroup_fp8.cuh``)."""
+
+    _fields_ = (
+        ("x", ScaledActivationMaps),
+        ("weight", WeightMaps),
+        *((name, ctypes.c_void_p) for name in ("scales", "bias", "out")),
+        *((name, ctypes.c_int) for name in _EXTENTS),
+        ("out_stride", ctypes.c_longlong),
+        ("dependent", ctypes.c_int),
+        *_HANDOVER_FIELDS,
+    )
 
 
 Arguments = PlainArguments | MappedArguments | WarpgroupArguments

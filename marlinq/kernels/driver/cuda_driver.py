@@ -30,7 +30,7 @@ _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 # CUDA_ERROR_INVALID_IMAGE, _NO_BINARY_FOR_GPU, _INVALID_SOURCE, _FILE_NOT_FOUND, _NOT_FOUND (of a kernel)
 _REFUSALS = (200, 209, 300, 301, 500)
 _INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
-_MAP_TYPES = {2: 1, 4: 2}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 and _UINT32, by size
+_MAP_TYPES = {1: 0, 2: 1, 4: 2}  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT16 and _UINT32, by size
 _SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 _PROMOTE_128B, _PROMOTE_256B = 2, 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_*
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -474,7 +474,7 @@ def encode_tensor_map(
 
     Args:
         address: address of the first element, a multiple of 16.
-        element_bytes: 2 or 4.
+        element_bytes: 1, 2 or 4.
         extents: elements per dimension, the contiguous dimension first.
         strides: bytes between neighbours in every dimension but the first, multiples of 16.
         box: elements per dimension that one copy brings, at most 256 each.

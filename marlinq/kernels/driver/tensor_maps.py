@@ -5,7 +5,12 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 
-from marlinq.kernels.contract.arguments import TENSOR_MAP_BYTES, ActivationMaps, WeightMaps
+from marlinq.kernels.contract.arguments import (
+    TENSOR_MAP_BYTES,
+    ActivationMaps,
+    ScaledActivationMaps,
+    WeightMaps,
+)
 from marlinq.kernels.driver.cuda_driver import encode_tensor_map
 
 _ActivationMap = ctypes.c_ubyte * TENSOR_MAP_BYTES
@@ -27,12 +32,40 @@ def activation_maps(address: int, m: int, k: int, stride: int, tile_m: int) -> c
         tile_m: rows of a tile.
     """
     # A single row's stride is meaningless, and may be one that no map can hold.
-    row_bytes = 2 * (stride if m > 1 else k)
+    maps = _tile_and_rest(address, 2, m, k, stride if m > 1 else k, tile_m)
+    return ActivationMaps.from_buffer_copy(maps)
+
+
+@lru_cache(maxsize=4096)
+def scaled_activation_maps(
+    codes: int, scales: int, m: int, k: int, parts: int, pitch: int, tile_m: int
+) -> ctypes.Array[ctypes.c_ubyte]:
+    """Maps of FP8 activations [M, K] and of their scales; boxes as :func:`activation_maps`, of 128 columns.
+
+    Args:
+        codes: address of the first code, a multiple of 16.
+        scales: address of the first scale, a multiple of 16: float32 [parts, M].
+        m: rows.
+        k: columns, a multiple of 128.
+        parts: scales of a row.
+        pitch: scales from one part to the next, a multiple of 4.
+        tile_m: rows of a tile.
+    """
+    of_scales = encode_tensor_map(scales, 4, (m, parts), (4 * pitch,), (tile_m, 1), swizzled=False)
+    return ScaledActivationMaps.from_buffer_copy(_tile_and_rest(codes, 1, m, k, k, tile_m) + of_scales)
+
+
+def _tile_and_rest(address: int, channel_bytes: int, m: int, k: int, stride: int, tile_m: int) -> bytes:
+    """Two maps of rows with boxes of 128 bytes: of a tile's rows, and of the rows that remain behind whole
+    tiles, which is left zero where none do."""
     maps = b"".join(
-        encode_tensor_map(address, 2, (k, m), (row_bytes,), (64, rows), swizzled=True)
+        encode_tensor_map(
+            *(address, channel_bytes, (k, m), (channel_bytes * stride,), (128 // channel_bytes, rows)),
+            swizzled=True,
+        )
         for rows in ((tile_m, m % tile_m) if m > tile_m and m % tile_m else (min(tile_m, m),))
     )
-    return ActivationMaps.from_buffer_copy(maps.ljust(2 * TENSOR_MAP_BYTES, b"\0"))
+    return maps.ljust(2 * TENSOR_MAP_BYTES, b"\0")
 
 
 @lru_cache(maxsize=4096)

@@ -50,13 +50,23 @@ class PlainArguments(ctypes.Structure):
     )
 
 
-def row_instantiation(dtype: torch.dtype, group: int, *, given: bool) -> Instantiation:
-    """The kernel that quantises rows; ``group``: channels that share a scale, 0 for all."""
+def row_instantiation(
+    dtype: torch.dtype, group: int, *, given: bool = False, fragments: bool = False
+) -> Instantiation:
+    """The kernel that quantises rows.
+
+    Args:
+        dtype: dtype of the activations.
+        group: channels that share a scale, 0 for all.
+        given: whether all activations share a scale that is known.
+        fragments: whether codes lie in the order of :func:`quantize_fragments`.
+    """
     parameters = (
         ("Element", ELEMENTS[dtype]),
         ("THREADS", ROW_THREADS),
         ("GROUP", group),
         ("GIVEN", given),
+        ("FRAGMENTS", fragments),
     )
     return Instantiation("kernels/quantize_rows.cuh", "quantize_rows", parameters)
 
@@ -101,9 +111,25 @@ def quantize_rows(x: Tensor, group: int, given: Tensor | None = None) -> tuple[T
         Codes float8_e4m3fn [M, K], and scales [M, 1]; with groups [M, K / group], on a GPU with strides
         (1, M) and M the next multiple of four.
     """
-    m, k = x.shape
     if not x.is_cuda:
         return _reference_rows(x, group, given)
+    codes, scales = _launch_rows(x, group, given, row_instantiation(x.dtype, group, given=given is not None))
+    return codes, scales.t() if group else scales[:, None]
+
+
+def quantize_fragments(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """As :func:`quantize_rows` on a GPU, for ``cuda/kernels/warpgroup_fp8.cuh``.
+
+    Codes of every 16 channels lie in the order of ``cuda/codec/int4_e4m3.cuh``; scales are float32
+    [K / group, M], M the next multiple of four, or [M].
+    """
+    return _launch_rows(x, group, None, row_instantiation(x.dtype, group, fragments=True))
+
+
+def _launch_rows(
+    x: Tensor, group: int, given: Tensor | None, instantiation: Instantiation
+) -> tuple[Tensor, Tensor]:
+    m, k = x.shape
     if x.stride(1) != 1 or x.stride(0) % VECTOR or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     shape, of_scales = quantized_shapes(m, k, group)
@@ -113,10 +139,10 @@ def quantize_rows(x: Tensor, group: int, given: Tensor | None = None) -> tuple[T
         *(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), address(given)), k, shape[0], x.stride(0)
     )
     index = x.device.index
-    function = _function(row_instantiation(x.dtype, group, given=given is not None), index)
     with on_device(index):
-        Launches(function, m, ROW_THREADS, 0, arguments, dependent=False).take().start()
-    return codes, scales.t() if group else scales[:, None]
+        launches = Launches(_function(instantiation, index), m, ROW_THREADS, 0, arguments, dependent=False)
+        launches.take().start()
+    return codes, scales
 
 
 def _reference_rows(x: Tensor, group: int, given: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -190,11 +190,15 @@ class WarpgroupConfig:
     def shared_bytes(self, problem: Problem) -> int:
         """Bytes of dynamic shared memory of a block: the aligned ring, then room to transpose tiles or to
         receive sums."""
-        ring = self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + 1024
+        ring = self.stages * self.stage_bytes(problem) + 1024
         if self.joins_sums(problem) and not self.pushes:
             # The sums overwrite the ring, which is no longer needed.
             return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
         return ring + self.bytes_beside_ring(problem)
+
+    def stage_bytes(self, problem: Problem) -> int:
+        """Bytes of a stage of the ring."""
+        return stage_bytes(problem, self.tile_m, self.tile_n, self.rows)
 
     def activation_box(self, problem: Problem, stride: int) -> ActivationBox | None:
         """Tensor map with boxes of TILE_M rows."""

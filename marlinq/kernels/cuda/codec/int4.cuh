@@ -9,12 +9,13 @@
 //   a[2]       1, 5      n                                   k + 8
 //   a[3]       3, 7      n + 8                               k + 8
 //
-// There are four ways to dequantise, one file each. A kernel takes the one with the fewest instructions for it:
+// There are five ways to dequantise, one file each. A kernel takes the one with the fewest instructions for it:
 //
 //   int4_differences.cuh   code minus zero point, exact; the scale multiplies the fragment or the sums
 //   int4_codes.cuh         the code alone; the zero point comes to the sums of a quantisation group
 //   int4_scaled.cuh        (code - 8) * scale in one instruction
 //   int4_bytes.cuh         the code as an unsigned byte, for integer products
+//   int4_e4m3.cuh          code minus 8 as FP8, for products with FP8 activations
 //
 // A codec is a type with an Element, so that kernels that are templates over the codec need not know the element.
 #pragma once
@@ -22,10 +23,11 @@
 #include "codec/int4_bytes.cuh"
 #include "codec/int4_codes.cuh"
 #include "codec/int4_differences.cuh"
+#include "codec/int4_e4m3.cuh"
 #include "codec/int4_scaled.cuh"
 
 template <typename E>
-struct Int4 : Int4Differences<E>, Int4Codes<E>, Int4Scaled<E>, Int4Bytes {
+struct Int4 : Int4Differences<E>, Int4Codes<E>, Int4Scaled<E>, Int4Bytes, Int4E4m3 {
     typedef E Element;
     static constexpr int BITS = 4, ROW_CHANNELS = 16, PLANES = 1, LANE_BYTES = 16, BLOCK_WORDS = 1, TILE_BYTES = 512, STORED_POWER = 0;
     static constexpr bool SPARSE = false, SUMS_CODES = true, FUSES = true;

@@ -5,10 +5,12 @@
 //   GROUP 0    a scale per row, scales[m]. The block reads the row twice, the second time from L1.
 //   GROUP 128  a scale per 128 channels of a row, scales[k / 128][m]. Sixteen lanes have a group in registers.
 //   GIVEN      one scale for all, *given; scales[m] are copies of it
+//   FRAGMENTS  codes of every 16 channels lie in the order of codec/int4_e4m3.cuh, for kernels/warpgroup_fp8.cuh
 //
-// Configuration: Element, THREADS, GROUP, GIVEN.
+// Configuration: Element, THREADS, GROUP, GIVEN, FRAGMENTS.
 #pragma once
 #include "fault_site.cuh"
+#include "ptx/bits.cuh"
 #include "ptx/narrow.cuh"
 #include "step/rows.cuh"
 
@@ -38,23 +40,39 @@ struct QuantizeRows {
                           narrow_to_e4m3(x[4] * by, x[5] * by) | narrow_to_e4m3(x[6] * by, x[7] * by) << 16);
     }
 
+    // The codes of a lane's eight channels in the order of FRAGMENTS, which the lane shares with its neighbour: channels 0, 1, 8, 9 and
+    // 2, 3, 10, 11 of 16, or 4, 5, 12, 13 and 6, 7, 14, 15. All lanes of the warp must call it.
+    static __device__ __forceinline__ uint2 ordered(const uint2& mine) {
+        if constexpr (!C::FRAGMENTS) return mine;
+        const bool upper = threadIdx.x % 2;
+        const u32 other = __shfl_sync(ALL_LANES, upper ? mine.x : mine.y, threadIdx.x % 32 ^ 1);
+        const u32 low = upper ? other : mine.x, high = upper ? mine.y : other;
+        return make_uint2(permute_bytes<FAULT_SITE(fragment_order, 0x5410u)>(low, high), permute_bytes<0x7632u>(low, high));
+    }
+
     static __device__ __forceinline__ void run(const u16* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales,
                                                const float* __restrict__ given, int K, int pitch, i64 x_stride) {
         const int row = blockIdx.x, thread = threadIdx.x, vectors = K / 8;
         const uint4* source = reinterpret_cast<const uint4*>(x + row * x_stride);
         uint2* target = codes + (i64)row * vectors;
-        float values[8];
-        if constexpr (GROUP == 128) {
-            // Whole warps take part: K is a multiple of 128, and so of the lanes of a group.
+        // Calls use(v, values, exists) for the thread's vectors, with whole warps: lanes work together.
+        const auto each_vector = [&](auto use) {
             for (int first = thread / 32 * 32; first < vectors; first += THREADS) {
                 const int v = first + thread % 32;
                 const bool exists = v < vectors;
+                float values[8];
                 widen_vector<E>(values, exists ? source[v] : make_uint4(0, 0, 0, 0));
-                const float amax = fmaxf(largest_of_lanes<8>(largest(values)), LEAST);
-                if (!exists) continue;
-                target[v] = narrow(values, LARGEST / amax);
-                if (v % 16 == 0) scales[(i64)(v / 16) * pitch + row] = FAULT_SITE(group_scale, amax / LARGEST);
+                use(v, values, exists);
             }
+        };
+        if constexpr (GROUP == 128) {
+            each_vector([&](int v, const float (&values)[8], bool exists) {
+                const float amax = fmaxf(largest_of_lanes<8>(largest(values)), LEAST);
+                const uint2 found = ordered(narrow(values, LARGEST / amax));
+                if (!exists) return;
+                target[v] = found;
+                if (v % 16 == 0) scales[(i64)(v / 16) * pitch + row] = FAULT_SITE(group_scale, amax / LARGEST);
+            });
             return;
         }
         float by, scale;
@@ -63,10 +81,7 @@ struct QuantizeRows {
         } else {
             __shared__ float of_warps[WARPS];
             float amax = LEAST;
-            for (int v = thread; v < vectors; v += THREADS) {
-                widen_vector<E>(values, source[v]);
-                amax = fmaxf(amax, largest(values));
-            }
+            each_vector([&](int, const float (&values)[8], bool) { amax = fmaxf(amax, largest(values)); });
             amax = largest_of_lanes<16>(amax);
             if (thread % 32 == 0) of_warps[thread / 32] = amax;
             FAULT_SITE(row_maxima_there, __syncthreads();)
@@ -75,10 +90,10 @@ struct QuantizeRows {
             scale = amax / LARGEST, by = LARGEST / amax;
         }
         if (thread == 0) scales[row] = scale;
-        for (int v = thread; v < vectors; v += THREADS) {
-            widen_vector<E>(values, source[v]);
-            target[v] = narrow(values, by);
-        }
+        each_vector([&](int v, const float (&values)[8], bool exists) {
+            const uint2 found = ordered(narrow(values, by));
+            if (exists) target[v] = found;
+        });
     }
 };
 

@@ -53,14 +53,8 @@
 #include "schedule/tile_work.cuh"
 #include "tma/producer.cuh"
 
-template <int VALUE>
-struct Number {
-    static constexpr int value = VALUE;
-};
-
-template <typename C>
+template <typename C, typename Shape = WarpgroupShape<C>, typename Loop = WarpgroupLoop<Shape>>
 struct WarpgroupGemm {
-    typedef WarpgroupShape<C> Shape;
     typedef typename Shape::Layout Layout;
     typedef typename Shape::Transposed Transposed;
     typedef typename Shape::Stored Stored;
@@ -72,7 +66,7 @@ struct WarpgroupGemm {
 
     // `rows`: norm and residual stream (epilogue/rows.cuh), or PlainRows; `factors`: the factors of the norm, if there is one.
     template <typename RowWork = PlainRows>
-    static __device__ __forceinline__ void run(const ActivationMaps& x, const WeightMaps& maps,
+    static __device__ __forceinline__ void run(const typename Layout::Activations& x, const WeightMaps& maps,
                                                const u16* __restrict__ scales, const u16* __restrict__ zeros,
                                                const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K,
                                                i64 out_stride, int dependent, float* partials, u32* flags,
@@ -192,7 +186,7 @@ struct WarpgroupGemm {
             const int my_tile = column_group * WORDS + warp * WORDS / 4;
             const int word = warp * WORDS % 4;
             const int first_column = my_tile * 64 + 16 * word;
-            WarpgroupLoop<Shape> loop(ring, shared, part, my_tile, word, lane);
+            Loop loop(ring, shared, part, my_tile, word, lane);
 
             typename RowWork::Addend addend = {};
             if constexpr (ADDS) addend = request();

@@ -8,7 +8,7 @@
 #include "scale/scaling.cuh"
 #include "tma/stage_layout.cuh"
 
-template <typename C>
+template <typename C, typename Rows = SixteenBits>
 struct WarpgroupShape {
     typedef typename C::Codec Codec;
     typedef typename Codec::Element E;
@@ -19,7 +19,7 @@ struct WarpgroupShape {
     static constexpr bool ZEROS = C::ZEROS, STREAM_K = C::STREAM_K, STORE_WARPS = C::STORE_WARPS, PUSH_SUMS = C::PUSH_SUMS;
     static constexpr Scaling SCALING = C::SCALING;
 
-    typedef StageLayout<C, TILE_M, WARPGROUPS_N * WORDS> Layout;
+    typedef StageLayout<C, TILE_M, WARPGROUPS_N * WORDS, Rows> Layout;
     static constexpr int STAGES = Layout::STAGES, ROWS = Layout::ROWS, CHUNK = Layout::CHUNK, TILE_N = Layout::TILE_N;
 
     static constexpr int PRODUCTS = WORDS;                    // of a warpgroup, a k16 row

@@ -10,6 +10,21 @@ __device__ __forceinline__ u32 and_or(u32 a) {
     return result;
 }
 
+// a | (~b & mask), one instruction.
+template <u32 MASK>
+__device__ __forceinline__ u32 without_or(u32 a, u32 b) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xf2;" : "=r"(result) : "r"(a), "r"(b), "n"(MASK));
+    return result;
+}
+
+// |a - b| of four unsigned bytes each.
+__device__ __forceinline__ u32 byte_distances(u32 a, u32 b) {
+    u32 result;
+    asm("vabsdiff4.u32.u32.u32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0));
+    return result;
+}
+
 // Four bytes of b:a, each chosen by a nibble of the selector.
 __device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
     u32 result;

@@ -24,3 +24,9 @@ __device__ __forceinline__ const float* opaque(const float* address) {
 
 // A number that all lanes of the warp have: the compiler may keep the result in a uniform register.
 __device__ __forceinline__ u32 uniform(u32 number) { return __shfl_sync(0xffffffffu, number, 0); }
+
+// A number as a type, for lambdas that need a constant.
+template <int VALUE>
+struct Number {
+    static constexpr int value = VALUE;
+};

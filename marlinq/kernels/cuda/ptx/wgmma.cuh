@@ -57,6 +57,11 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
                  OPERANDS ", " PLACES ", " ADDS ", 1, 1, 0;"                                                   \
                  : __VA_ARGS__                                                                                 \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD), "r"(places), "n"(SELECTOR))
+#define BYTES(COLUMNS, TYPE, REGISTERS, OPERANDS, ADDS, PLACES, ...)                                        \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." TYPE "." TYPE " {" REGISTERS "}, " \
+                 OPERANDS ", " ADDS ", 1, 1;"                                                               \
+                 : __VA_ARGS__                                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD))
 #define MATRIX_BODY(MATRIX, TYPE) \
     if constexpr (COLUMNS == 8) MATRIX(8, TYPE, "%0,%1,%2,%3", "{%4,%5,%6,%7}, %8", "%9", "%10, %11", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])); \
     if constexpr (COLUMNS == 16) MATRIX(16, TYPE, R0, "{%8,%9,%10,%11}, %12", "%13", "%14, %15", D8(0)); \
@@ -82,8 +87,14 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
     }
 MATRIX_FUNCTIONS(half, "f16")
 MATRIX_FUNCTIONS(bfloat16, "bf16")
+// A and B in FP8, 32 channels: a register has four of them.
+template <int COLUMNS, bool ADD>
+__device__ __forceinline__ void matrix_multiply_e4m3(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {
+    MATRIX_BODY(BYTES, "e4m3")
+}
 #undef MATRIX_FUNCTIONS
 #undef MATRIX_BODY
+#undef BYTES
 #undef SPARSE
 #undef DENSE
 #undef D8

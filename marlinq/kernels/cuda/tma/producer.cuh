@@ -10,29 +10,21 @@
 #include "tma/ring.cuh"
 #include "tma/stage_layout.cuh"
 
-// Maps of x [M, K] with swizzled boxes of 64 columns. `tile` has the rows of a tile, or all rows of a smaller batch; `rest` has
-// the remaining M % TILE_M rows.
-struct ActivationMaps {
-    TensorMap tile, rest;
-};
-
-// Maps of words [stored rows, N/64, words of a tile] and of scales and zeros [G, N/64, 64].
-struct WeightMaps {
-    TensorMap words, scales, zeros;
-};
-
 // Copies chunks of one column tile and one batch tile.
 template <typename Layout>
 struct Producer {
     static constexpr int TILE_M = Layout::TILE_M, SLABS = Layout::SLABS, QUANT_GROUP = Layout::QUANT_GROUP;
+    typedef typename Layout::Activations Activations;
 
     const TensorMap* x;
+    const Activations& activations;
     const WeightMaps& maps;
     int m0, tile;  // first row of the batch, first 64-column tile
     u32 bytes;     // of a chunk
 
-    __device__ __forceinline__ Producer(const ActivationMaps& activations, const WeightMaps& weights, int M, int m0, int n0)
-        : x(FAULT_SITE(activation_map, m0 > 0 && M - m0 < TILE_M ? &activations.rest : &activations.tile)),
+    __device__ __forceinline__ Producer(const Activations& given, const WeightMaps& weights, int M, int m0, int n0)
+        : x(FAULT_SITE(activation_map, m0 > 0 && M - m0 < TILE_M ? &given.rest : &given.tile)),
+          activations(given),
           maps(weights),
           m0(m0),
           tile(n0 / 64),
@@ -54,7 +46,9 @@ struct Producer {
         const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
-            copy_box(FAULT_SITE(activation_slab, at + slab * Layout::SLAB_BYTES), x, chunk * Layout::CHUNK + slab * 64, m0, barrier);
+            copy_box(FAULT_SITE(activation_slab, at + slab * Layout::SLAB_BYTES), x, chunk * Layout::CHUNK + slab * Layout::SLAB_CHANNELS, m0, barrier);
+        if constexpr (Layout::ROW_SCALES)
+            copy_box(at + Layout::ROW_SCALES_AT, &activations.scales, FAULT_SITE(rows_of_scales, m0), Layout::CHUNK_SCALES ? chunk : 0, barrier);
     }
 
     // The weights of chunk `begin`, the first of `count`. They depend on no earlier kernel, and copying them takes the producer

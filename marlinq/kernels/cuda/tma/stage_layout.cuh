@@ -6,17 +6,21 @@
 //
 //   | activations: [slab of 64 channels][row] 128 bytes | weights: [row] TILES tiles of the codec | scales | zero points |
 //
-// Scales of whole channels (QUANT_GROUP 0) are not part of a stage.
+// Scales of whole channels (QUANT_GROUP 0) are not part of a stage. A slab of FP8 activations, of one byte a channel, has 128
+// channels; the float scales of its TILE_M rows follow the zero points.
 #pragma once
+#include "tma/operand_maps.cuh"
 
-template <typename C, int TileM, int Tiles>
+template <typename C, int TileM, int Tiles, typename Rows = SixteenBits>
 struct StageLayout {
+    typedef typename Rows::Maps Activations;
     static constexpr int TILE_M = TileM, TILES = Tiles, STAGES = C::STAGES, WINDOW = C::WINDOW;
     static constexpr int QUANT_GROUP = C::QUANT_GROUP;
     static constexpr bool ZEROS = C::ZEROS;
 
     static constexpr int CHUNK = 16 * C::ROWS, ROWS = CHUNK / C::Codec::ROW_CHANNELS;
-    static constexpr int SLABS = CHUNK / 64;  // 128-byte rows of activations
+    static constexpr int SLAB_CHANNELS = 128 / Rows::BYTES, SLABS = CHUNK / SLAB_CHANNELS;  // 128-byte rows of activations
+    static constexpr bool ROW_SCALES = Rows::ROW_SCALES, CHUNK_SCALES = Rows::CHUNK_SCALES;
     static constexpr int QUANT_GROUPS = QUANT_GROUP == 0 || QUANT_GROUP > CHUNK ? 1 : CHUNK / QUANT_GROUP;  // of a chunk
     static constexpr int QUANT_GROUP_ROWS = ROWS / QUANT_GROUPS;
     static constexpr int TILE_N = 64 * TILES;
@@ -28,7 +32,8 @@ struct StageLayout {
     static constexpr int WEIGHTS_AT = SLABS * SLAB_BYTES;
     static constexpr int SCALES_AT = WEIGHTS_AT + ROWS * ROW_BYTES;
     static constexpr int ZEROS_AT = SCALES_AT + (QUANT_GROUP == 0 ? 0 : QUANT_GROUPS * SCALE_BYTES);
-    static constexpr int COPIED_BYTES = ZEROS_AT + (QUANT_GROUP == 0 || !ZEROS ? 0 : QUANT_GROUPS * SCALE_BYTES);
+    static constexpr int ROW_SCALES_AT = ZEROS_AT + (QUANT_GROUP == 0 || !ZEROS ? 0 : QUANT_GROUPS * SCALE_BYTES);
+    static constexpr int COPIED_BYTES = ROW_SCALES_AT + (ROW_SCALES ? TILE_M * 4 : 0);
     static constexpr int BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;
     static constexpr int RING_BYTES = STAGES * BYTES;
     // Dynamic shared memory begins anywhere, so the ring takes up to this much more to be aligned.
@@ -40,5 +45,6 @@ struct StageLayout {
     static constexpr int AHEAD = BYTES > AHEAD_BYTES ? 1 : AHEAD_BYTES / BYTES < WINDOW ? AHEAD_BYTES / BYTES : WINDOW;
 
     static_assert(0 < WINDOW && WINDOW <= STAGES, "every chunk in flight has a stage");
-    static_assert(SLAB_BYTES % 1024 == 0 && CHUNK % 64 == 0, "slabs hold whole swizzle atoms");
+    static_assert(SLAB_BYTES % 1024 == 0 && CHUNK % SLAB_CHANNELS == 0, "slabs hold whole swizzle atoms");
+    static_assert(!ROW_SCALES || (SLABS == 1 && QUANT_GROUP == CHUNK), "a chunk is one slab and one group");
 };

@@ -1,0 +1,32 @@
+// Tensor maps of a product's operands, as the host makes them (driver/tensor_maps.py).
+#pragma once
+#include "ptx/tensor_copy.cuh"
+
+// Maps of x [M, K] with swizzled boxes of 64 columns. `tile` has the rows of a tile, or all rows of a smaller batch; `rest` has
+// the remaining M % TILE_M rows.
+struct ActivationMaps {
+    TensorMap tile, rest;
+};
+
+// Those of FP8 activations, with boxes of 128 columns, and of their scales [scales of a row, M].
+struct ScaledActivationMaps : ActivationMaps {
+    TensorMap scales;
+};
+
+// Maps of words [stored rows, N/64, words of a tile] and of scales and zeros [G, N/64, 64].
+struct WeightMaps {
+    TensorMap words, scales, zeros;
+};
+
+// Types of activations: bytes of a channel, and whether rows have scales: one for all channels, or one for each chunk.
+struct SixteenBits {
+    typedef ActivationMaps Maps;
+    static constexpr int BYTES = 2;
+    static constexpr bool ROW_SCALES = false, CHUNK_SCALES = false;
+};
+template <bool Chunks>
+struct EightBits {
+    typedef ScaledActivationMaps Maps;
+    static constexpr int BYTES = 1;
+    static constexpr bool ROW_SCALES = true, CHUNK_SCALES = Chunks;
+};

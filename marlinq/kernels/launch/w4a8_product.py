@@ -1,0 +1,117 @@
+"""Products of 4-bit weights with activations rounded to FP8: one launch rounds them, one multiplies."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.kernels.contract.arguments import Fp8Arguments
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.operand import Operand
+from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
+from marlinq.kernels.driver.gpu_rates import device_numbers
+from marlinq.kernels.driver.handover_memory import handover_memory
+from marlinq.kernels.driver.module import load_kernel
+from marlinq.kernels.driver.tensor_maps import scaled_activation_maps, weight_maps
+from marlinq.kernels.launch.eight_bit_product import quantize_fragments, row_instantiation
+from marlinq.kernels.launch.prepared import address
+from marlinq.kernels.variants.warpgroup_fp8 import GROUP, WarpgroupFp8Config, configuration, refusal
+
+
+def fp8_arguments(
+    codes: Tensor,
+    scales: Tensor,
+    weight: Operand,
+    bias: Tensor | None,
+    out: Tensor,
+    config: WarpgroupFp8Config,
+) -> Fp8Arguments:
+    """The kernel's parameters; ``partials`` and ``flags`` are null until ``share`` sets them.
+
+    Args:
+        codes: E4M3 [M, K'] or more rows, contiguous, in the order of :func:`quantize_fragments`.
+        scales: float32 [K' / 128, pitch], or [pitch].
+        weight: symmetric INT4 weight in groups of 128.
+        bias: [N'] in the dtype of ``out``, or None.
+        out: [M, N'] of the dtype of the weight's scales.
+        config: configuration that is launched.
+    """
+    k, n = weight.padded_shape
+    m, parts = len(out), len(scales) if scales.dim() == 2 else 1
+    pitch = -(-scales.shape[-1] // 4) * 4
+    maps = weight_maps(
+        *(weight.words.data_ptr(), weight.scales.data_ptr(), 0, n, k, len(weight.scales)),
+        *(config.tile_n // 64, config.rows, weight.format.tile_words, weight.format.row_channels),
+    )
+    return Fp8Arguments(
+        scaled_activation_maps(codes.data_ptr(), scales.data_ptr(), m, k, parts, pitch, config.tile_m),
+        maps,
+        *(weight.scales.data_ptr(), address(bias), out.data_ptr(), m, n, k, out.stride(0), False),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _load(instantiation: Instantiation, shared_bytes: int, device_index: int) -> Function:
+    return load_kernel(instantiation, device_numbers(device_index).architecture, device_index, shared_bytes)
+
+
+@lru_cache(maxsize=8192)
+def _configuration(problem: Problem, device_index: int, chunk_scales: bool) -> WarpgroupFp8Config:
+    device = device_numbers(device_index)
+    reason = refusal(problem, device)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    return configuration(problem, device, chunk_scales=chunk_scales)
+
+
+def instantiations(problem: Problem, device_index: int, group: int = GROUP) -> list[Instantiation]:
+    """The kernels that a product launches."""
+    dtype = torch.bfloat16 if problem.bfloat16 else torch.float16
+    config = _configuration(problem, device_index, group == GROUP)
+    return [row_instantiation(dtype, group, fragments=True), config.instantiation(problem)]
+
+
+def w4a8_product(
+    x: Tensor,
+    weight: Operand,
+    bias: Tensor | None,
+    group: int = GROUP,
+    config: WarpgroupFp8Config | None = None,
+) -> Tensor:
+    """``e4m3(x) @ W + bias``, [M, N'] in ``x.dtype``, on the device and current stream of ``x``.
+
+    Args:
+        x: [M, K'] float16 or bfloat16, the dtype of the weight's scales.
+        weight: symmetric INT4 weight in groups of 128, without an order.
+        bias: [N'] in ``x.dtype``, or None.
+        group: channels of a row that share a scale: 128, or 0 for all.
+        config: overrides the configuration.
+
+    Raises:
+        UnsupportedError: the GPU or the weight is none that the kernel takes.
+    """
+    m, n = len(x), weight.padded_shape[1]
+    out = x.new_empty((m, n))
+    if not m:
+        return out
+    index = x.device.index
+    problem = weight.problem(m)
+    chosen = config or _configuration(problem, index, group == GROUP)
+    codes, scales = quantize_fragments(x, group)
+    arguments = fp8_arguments(codes, scales, weight, bias, out, chosen)
+    shared = chosen.shared_bytes(problem)
+    function = _load(chosen.instantiation(problem), shared, index)
+    with on_device(index):
+        handover = chosen.handover(problem)
+        if handover is not None:
+            sums, flags = handover_memory(handover, index)
+            arguments.share(sums.data_ptr(), flags)
+        launches = Launches(
+            function, chosen.grid(problem), chosen.threads, shared, arguments, dependent=False
+        )
+        launches.take().start()
+    return out
