@@ -98,20 +98,29 @@ def w4a8_product(
     out = x.new_empty((m, n))
     if not m:
         return out
-    index = x.device.index
-    problem = weight.problem(m)
-    chosen = config or _configuration(problem, index, group == GROUP)
+    chosen = config or _configuration(weight.problem(m), x.device.index, group == GROUP)
     codes, scales = quantize_fragments(x, group)
-    arguments = fp8_arguments(codes, scales, weight, bias, out, chosen)
-    shared = chosen.shared_bytes(problem)
-    function = _load(chosen.instantiation(problem), shared, index)
+    launch_product(codes, scales, weight, bias, out, chosen)
+    return out
+
+
+def launch_product(
+    codes: Tensor,
+    scales: Tensor,
+    weight: Operand,
+    bias: Tensor | None,
+    out: Tensor,
+    config: WarpgroupFp8Config,
+) -> None:
+    """Multiply rounded activations, on the current stream; arguments as :func:`fp8_arguments`."""
+    index, problem = out.device.index, weight.problem(len(out))
+    arguments = fp8_arguments(codes, scales, weight, bias, out, config)
+    shared = config.shared_bytes(problem)
+    function = _load(config.instantiation(problem), shared, index)
     with on_device(index):
-        handover = chosen.handover(problem)
+        handover = config.handover(problem)
         if handover is not None:
             sums, flags = handover_memory(handover, index)
             arguments.share(sums.data_ptr(), flags)
-        launches = Launches(
-            function, chosen.grid(problem), chosen.threads, shared, arguments, dependent=False
-        )
-        launches.take().start()
-    return out
+        grid = config.grid(problem)
+        Launches(function, grid, config.threads, shared, arguments, dependent=False).take().start()

@@ -1,0 +1,134 @@
+"""Times 4-bit weights with FP8 activations beside 16-bit activations and cuBLAS, on Llama's layers.
+
+    python lab/kernels/w4a8_times.py [--model NAME] [--rows M] [--scales row] [--tile 112]
+
+Every product is captured in a CUDA graph over copies of the weight that no cache holds, and replayed without
+pauses; medians, in us. W4A8 is the whole product, with the launch that rounds the activations; ``product`` and
+``rows`` are its two launches. Before that the result is compared with float64's of the rounded activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from marlinq.core.granularity import Granularity
+from marlinq.kernels import GEMMS, Problem, precompile
+from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.driver.gpu_rates import device_numbers
+from marlinq.kernels.launch.eight_bit_product import quantize_fragments, quantize_rows
+from marlinq.kernels.launch.w4a8_product import launch_product, w4a8_product
+from marlinq.kernels.variants.warpgroup_fp8 import GROUP, WarpgroupFp8Config, configuration
+from marlinq.operations.bench.shapes import Layer, layers_of
+from marlinq.operations.bench.timing import capture, copies_for, launches_for, time_in_turn
+from marlinq.operations.bench.weights import Weight, random_weight
+
+CUDA = torch.device("cuda", 0)
+CHECKED = 64
+CUBLAS, W4A8 = "cuBLAS", "W4A8"
+
+
+def error(x: Tensor, weight: Weight, group: int, out: Tensor) -> float:
+    """Relative error of some rows against float64 products of the rounded activations."""
+    codes, scales = quantize_rows(x[:CHECKED], group)
+    rounded = (codes.double().view(len(codes), -1, group or x.shape[1]) * scales.double()[..., None]).flatten(
+        1
+    )
+    expected = rounded @ weight.operand.dequantize(torch.float32).double()
+    return float((out[:CHECKED].double() - expected).norm() / expected.norm())
+
+
+def times(layer: Layer, options: argparse.Namespace, dtype: torch.dtype) -> list[float]:
+    """A line a batch; returns the ratios of cuBLAS's time."""
+    group = 0 if options.scales == "row" else GROUP
+    weight = random_weight(
+        layer, Granularity.group(GROUP), asymmetric=False, dtype=dtype, device=CUDA, weight_format=INT4
+    )
+    operand = weight.operand
+    copies = [replace(operand, words=operand.words.clone()) for _ in range(copies_for(weight.nbytes, CUDA))]
+    dense = operand.dequantize(dtype)
+    ratios = []
+    for m in options.rows:
+        problem = operand.problem(m)
+        config: WarpgroupFp8Config = configuration(problem, device_numbers(0), chunk_scales=group > 0)
+        if options.tile:
+            config = replace(config, tile_m=options.tile)
+        x = torch.randn(m, layer.k, dtype=dtype, device=CUDA)
+        found = error(x, weight, group, w4a8_product(x, operand, None, group, config))
+        codes, scales = quantize_fragments(x, group)
+        out = x.new_empty((m, layer.n))
+
+        def whole(i: int) -> Tensor:
+            return w4a8_product(x, copies[i % len(copies)], None, group, config)
+
+        def product(i: int) -> None:
+            launch_product(codes, scales, copies[i % len(copies)], None, out, config)
+
+        def wide(i: int) -> Tensor:
+            words = copies[i % len(copies)].words
+            return GEMMS[INT4.name](x, words, operand.scales, None, None, GROUP, layer.n)
+
+        contenders: dict[str, Callable[[int], object]] = {
+            W4A8: whole,
+            "product": product,
+            "rows": lambda _: quantize_fragments(x, group),
+            "W4A16": wide,
+            CUBLAS: lambda _: x @ dense,
+        }
+        recordings = {}
+        seconds = 2 * m * layer.n * layer.k / 7e14
+        for name, run in contenders.items():
+            run(0)
+            recordings[name] = capture(run, launches_for(seconds))
+        measured = time_in_turn(recordings, seconds, sustained=True)
+        ratios.append(measured[CUBLAS] / measured[W4A8])
+        line = "  ".join(f"{name} {1e6 * seconds:8.1f}" for name, seconds in measured.items())
+        rate = 2e-12 * m * layer.n * layer.k / measured["product"]
+        print(
+            f"{layer.name:22} M={m:5} {line}  {rate:5.0f} TFLOP/s  x{ratios[-1]:.2f}  error {found:.1e}",
+            flush=True,
+        )
+    return ratios
+
+
+def main() -> None:
+    """Time the layers and print geometric means."""
+    options = _options()
+    dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}[options.dtype]
+    print(torch.cuda.get_device_name(0), options)
+    layers, bfloat16 = layers_of(tuple(options.model), (), GROUP), dtype == torch.bfloat16
+    groups = Granularity.group(GROUP)
+    precompile(
+        [Problem(m, each.n, each.k, groups, False, bfloat16, INT4) for each in layers for m in options.rows],
+        0,
+    )
+    found = [times(layer, options, dtype) for layer in layers]
+    for index, m in enumerate(options.rows):
+        mean = math.exp(sum(math.log(ratios[index]) for ratios in found) / len(found))
+        print(f"M={m}: {mean:.2f} times as fast as cuBLAS, at least {min(r[index] for r in found):.2f}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", action="append", help="repeatable; both Llamas without it")
+    parser.add_argument(
+        "--rows", type=int, action="append", help="repeatable; 1024, 2048 and 4096 without it"
+    )
+    parser.add_argument("--scales", choices=("group", "row"), default="group")
+    parser.add_argument("--tile", type=int, help="rows of a tile")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
+    options = parser.parse_args()
+    options.model = options.model or ["llama-3-8b", "llama-3-70b"]
+    options.rows = options.rows or [1024, 2048, 4096]
+    return options
+
+
+if __name__ == "__main__":
+    main()
