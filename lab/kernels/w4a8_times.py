@@ -2,8 +2,8 @@
 
     python lab/kernels/w4a8_times.py [--model NAME] [--rows M] [--scales row] [--tile 112]
 
-Every product is captured in a CUDA graph over copies of the weight that no cache holds, and replayed without
-pauses; medians, in us. W4A8 is the whole product, with the launch that rounds the activations; ``product`` and
+Every product is captured in a CUDA graph over copies of the weight that no cache holds, and replayed
+without pauses; medians, in us. W4A8 is the whole product, with the launch that rounds the activations; ``product`` and
 ``rows`` are its two launches. Before that the result is compared with float64's of the rounded activations.
 """
 
@@ -12,18 +12,18 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from marlinq.core.granularity import Granularity
-from marlinq.kernels import GEMMS, Problem, precompile
+from marlinq.kernels import GEMMS, Operand, Problem, precompile
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.eight_bit_product import quantize_fragments, quantize_rows
 from marlinq.kernels.launch.w4a8_product import launch_product, w4a8_product
-from marlinq.kernels.variants.warpgroup_fp8 import GROUP, WarpgroupFp8Config, configuration
+from marlinq.kernels.variants.warpgroup_fp8 import GROUP, configuration
 from marlinq.operations.bench.shapes import Layer, layers_of
 from marlinq.operations.bench.timing import capture, copies_for, launches_for, time_in_turn
 from marlinq.operations.bench.weights import Weight, random_weight
@@ -43,57 +43,58 @@ def error(x: Tensor, weight: Weight, group: int, out: Tensor) -> float:
     return float((out[:CHECKED].double() - expected).norm() / expected.norm())
 
 
-def times(layer: Layer, options: argparse.Namespace, dtype: torch.dtype) -> list[float]:
-    """A line a batch; returns the ratios of cuBLAS's time."""
-    group = 0 if options.scales == "row" else GROUP
-    weight = random_weight(
-        layer, Granularity.group(GROUP), asymmetric=False, dtype=dtype, device=CUDA, weight_format=INT4
-    )
-    operand = weight.operand
-    copies = [replace(operand, words=operand.words.clone()) for _ in range(copies_for(weight.nbytes, CUDA))]
-    dense = operand.dequantize(dtype)
-    ratios = []
-    for m in options.rows:
-        problem = operand.problem(m)
-        config: WarpgroupFp8Config = configuration(problem, device_numbers(0), chunk_scales=group > 0)
-        if options.tile:
-            config = replace(config, tile_m=options.tile)
-        x = torch.randn(m, layer.k, dtype=dtype, device=CUDA)
-        found = error(x, weight, group, w4a8_product(x, operand, None, group, config))
+@dataclass(frozen=True)
+class Contest:
+    """A layer's random weight, also as copies that no cache holds and dequantised."""
+
+    layer: Layer
+    weight: Weight
+    copies: list[Operand]
+    dense: Tensor
+
+    @classmethod
+    def of(cls, layer: Layer, dtype: torch.dtype) -> Contest:
+        """With random codes and scales."""
+        groups = Granularity.group(GROUP)
+        weight = random_weight(layer, groups, asymmetric=False, dtype=dtype, device=CUDA, weight_format=INT4)
+        operand, count = weight.operand, copies_for(weight.nbytes, CUDA)
+        copies = [replace(operand, words=operand.words.clone()) for _ in range(count)]
+        return cls(layer, weight, copies, operand.dequantize(dtype))
+
+    def ratio(self, m: int, group: int, tile: int | None) -> float:
+        """Prints a line; returns cuBLAS's time over the product's."""
+        layer, operand = self.layer, self.weight.operand
+        config = configuration(operand.problem(m), device_numbers(0), chunk_scales=group > 0)
+        config = replace(config, tile_m=tile or config.tile_m)
+        x = torch.randn(m, layer.k, dtype=self.dense.dtype, device=CUDA)
+        found = error(x, self.weight, group, w4a8_product(x, operand, None, group, config))
         codes, scales = quantize_fragments(x, group)
         out = x.new_empty((m, layer.n))
 
-        def whole(i: int) -> Tensor:
-            return w4a8_product(x, copies[i % len(copies)], None, group, config)
-
-        def product(i: int) -> None:
-            launch_product(codes, scales, copies[i % len(copies)], None, out, config)
-
-        def wide(i: int) -> Tensor:
-            words = copies[i % len(copies)].words
-            return GEMMS[INT4.name](x, words, operand.scales, None, None, GROUP, layer.n)
+        def copy(i: int) -> Operand:
+            return self.copies[i % len(self.copies)]
 
         contenders: dict[str, Callable[[int], object]] = {
-            W4A8: whole,
-            "product": product,
+            W4A8: lambda i: w4a8_product(x, copy(i), None, group, config),
+            "product": lambda i: launch_product(codes, scales, copy(i), None, out, config),
             "rows": lambda _: quantize_fragments(x, group),
-            "W4A16": wide,
-            CUBLAS: lambda _: x @ dense,
+            "W4A16": lambda i: GEMMS[INT4.name](x, copy(i).words, operand.scales, None, None, GROUP, layer.n),
+            CUBLAS: lambda _: x @ self.dense,
         }
         recordings = {}
-        seconds = 2 * m * layer.n * layer.k / 7e14
+        expected = 2 * m * layer.n * layer.k / 7e14
         for name, run in contenders.items():
             run(0)
-            recordings[name] = capture(run, launches_for(seconds))
-        measured = time_in_turn(recordings, seconds, sustained=True)
-        ratios.append(measured[CUBLAS] / measured[W4A8])
+            recordings[name] = capture(run, launches_for(expected))
+        measured = time_in_turn(recordings, expected, sustained=True)
+        ratio = measured[CUBLAS] / measured[W4A8]
         line = "  ".join(f"{name} {1e6 * seconds:8.1f}" for name, seconds in measured.items())
         rate = 2e-12 * m * layer.n * layer.k / measured["product"]
         print(
-            f"{layer.name:22} M={m:5} {line}  {rate:5.0f} TFLOP/s  x{ratios[-1]:.2f}  error {found:.1e}",
+            f"{layer.name:20} M={m:5} {line}  {rate:5.0f} TFLOP/s  x{ratio:.2f}  error {found:.1e}",
             flush=True,
         )
-    return ratios
+        return ratio
 
 
 def main() -> None:
@@ -107,7 +108,12 @@ def main() -> None:
         [Problem(m, each.n, each.k, groups, False, bfloat16, INT4) for each in layers for m in options.rows],
         0,
     )
-    found = [times(layer, options, dtype) for layer in layers]
+    found = []
+    for layer in layers:
+        contest = Contest.of(layer, dtype)
+        found.append(
+            [contest.ratio(m, 0 if options.scales == "row" else GROUP, options.tile) for m in options.rows]
+        )
     for index, m in enumerate(options.rows):
         mean = math.exp(sum(math.log(ratios[index]) for ratios in found) / len(found))
         print(f"M={m}: {mean:.2f} times as fast as cuBLAS, at least {min(r[index] for r in found):.2f}")
