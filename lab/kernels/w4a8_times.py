@@ -3,8 +3,9 @@
     python lab/kernels/w4a8_times.py [--model NAME] [--rows M] [--scales row] [--tile 112]
 
 Every product is captured in a CUDA graph over copies of the weight that no cache holds, and replayed
-without pauses; medians, in us. W4A8 is the whole product, with the launch that rounds the activations; ``product`` and
-``rows`` are its two launches. Before that the result is compared with float64's of the rounded activations.
+without pauses; medians, in us. W4A8 is the whole product, with the launch that rounds the activations;
+``product`` and ``rows`` are its two launches. First the result is compared with float64's of the rounded
+activations.
 """
 
 from __future__ import annotations
