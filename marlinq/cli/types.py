@@ -32,8 +32,15 @@ def suggestion(word: str, choices: Iterable[str]) -> str:
 
 
 def names(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    """click callback of an option that may be repeated: the names of its comma-separated lists."""
-    return tuple(name.strip() for part in value for name in part.split(",") if name.strip())
+    """click callback of an option that may be repeated: the names of its comma-separated lists.
+
+    Raises:
+        click.BadParameter: a list holds no name.
+    """
+    found = tuple(name.strip() for part in value for name in part.split(",") if name.strip())
+    if value and not found:
+        raise click.BadParameter(f"expected names, found {','.join(value)!r}", ctx, param)
+    return found
 
 
 class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on

@@ -74,3 +74,27 @@ def test_a_hostile_recipe_is_one_line(tmp_path: Path, text: str, problem: str) -
 def test_a_number_that_python_does_not_print() -> None:
     with pytest.raises(UsageError, match="seed: .*type int that can't be printed"):
         Recipe(seed=1 << 100_000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["recommend", "MODEL", "--servers", ","], "--servers"),
+        (["eval", "MODEL", "--tasks", ""], "--tasks"),
+        (["bench", "kernels", "--against", " , "], "--against"),
+    ],
+)
+def test_a_list_without_a_name(
+    tmp_path: Path, arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path) if each == "MODEL" else each for each in arguments])
+    error = capsys.readouterr().err
+    assert ended.value.code == UsageError.exit_code
+    assert f"'{option}': expected names, found" in error
+
+
+def test_a_loader_without_a_target_would_be_ignored() -> None:
+    with pytest.raises(UsageError, match=r"--for sglang only goes with target_bits or target_size"):
+        Recipe(served_by="sglang")

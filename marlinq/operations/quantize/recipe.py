@@ -287,6 +287,10 @@ class Recipe:
         object.__setattr__(self, "allocation", read_allocation(self.allocation))
         targets = [key for key in _TARGETS if getattr(self, key) != NONE]
         if not (targets or self.allocation):
+            if self.served_by != SERVED_BY[0]:
+                raise UsageError(
+                    f"served_by: --for {self.served_by} only goes with target_bits or target_size; leave it out"
+                )
             return
         key = (targets or ["allocation"])[0]
         if len(targets) > 1:
