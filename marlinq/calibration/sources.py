@@ -15,6 +15,7 @@ Without ``#COLUMN`` the column is ``input_ids`` (token ids), ``text``, ``message
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import re
 import tempfile
@@ -32,6 +33,7 @@ from marlinq.core.errors import EnvironmentProblem, MarlinqError, UsageError
 from marlinq.core.hub import HUB_NAME, cached_datasets, listed, why_unreachable
 from marlinq.core.hub_answers import checked_answers
 from marlinq.core.plain_values import load_json
+from marlinq.core.safe_text import half_pair
 
 
 @dataclass(frozen=True)
@@ -242,17 +244,24 @@ def _own_rows(source: Source) -> Iterator[dict[str, Any] | Unusable]:
 def _read_cell(row: Mapping[str, Any], column: str) -> Row | Unusable:
     cell = row.get(column)
     if isinstance(cell, str):
-        return cell
+        return _encodable(cell, cell, column)
     if isinstance(cell, list):
         if column == "input_ids" and all(type(item) is int for item in cell):
             return cell
         if (chat := read_chat(cell)) is not None:
-            return chat
+            return _encodable(chat, json.dumps(cell, ensure_ascii=False, default=str), column)
     found = "nothing" if cell is None else type(cell).__name__
     return Unusable(
         f"column {column!r} holds {found}, expected text, chat messages (role and content) or, as input_ids, "
         f"token ids; name another of {', '.join(row)} as #COLUMN"
     )
+
+
+def _encodable(row: Row, text: str, column: str) -> Row | Unusable:
+    """``row``, unless its ``text`` has characters that no tokenizer takes."""
+    if (half := half_pair(text)) is None:
+        return row
+    return Unusable(f"column {column!r} holds {half}, half of a surrogate pair, which is no text")
 
 
 def _find_column(row: Mapping[str, Any], source: Source) -> str:

@@ -19,6 +19,7 @@ from marlinq.checkpoint.source import OpenFile, SourceFile
 from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import CheckpointError
 from marlinq.core.plain_values import load_json, read_int
+from marlinq.core.safe_text import half_pair
 
 if TYPE_CHECKING:
     import torch
@@ -177,12 +178,8 @@ def read_header(file: SourceFile) -> list[TensorInfo]:
 def _check_metadata(path: Path, metadata: object) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: the header's __metadata__ must be an object of strings")
-    if any(_has_surrogate(text) for pair in metadata.items() for text in pair):
+    if any(half_pair(text) for pair in metadata.items() for text in pair):
         raise CheckpointError(f"{path}: the header's __metadata__ holds half of a surrogate pair")
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _short(value: object) -> str:

@@ -51,6 +51,16 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
+def half_pair(text: str) -> str | None:
+    """Escape of the first half of a surrogate pair in ``text``, which no encoding can hold; None if there is
+    none. JSON's escapes make such text, and Python makes it of a command line that is no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return _escape(text[error.start])
+    return None
+
+
 def json_text(value: Any, file: TextIO, *, indent: int | None = None) -> str:
     """``value`` as JSON that ``file`` can hold: printable characters, and the line breaks of ``indent``."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)

@@ -16,6 +16,7 @@ from marlinq.core.display import Block, Facts, Shown, lines
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.safe_text import half_pair
 from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.draft_layer import DraftLayer
 from marlinq.runtime.loading import LoadedModel
@@ -526,6 +527,8 @@ def _encode(loaded: LoadedModel, prompt: str, chat: bool) -> list[int]:
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise CheckpointError(f"{loaded.path}: no tokenizer; add its files, or pass token ids")
+    if (half := half_pair(prompt)) is not None:
+        raise UsageError(f"prompt: {half} is half of a surrogate pair, which is no text; pass UTF-8")
     if not chat:
         with boundaries.tokenizer(loaded.path):
             ids: list[int] = tokenizer(prompt)["input_ids"]

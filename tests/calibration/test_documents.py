@@ -76,6 +76,14 @@ def test_the_draw_follows_the_seed(tmp_path: Path) -> None:
     assert max(drawn) > 100
 
 
+@pytest.mark.parametrize("cell", ['"half a pair \\ud83d"', '[{"role": "user", "content": "\\ud83d"}]'])
+def test_rows_with_half_of_a_surrogate_pair_are_skipped(tmp_path: Path, cell: str) -> None:
+    path = write(tmp_path / "data.jsonl")
+    path.write_text(path.read_text() + f'{{"text": {cell}, "id": 12}}\n')
+    with pytest.warns(UserWarning, match=r"1 of 13 rows were skipped: row 13: .* holds \\ud83d, half of a"):
+        assert len(read(path, samples=12)) == 12
+
+
 def test_lines_of_one_document_stay_together(tmp_path: Path) -> None:
     path = tmp_path / "data.txt"
     path.write_text("\n\nfirst line here\nsecond line\n\n\n\nanother document, long enough\n")

@@ -165,10 +165,11 @@ def test_chat_template(loaded: LoadedModel) -> None:
         ([320], {}, "token ids must lie in 0..319"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens"),
         ([1], {"chat": True}, "as text"),
+        ("caf\udce9", {}, r"prompt: \\udce9 is half of a surrogate pair, which is no text; pass UTF-8"),
     ],
 )
 def test_wrong_requests_are_named(
-    loaded: LoadedModel, prompt: list[int], options: dict[str, float], message: str
+    loaded: LoadedModel, prompt: list[int] | str, options: dict[str, float], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         generate(loaded, prompt, **options)

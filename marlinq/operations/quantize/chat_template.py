@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from marlinq.calibration import load_tokenizer
-from marlinq.core.errors import UsageError
+from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.files import read_regular
 from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe
 
@@ -20,11 +20,17 @@ def own_tokenizer(folder: Path, recipe: Recipe, *, trust_remote_code: bool) -> A
     Raises:
         CheckpointError: the model has no tokenizer, or it can't be read.
         UsageError: the template's file can't be read.
+        UnsupportedError: the recipe asks for the model's own template, and it has none.
     """
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     template = read_template(recipe)
     if template is not None:
         tokenizer.chat_template = template
+    if recipe.chat_template == OWN_TEMPLATE and not getattr(tokenizer, "chat_template", None):
+        raise UnsupportedError(
+            f"--chat-template {OWN_TEMPLATE}: the tokenizer in {folder} has no chat template; leave it out, "
+            "or name a file with a Jinja template"
+        )
     return tokenizer
 
 

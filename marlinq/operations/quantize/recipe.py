@@ -289,7 +289,8 @@ class Recipe:
         if not (targets or self.allocation):
             if self.served_by != SERVED_BY[0]:
                 raise UsageError(
-                    f"served_by: --for {self.served_by} only goes with target_bits or target_size; leave it out"
+                    f"served_by: --for {self.served_by} only goes with target_bits or target_size; "
+                    "leave it out"
                 )
             return
         key = (targets or ["allocation"])[0]
@@ -493,6 +494,12 @@ class Recipe:
         changes = {**{key: value for key, value in named.items() if key in known}, **changes}
         for key in changes:
             if key not in known:
+                others = [name for name, other in METHODS.items() if key in kinds(other.options)]
+                if others:
+                    raise UsageError(
+                        f"{key}: no option of method {method}, but of {' and '.join(others)}; leave it "
+                        "out, or choose another --method"
+                    )
                 raise UsageError(
                     f"recipe: unknown key {key!r}; expected one of {', '.join(known)} with method {method}"
                 )

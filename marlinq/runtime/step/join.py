@@ -29,12 +29,13 @@ def join_refusal(operands: Sequence[Operand], *, interleave: bool) -> str | None
     for other in operands:
         if other.order is not None:
             return "a weight has an activation order"
+        # First: formats pad channels differently, which the next reason would blame on their numbers.
+        if other.format != first.format:
+            return f"weights in {first.format.name} and {other.format.name}"
         if other.in_features != first.in_features or other.padded_shape[0] != first.padded_shape[0]:
             return f"inputs of {first.in_features} and {other.in_features} channels"
         if other.granularity != first.granularity:
             return f"{first.granularity.describe()} and {other.granularity.describe()}"
-        if other.format != first.format:
-            return f"weights in {first.format.name} and {other.format.name}"
         if (other.zeros is None) != (first.zeros is None):
             return "only some of the weights store zero points"
         if other.scales.dtype != first.scales.dtype or other.words.device != first.words.device:
