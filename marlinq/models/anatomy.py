@@ -14,6 +14,7 @@ from torch import Tensor
 
 from marlinq.models.convolution import GatedConvolution
 from marlinq.models.delta_net import DeltaNet
+from marlinq.models.formulas import Activation, ExpertActivation
 from marlinq.models.mamba import Mamba, Scales
 from marlinq.models.parts import Norm, Slices
 
@@ -24,8 +25,10 @@ __all__ = [
     "DeltaNet",
     "GatedConvolution",
     "Groups",
+    "InputGate",
     "LatentAttention",
     "Layer",
+    "LayerInputs",
     "Mamba",
     "Mixture",
     "Norm",
@@ -64,13 +67,17 @@ class Attention:
     """Causal self-attention with grouped queries.
 
     Attributes:
-        qkv: projections of queries, keys and values.
+        qkv: projections of queries, keys and values; without values where ``keys_are_values``, of queries
+            alone where ``shared`` is given.
         output: full name of the output projection.
         heads, kv_heads, head_dim: H, KV and D; H is a multiple of KV.
         scale: factor on the dot products.
         window: largest number of positions that a query sees, its own included; None for all.
         softcap: dot products become ``softcap * tanh(product / softcap)``; None for no cap.
         query_norm, key_norm: norms before the rotary embedding, per head or over all heads; None without one.
+        value_norm: norm of each head of values; None without one.
+        keys_are_values: whether values are what was projected as keys, before norm and rotation.
+        shared: index of the earlier layer whose keys and values this one reads; None if it has its own.
         rotary: rotary embedding; None without one.
         gated: whether attention's result is multiplied by the sigmoid of gates. Each head of queries is then
             followed by as many columns of gates, and ``qkv`` has 2 H D columns of queries.
@@ -91,6 +98,9 @@ class Attention:
     rotary: Rotary | None = None
     gated: bool = False
     sinks: str | None = None
+    value_norm: Norm | None = None
+    keys_are_values: bool = False
+    shared: int | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,7 @@ class MLP:
     inputs: Slices
     gated: bool
     down: str
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+    activation: Activation
     gate_scale: float = 1.0
 
 
@@ -239,9 +249,57 @@ class Mixture:
 
     router: Router
     experts: str
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+    activation: ExpertActivation
     shared: MLP | None = None
     shared_gate: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Vectors of P channels for each layer, made from a token and its embedding (Gemma 3n and 4).
+
+    With e what enters the first block, the vector of layer l is the l-th run of P channels of::
+
+        scale * (norm(projection_scale * projection(e)) + embedding_scale * embedding(token))
+
+    Attributes:
+        embedding: full name of the embedding of tokens with channels for all layers.
+        embedding_scale, projection_scale, scale: factors of the formula.
+        projection: full name of the linear without bias.
+        norm: norm of each P channels.
+    """
+
+    embedding: str
+    embedding_scale: float
+    projection: str
+    projection_scale: float
+    norm: Norm
+    scale: float
+
+    @property
+    def width(self) -> int:
+        """P, channels of a layer."""
+        return self.norm.width
+
+
+@dataclass(frozen=True)
+class InputGate:
+    """The last part of a block that reads the layer's vector of :class:`LayerInputs`.
+
+    With x the residual stream::
+
+        x = x + norm(output(activation(gate(x)) * vector))
+
+    Attributes:
+        gate, output: full names of linears.
+        activation: activation of the gate.
+        norm: norm of the result; None without one.
+    """
+
+    gate: str
+    activation: Activation
+    output: str
+    norm: Norm | None
 
 
 @dataclass(frozen=True)
@@ -267,6 +325,9 @@ class Layer:
         attention_scale, mlp_scale: factors on the results of attention and MLP before they are added.
         beside: mixer beside attention, or None.
         beside_scale: factor on the result of that mixer.
+        input_gate: part behind the MLP that reads the layer's own vector; None without one.
+        stream_scale: full name of the buffer of one number that multiplies the residual stream at the end of
+            the block; None without one.
     """
 
     name: str
@@ -281,6 +342,8 @@ class Layer:
     mlp_scale: float = 1.0
     beside: Mamba | None = None
     beside_scale: float = 1.0
+    input_gate: InputGate | None = None
+    stream_scale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -297,6 +360,7 @@ class Anatomy:
         final_norm: norm before the head, or None.
         head: full name of the output head (its weight may be tied to the embedding).
         logit_scale: factor on the logits.
+        layer_inputs: vectors that blocks read besides the residual stream; None without them.
         logit_softcap: cap of the logits after ``logit_scale``, as :attr:`Attention.softcap`; None for no cap.
     """
 
@@ -310,6 +374,7 @@ class Anatomy:
     embedding_norm: Norm | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    layer_inputs: LayerInputs | None = None
 
 
 @dataclass(frozen=True)

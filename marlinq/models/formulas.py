@@ -70,12 +70,11 @@ def factor(given: Tensor, base: Tensor) -> float | None:
     return tidy(value) if value and close(wide, value * narrow) else None
 
 
-def tidy(value: float, tolerance: float = 1e-7) -> float:
-    """``value``, or a number with few digits that differs from it by a share of ``tolerance`` at most, which
-    is rounding by default."""
+def tidy(value: float) -> float:
+    """``value``, or a number with few digits that differs from it only by rounding."""
     for digits in range(1, 6):
         short = float(f"{value:.{digits}g}")
-        if abs(short - value) <= tolerance * abs(value):
+        if abs(short - value) <= 1e-7 * abs(value):
             return short
     return value
 

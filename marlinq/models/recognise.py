@@ -26,8 +26,10 @@ from marlinq.models.anatomy import (
     Anatomy,
     Attention,
     Groups,
+    InputGate,
     LatentAttention,
     Layer,
+    LayerInputs,
     Mamba,
     Mixture,
     Norm,
@@ -90,12 +92,13 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
         corrections = {
             name: routed.correction for name, routed in experts.items() if routed.correction is not None
         }
+        randomised = [*corrections.values(), *_stream_scales(names, blocks)]
 
         def recorded(start: int, seed: int = _SEED) -> Recording:
             blocks = [model.get_submodule(name) for name in names]
             widths = {name: norm.width for name, norm in norms.items()}
             counts = {name: routed.count for name, routed in experts.items()}
-            return record(model, blocks, widths, start, counts, list(corrections.values()), seed, mixers)
+            return record(model, blocks, widths, start, counts, randomised, seed, mixers)
 
         def anatomy_in(recording: Recording) -> Anatomy:
             return _anatomy(model, names, norms, rotary, experts, mixers, groups, recording)
@@ -127,6 +130,16 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
         return anatomy
     except Refusal as refusal:
         return Unrecognised(refusal.part, refusal.reason)
+
+
+def _stream_scales(names: Sequence[str], blocks: Sequence[nn.Module]) -> list[str]:
+    """Full names of the blocks' own buffers of one number."""
+    return [
+        f"{name}.{key}"
+        for name, block in zip(names, blocks, strict=True)
+        for key, buffer in block.named_buffers(recurse=False)
+        if tuple(buffer.shape) == (1,) and buffer.is_floating_point()
+    ]
 
 
 def anatomy_of(model: PreTrainedModel) -> Anatomy | Unrecognised:
@@ -330,6 +343,8 @@ def _anatomy(
             _Block(
                 *(model, name, calls, norms, rotary, experts, mixers, recording.corrections, groups),
                 *(entered, recording.outputs[index]),
+                recording.vectors[index] if entry.layer_inputs is not None else [],
+                [each for each in recording.calls if isinstance(each, AttentionCall) and each.block < index],
             ).layer(recording.positions)
         )
     for layer in layers:
@@ -349,6 +364,7 @@ def _anatomy(
         embedding_norm=entry.norm,
         logit_scale=scale,
         logit_softcap=softcap,
+        layer_inputs=entry.layer_inputs,
     )
 
 
@@ -371,6 +387,11 @@ class _Entry:
     """The part of the model from token ids to the first block."""
 
     def __init__(self, calls: Sequence[Call], recording: Recording, norms: dict[str, Norm]) -> None:
+        self.layer_inputs = _layer_inputs(calls, recording, norms)
+        if self.layer_inputs is not None:
+            inner = (getattr(self.layer_inputs, name) for name in ("embedding", "projection"))
+            known = {*inner, self.layer_inputs.norm.module}
+            calls = [call for call in calls if call.name not in known]
         lookups = [call for call in calls if call.kind == "embedding"]
         normalised = [call for call in calls if call.kind == "norm"]
         strange = [call for call in calls if call not in lookups and call not in normalised]
@@ -401,6 +422,44 @@ class _Entry:
         if scale is None:
             raise Refusal(self.embedding, "what enters the first block is not a multiple of the embedding")
         self.scale = scale
+
+
+def _layer_inputs(
+    calls: Sequence[Call], recording: Recording, norms: Mapping[str, Norm]
+) -> LayerInputs | None:
+    """The vectors that blocks are called with besides hidden states, from the calls before the first block;
+    None if these have another pattern."""
+    first, blocks = recording.inputs[0], len(recording.inputs)
+    projections = [call for call in calls if call.kind == "linear" and torch.equal(call.input, first)]
+    lookups = [call for call in calls if call.kind == "embedding" and torch.equal(call.input, recording.ids)]
+    given = [recording.vectors[index] for index in range(blocks)]
+    if len(projections) != 1 or len(lookups) != 2 or any(len(each) != 1 for each in given):
+        return None
+    projected, looked_up = projections[0], lookups[1]
+    vectors = torch.stack([each[0] for each in given], 2)
+    shape = (1, TOKENS, blocks, -1)
+    normed = next((call for call in calls if call.kind == "norm" and call.input.dim() == 4), None)
+    if normed is None or normed.input.shape != vectors.shape:
+        return None
+    if not projected.output.numel() == looked_up.output.numel() == vectors.numel():
+        return None
+    projection_scale = factor(normed.input, projected.output.view(shape))
+    table = looked_up.output.view(shape)
+    both = torch.stack((normed.output.flatten(), table.flatten()), 1).double()
+    scale, of_table = torch.linalg.lstsq(both, vectors.flatten().double()[:, None]).solution[:, 0].tolist()
+    if projection_scale is None or not scale:
+        return None
+    scale, embedding_scale = tidy(scale), tidy(of_table / scale)
+    if not close(vectors, scale * (normed.output + embedding_scale * table)):
+        return None
+    return LayerInputs(
+        embedding=looked_up.name,
+        embedding_scale=embedding_scale,
+        projection=projected.name,
+        projection_scale=projection_scale,
+        norm=norms[normed.name],
+        scale=scale,
+    )
 
 
 def _exit(
@@ -498,6 +557,8 @@ class _Block:
         groups: Groups | None,
         entered: Tensor,
         left: Tensor,
+        vectors: Sequence[Tensor],
+        earlier: Sequence[AttentionCall],
     ) -> None:
         self.model = model
         self.name = name
@@ -509,21 +570,28 @@ class _Block:
         self.corrections = corrections
         self.groups = groups
         self.entered = entered
-        self.left = left
+        scales = [each for each in corrections if each.rpartition(".")[0] == name]
+        self.stream_scale = scales[0] if len(scales) == 1 else None
+        self.left = left if self.stream_scale is None else left / corrections[self.stream_scale]
+        self.vectors = vectors
+        self.earlier = earlier
         self.unexplained = list(calls)
 
     def layer(self, positions: Tensor) -> Layer:
         attended = self._attended(positions)
+        gated = self._input_gate()
         behind = None if attended is not None and not self.unexplained else self._mlp_part(attended)
         if self.unexplained:
             raise Refusal(self.unexplained[0].name, "its part in the block is not understood")
-        parts = [part for part in (attended, behind) if part is not None]
+        parts = [part for part in (attended, behind, gated) if part is not None]
         for part in parts:
             for name, x in ((part.writer, part.output), (part.reader, part.reads)):
                 if x.shape != self.entered.shape:
                     raise Refusal(name, f"{list(x.shape)} where the block has {list(self.entered.shape)}")
         both = attended is not None and behind is not None
         parallel = both and all(torch.equal(part.reads, self.entered) for part in parts)
+        if gated is not None and parallel:
+            raise Refusal(gated.reader, "a gate of the layer's own inputs in a parallel block")
         beside = None if attended is None else attended.beside
         beside_scale = 1.0
         if parallel:
@@ -540,6 +608,8 @@ class _Block:
                     beside_scale = self._share(added, beside.output, part.output)
                     added = added - beside_scale * beside.output
                 scales.append(self._scale(added, part.output, part.what))
+            if gated is not None and scales.pop() != 1:
+                raise Refusal(gated.writer, "its result is multiplied before it is added")
         return Layer(
             name=self.name,
             attention=None if attended is None else attended.anatomy,
@@ -553,6 +623,8 @@ class _Block:
             mlp_scale=1.0 if behind is None else scales[-1],
             beside=None if beside is None else beside.anatomy,
             beside_scale=beside_scale,
+            input_gate=None if gated is None else gated.anatomy,
+            stream_scale=self.stream_scale,
         )
 
     def _attended(self, positions: Tensor) -> _Part[Attention | LatentAttention | Mixer] | None:
@@ -574,7 +646,9 @@ class _Block:
             before, after, rotary = self.calls[:place], self.calls[place + 1 :], self.rotary.at(positions)
             expansion = find_expansion(call, before)
             if expansion is None:
-                attention, used, given, output = attention_part(call, before, after, self.norms, rotary)
+                attention, used, given, output = attention_part(
+                    *(call, before, after, self.norms, rotary, self.earlier)
+                )
             else:
                 attention, used, given, output = latent_part(
                     call, expansion, before, after, self.norms, rotary
@@ -639,6 +713,23 @@ class _Block:
         if attended is None and not self._enters(reads):
             raise Refusal(reader, "the MLP does not read what enters the block, nor a norm of it")
         return _Part("MLP", mlp, reader, writer, norm, post, reads, result)
+
+    def _input_gate(self) -> _Part[InputGate] | None:
+        """The part that reads the layer's own vector, which the block is called with; None without one."""
+        linears = [call for call in self.unexplained if call.kind == "linear"]
+        for vector, gate, writer in product(self.vectors, linears, linears):
+            if not gate.output.shape == vector.shape == writer.input.shape:
+                continue
+            for activation, function in ACTIVATIONS.items():
+                if not close(writer.input, function(gate.output) * vector):
+                    continue
+                self.unexplained.remove(gate)
+                self.unexplained.remove(writer)
+                result, post = self._post_norm(writer.output)
+                found = InputGate(gate.name, activation, writer.name, post)
+                what = "gated inputs of the layer"
+                return _Part(what, found, gate.name, writer.name, None, post, gate.input, result)
+        return None
 
     def _enters(self, reads: Tensor) -> bool:
         """Whether ``reads`` is what enters the block, which some blocks cast to the dtype of a norm's weight.
@@ -729,7 +820,8 @@ class _Block:
                     scale = factor(routed.weights.float(), share)
                     if scale is not None:
                         # Some models add up to 1e-6 to the sum that they divide by.
-                        scale = tidy(scale, TOLERANCE)
+                        short = float(f"{scale:.3g}")
+                        scale = short if abs(short - scale) <= TOLERANCE * scale else scale
                         kind: Literal["softmax", "sigmoid"] = "softmax" if scoring == "softmax" else "sigmoid"
                         router = Router(
                             *(call.name, count, top, kind, normalised, scale, correction, groups, call.wide),

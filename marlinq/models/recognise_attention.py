@@ -166,6 +166,7 @@ def attention_part(
     after: Sequence[Call],
     norms: Mapping[str, Norm],
     rotary: RotaryModules,
+    earlier: Sequence[AttentionCall] = (),
 ) -> tuple[Attention, list[Call], Tensor, Call]:
     """The attention that ``call`` belongs to.
 
@@ -174,6 +175,7 @@ def attention_part(
         before, after: calls of its block before and after it.
         norms: all norms of the model.
         rotary: buffers with rotary frequencies.
+        earlier: calls of attention in earlier blocks.
 
     Returns:
         (attention, calls that belong to it with projections first, input of its projections, call of the
@@ -193,8 +195,10 @@ def attention_part(
     for each in projections:
         if not torch.equal(each.input, projections[0].input):
             raise Refusal(each.name, f"does not read what {projections[0].name} reads")
-    slices, query, key, gate = _explain(call, projections, before, norms, rotary)
-    if query.rotary != key.rotary:
+    shared = next((each for each in earlier if _reads_the_same(call, each)), None)
+    found = _explain(call, projections, before, norms, rotary, shared is not None)
+    query, key, value, gate = found.query, found.key, found.value, found.gate
+    if key is not None and query.rotary != key.rotary:
         raise Refusal(call.name, "queries and keys are not rotated alike")
     output = next((each for each in after if each.kind == "linear"), None)
     result = call.output.reshape(1, call.output.shape[1], -1)
@@ -205,32 +209,54 @@ def attention_part(
             call.name if output is None else output.name, "does not read the result of attention as it is"
         )
     attention = Attention(
-        qkv=slices,
+        qkv=found.slices,
         output=output.name,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        scale=call.scale * query.scale * key.scale,
+        scale=call.scale * query.scale * (1.0 if key is None else key.scale),
         window=window_of(call.name, call.mask),
         softcap=call.softcap,
         query_norm=query.norm,
-        key_norm=key.norm,
+        key_norm=None if key is None else key.norm,
         rotary=query.rotary,
         gated=gate is not None,
         sinks=call.sinks,
+        value_norm=None if value is None else value.norm,
+        keys_are_values=shared is None and len(found.slices.widths) == 2,
+        shared=None if shared is None else shared.block,
     )
-    used = [*projections, output, *(heads.call for heads in (query, key) if heads.call is not None)]
+    inner = (each.call for each in (query, key, value) if each is not None)
+    used = [*projections, output, *(each for each in inner if each is not None)]
     return attention, used, projections[0].input, output
+
+
+def _reads_the_same(call: AttentionCall, other: AttentionCall) -> bool:
+    """Whether both calls have the same keys and values."""
+    pairs = (call.keys, other.keys), (call.values, other.values)
+    return all(torch.equal(one, another) for one, another in pairs)
 
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Norm, rotation and factor between columns of the projections and queries or keys."""
+    """Norm, rotation and factor between columns of the projections and queries, keys or values."""
 
     norm: Norm | None
     call: Call | None
     rotary: Rotary | None
     scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Explained:
+    """Columns of the projections, and what becomes of them; ``gate`` are gates [1, T, H * D] if heads of
+    queries are followed by gates. Keys and values are None if they are another layer's."""
+
+    slices: Slices
+    query: _Heads
+    key: _Heads | None
+    value: _Heads | None
+    gate: Tensor | None
 
 
 def _explain(
@@ -239,29 +265,35 @@ def _explain(
     before: Sequence[Call],
     norms: Mapping[str, Norm],
     rotary: RotaryModules,
-) -> tuple[Slices, _Heads, _Heads, Tensor | None]:
-    """The first assignment of columns to queries, keys and values that explains attention's inputs, and the
-    gates [1, T, H * D] if heads of queries are followed by gates."""
+    shared: bool,
+) -> _Explained:
+    """The first assignment of columns to queries, keys and values that explains attention's inputs.
+
+    Keys and values have columns of their own, or the same ones; or none if they are ``shared``."""
     heads, kv_heads, head_dim = call.input.shape[1], call.keys.shape[1], call.input.shape[3]
     failed = "values are not those of a linear, in columns that are known"
-    ways = product(permutations(projections), sorted({1, kv_heads, heads}), (1, 2))
-    for order, turns, share in ways:
-        widths = (share * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    counts = (0,) if shared else (2, 1)
+    ways = product(permutations(projections), sorted({1, kv_heads, heads}), (1, 2), counts)
+    for order, turns, share, count in ways:
+        widths = (share * heads * head_dim, *((kv_heads * head_dim,) * count))
         joined = torch.cat([each.output for each in order], -1)
         if joined.shape[-1] != sum(widths) or any(width % turns for width in widths):
             continue
         slices = Slices(tuple(each.name for each in order), widths, turns)
-        query, key, value = slices.split(joined)
-        if not torch.equal(_by_head(value, kv_heads), call.values):
-            continue
+        query, *others = slices.split(joined)
+        value = None
+        if others:
+            value = _explain_values(others[-1], call.values, before, norms)
+            if value is None:
+                continue
         gate = None
         if share == 2:
             shares = query.reshape(*query.shape[:-1], heads, 2, -1).unbind(-2)
             query, gate = (part.flatten(-2) for part in shares)
         explained_query = _explain_heads(query, call.input, before, norms, rotary)
-        explained_key = _explain_heads(key, call.keys, before, norms, rotary)
-        if explained_query is not None and explained_key is not None:
-            return slices, explained_query, explained_key, gate
+        explained_key = _explain_heads(others[0], call.keys, before, norms, rotary) if others else None
+        if explained_query is not None and (explained_key is not None or not others):
+            return _Explained(slices, explained_query, explained_key, value, gate)
         which = "queries" if explained_query is None else "keys"
         failed = f"{which} are neither what was projected nor a known rotation of it"
     raise Refusal(call.name, failed)
@@ -270,9 +302,20 @@ def _explain(
 def _explain_heads(
     part: Tensor, found: Tensor, before: Sequence[Call], norms: Mapping[str, Norm], rotary: RotaryModules
 ) -> _Heads | None:
-    norm, base, call = _head_norm(part, before, norms, found)
-    explained = rotary.explain(found, base)
-    return None if explained is None else _Heads(norm, call, *explained)
+    for norm, base, call in _head_norms(part, before, norms, found):
+        explained = rotary.explain(found, base)
+        if explained is not None:
+            return _Heads(norm, call, *explained)
+    return None
+
+
+def _explain_values(
+    part: Tensor, found: Tensor, before: Sequence[Call], norms: Mapping[str, Norm]
+) -> _Heads | None:
+    for norm, base, call in _head_norms(part, before, norms, found):
+        if torch.equal(base, found):
+            return _Heads(norm, call, None, 1.0)
+    return None
 
 
 def _by_head(part: Tensor, heads: int) -> Tensor:
@@ -280,20 +323,20 @@ def _by_head(part: Tensor, heads: int) -> Tensor:
     return part.reshape(*part.shape[:-1], heads, -1).transpose(1, 2)
 
 
-def _head_norm(
+def _head_norms(
     part: Tensor, before: Sequence[Call], norms: Mapping[str, Norm], wanted: Tensor
-) -> tuple[Norm | None, Tensor, Call | None]:
-    """(norm that reads ``part``, its output by head, its call)."""
+) -> Iterator[tuple[Norm | None, Tensor, Call | None]]:
+    """(norm, its output by head, its call) for each norm that reads ``part``; for none ``part`` itself."""
     by_head = _by_head(part, wanted.shape[1])
     for call in before:
         if call.kind != "norm" or call.input.numel() != part.numel():
             continue
         if call.input.dim() == 4 and torch.equal(call.input, by_head):
-            return norms[call.name], call.output, call
-        if torch.equal(call.input.flatten(), part.flatten()):
+            yield norms[call.name], call.output, call
+        elif torch.equal(call.input.flatten(), part.flatten()):
             result = call.output.reshape(1, TOKENS, -1)
-            return norms[call.name], _by_head(result, wanted.shape[1]), call
-    return None, by_head, None
+            yield norms[call.name], _by_head(result, wanted.shape[1]), call
+    yield None, by_head, None
 
 
 def window_of(name: str, mask: MaskFunction) -> int | None:

@@ -141,7 +141,9 @@ class Recording:
         calls: calls of replaced parts, in order.
         inputs, outputs: inputs and outputs of every block, [1, T, hidden].
         logits: [1, T, vocabulary].
-        corrections: full name of a buffer beside experts -> its random values in this pass, [experts].
+        corrections: full name of a buffer beside experts, [experts], or of a block, [1] -> its random values
+            in this pass.
+        vectors: further tensors [1, T, channels] that each block is called with.
     """
 
     ids: Tensor
@@ -151,6 +153,7 @@ class Recording:
     outputs: dict[int, Tensor] = field(default_factory=dict)
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     corrections: dict[str, Tensor] = field(default_factory=dict)
+    vectors: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 def record(
@@ -173,8 +176,9 @@ def record(
         experts: full name of each module of routed experts -> number of experts. A product with a weight of
         as
             many rows, outside of linears, makes a router's logits.
-        corrections: full names of buffers beside experts with one number per expert. They get random values
-            for the pass, because a new model's are zero and would not show.
+        corrections: full names of buffers beside experts with one number per expert, and of blocks with one
+            number. They get random values for the pass, because a new model's are zeros or ones and would not
+            show.
         seed: seed of all random numbers.
         mixers: full names of recognised modules in the place of attention, which are replaced as a whole.
 
@@ -332,7 +336,7 @@ class _Recorder:
             for name in names:
                 buffer = self.model.get_buffer(name)
                 before.append((buffer, buffer.clone()))
-                lowest = -2.0 if self.seed % 2 else -0.5
+                lowest = 0.5 if buffer.numel() == 1 else -2.0 if self.seed % 2 else -0.5
                 values = (self.random((buffer.numel(),)) * 8).remainder(64) / 64 + lowest
                 buffer.copy_(values)
                 self.recording.corrections[name] = values
@@ -368,6 +372,11 @@ class _Recorder:
                 raise Refusal(name, "does not run once, in order")
             self._block = index
             self.recording.inputs[index] = hidden.detach().clone()
+            self.recording.vectors[index] = [
+                value.detach().clone()
+                for value in (*args[1:], *kwargs.values())
+                if isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == hidden.shape[:2]
+            ]
 
         return hook
 

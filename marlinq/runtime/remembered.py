@@ -21,8 +21,10 @@ from marlinq.models.anatomy import (
     DeltaNet,
     GatedConvolution,
     Groups,
+    InputGate,
     LatentAttention,
     Layer,
+    LayerInputs,
     Mamba,
     Mixture,
     Norm,
@@ -38,7 +40,7 @@ _KINDS = {
     kind.__name__: kind
     for kind in (
         *(Anatomy, Attention, DeltaNet, GatedConvolution, Groups, LatentAttention, Layer, Mamba, Mixture),
-        *(MLP, Norm, Rotary, Router, Scales, Slices),
+        *(InputGate, LayerInputs, MLP, Norm, Rotary, Router, Scales, Slices),
     )
 }
 # Key of the class's name in JSON; no field has this name.

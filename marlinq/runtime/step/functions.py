@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq.models.anatomy import MLP, Mixture, Norm, Router, Slices
+from marlinq.models.anatomy import MLP, InputGate, LayerInputs, Mixture, Norm, Router, Slices
 from marlinq.models.formulas import ACTIVATIONS
 
 Function = Callable[[Tensor], Tensor]
@@ -37,6 +37,37 @@ def mlp_of(model: nn.Module, mlp: MLP) -> Function:
         first, *rest = inputs(x)
         result = activation(first if mlp.gate_scale == 1 else first * mlp.gate_scale)
         return down(result * rest[0] if rest else result)
+
+    return run
+
+
+def input_gate_of(
+    model: nn.Module, gate: InputGate, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of the residual stream and the layer's vector, which gives what is added to the stream."""
+    first, last = linear_of(model, gate.gate), linear_of(model, gate.output)
+    norm = norm_of(model, gate.norm, dtype)
+    activation = ACTIVATIONS[gate.activation]
+
+    def run(x: Tensor, vector: Tensor) -> Tensor:
+        result = last(activation(first(x)) * vector)
+        return result if norm is None else norm(result)
+
+    return run
+
+
+def layer_inputs_of(
+    model: nn.Module, inputs: LayerInputs, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of token ids [...] and embeddings [..., hidden], which gives vectors [..., layers, P]."""
+    table, projection = weight_of(model, inputs.embedding), linear_of(model, inputs.projection)
+    norm = norm_of(model, inputs.norm, dtype)
+    assert norm is not None
+
+    def run(ids: Tensor, x: Tensor) -> Tensor:
+        projected = (projection(x) * inputs.projection_scale).unflatten(-1, (-1, inputs.width))
+        looked_up = (F.embedding(ids, table) * inputs.embedding_scale).view(projected.shape)
+        return (norm(projected) + looked_up) * inputs.scale
 
     return run
 

@@ -27,6 +27,8 @@ from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.functions import (
     Chosen,
     Function,
+    input_gate_of,
+    layer_inputs_of,
     linear_of,
     mixture_of,
     mlp_of,
@@ -96,8 +98,16 @@ class ReferenceForward(Forward):
         self._latents = [
             _latent(model, layer.attention, batch, capacity, self._embedding) for layer in anatomy.layers
         ]
-        self._keys = [self._cache(layer.attention, device) for layer in anatomy.layers]
-        self._values = [torch.zeros_like(keys) for keys in self._keys]
+        self._inputs = None
+        if anatomy.layer_inputs is not None:
+            self._inputs = layer_inputs_of(model, anatomy.layer_inputs, self._dtype)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        for layer in anatomy.layers:
+            shared = layer.attention.shared if isinstance(layer.attention, Attention) else None
+            keys = self._cache(layer.attention, device) if shared is None else self._keys[shared]
+            self._keys.append(keys)
+            self._values.append(torch.zeros_like(keys) if shared is None else self._values[shared])
         self._rows = torch.arange(batch, device=device)
         self._places = torch.arange(capacity, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -138,11 +148,12 @@ class ReferenceForward(Forward):
         self.lengths.copy_(lengths)
         positions = self._places[:width]
         x = self._embed(ids, positions)
+        vectors = self._vectors(ids, x)
         turns = self._rotations.at(positions)
         for index, parts in enumerate(self._layers):
             self._routing = index
             beside = self._prompt_mixer(self._beside[index])
-            x = parts.forward(x, self._prompt_attention(index, parts, turns), beside)
+            x = parts.forward(x, self._prompt_attention(index, parts, turns), beside, vectors[index])
             if self.observe is not None:
                 self.observe(index, x)
         last = x[self._rows, self.lengths.long() - 1]
@@ -180,22 +191,23 @@ class ReferenceForward(Forward):
     def _step(self, tokens: Tensor) -> Tensor:
         positions = self.lengths.long()
         x = self._embed(tokens[:, None], positions[:, None])
+        vectors = self._vectors(tokens[:, None], x)
         turns = self._rotations.at(positions[:, None])
         masks: dict[int | None, tuple[int, Tensor | None]] = {}
         for index, parts in enumerate(self._layers):
             self._routing = index
             mixer = self._mixers[index]
             if mixer is not None:
-                x = parts.forward(x, mixer.step)
+                x = parts.forward(x, mixer.step, None, vectors[index])
             elif parts.layer.attention is None:
-                x = parts.forward(x, None)
+                x = parts.forward(x, None, None, vectors[index])
             else:
                 window = parts.window
                 if window not in masks:
                     masks[window] = self._visible(positions, window)
                 beside = self._beside[index]
                 attend = self._step_attention(index, parts, turns, positions, *masks[window])
-                x = parts.forward(x, attend, None if beside is None else beside.step)
+                x = parts.forward(x, attend, None if beside is None else beside.step, vectors[index])
             if self.observe is not None:
                 self.observe(index, x)
         normed = self._normed(x[:, 0])
@@ -225,10 +237,12 @@ class ReferenceForward(Forward):
         self._verified.clear()
         positions = self._places[start:end]
         x = self._embed(tokens[None], positions)
+        vectors = self._vectors(tokens[None], x)
         turns = self._rotations.at(positions)
         for index, parts in enumerate(self._layers):
             beside = self._run_mixer(self._beside[index])
-            x = parts.forward(x, self._run_attention(index, parts, turns, start), beside)
+            attend = self._run_attention(index, parts, turns, start)
+            x = parts.forward(x, attend, beside, vectors[index])
         normed = self._normed(x[0])
         if self.hidden_states is not None:
             self.hidden_states[start:end] = normed
@@ -258,6 +272,12 @@ class ReferenceForward(Forward):
             x = x + F.embedding(positions + self.anatomy.positions_offset, self._positions)
         return x if self._embedding_norm is None else self._embedding_norm(x)
 
+    def _vectors(self, ids: Tensor, x: Tensor) -> Sequence[Tensor | None]:
+        """The vector [B, T, P] of each layer for tokens with embeddings x; None for all without any."""
+        if self._inputs is None:
+            return [None] * len(self._layers)
+        return self._inputs(ids, x).unbind(-2)
+
     def _normed(self, x: Tensor) -> Tensor:
         return x if self._final_norm is None else self._final_norm(x)
 
@@ -281,11 +301,12 @@ class ReferenceForward(Forward):
             return None
 
         def attend(x: Tensor) -> Tensor:
-            *heads, gate = parts.heads(x, turns)
-            q, k, v = (each.transpose(1, 2) for each in heads)
-            self._keys[index][:, :, : x.shape[1]] = k
-            self._values[index][:, :, : x.shape[1]] = v
-            mixed = causal_attention(q, k, v, parts.attention, parts.sinks)
+            q, new, gate = parts.heads(x, turns)
+            keys, values = (cache[index][:, :, : x.shape[1]] for cache in (self._keys, self._values))
+            if new is not None:
+                keys.copy_(new[0].transpose(1, 2))
+                values.copy_(new[1].transpose(1, 2))
+            mixed = causal_attention(q.transpose(1, 2), keys, values, parts.attention, parts.sinks)
             return _gated(mixed.transpose(1, 2), gate)
 
         return attend
@@ -309,14 +330,13 @@ class ReferenceForward(Forward):
                 return latent.step(x, turns[latent.attention.rotary], positions, end, mask)
 
         def attend(x: Tensor) -> Tensor:
-            q, k, v, gate = parts.heads(x, turns)
+            q, new, gate = parts.heads(x, turns)
             keys, values = self._keys[index], self._values[index]
-            if self._shortest == self._longest:
-                keys[:, :, self._longest] = k[:, 0]
-                values[:, :, self._longest] = v[:, 0]
-            else:
-                keys[self._rows, :, positions] = k[:, 0]
-                values[self._rows, :, positions] = v[:, 0]
+            for cache, rows in zip((keys, values), new or (), strict=False):
+                if self._shortest == self._longest:
+                    cache[:, :, self._longest] = rows[:, 0]
+                else:
+                    cache[self._rows, :, positions] = rows[:, 0]
             seen = keys[:, :, first:end]
             with threads_at_most(1 if seen.is_cpu and seen.numel() <= _ALONE else None):
                 mixed = one_query(q, seen, values[:, :, first:end], mask, parts.attention, parts.sinks)
@@ -341,18 +361,18 @@ class ReferenceForward(Forward):
             return latent.run(x, turns[latent.attention.rotary], start, mask)
 
         def attend(x: Tensor) -> Tensor:
-            *heads, gate = parts.heads(x, turns)
-            q, k, v = (each.transpose(1, 2) for each in heads)
+            q, new, gate = parts.heads(x, turns)
             end = start + x.shape[1]
-            keys[:, :, start:end] = k
-            values[:, :, start:end] = v
+            if new is not None:
+                keys[:, :, start:end] = new[0].transpose(1, 2)
+                values[:, :, start:end] = new[1].transpose(1, 2)
             first = 0 if window is None else max(0, start + 1 - window)
             query, place = self._places[start:end, None], self._places[first:end]
             mask = place <= query
             if window is not None:
                 mask &= place > query - window
             seen = keys[:, :, first:end], values[:, :, first:end]
-            mixed = masked(q, *seen, mask=mask, attention=parts.attention, sinks=parts.sinks)
+            mixed = masked(q.transpose(1, 2), *seen, mask=mask, attention=parts.attention, sinks=parts.sinks)
             return _gated(mixed.transpose(1, 2), gate)
 
         return attend if latent is None else attend_latents
@@ -384,19 +404,22 @@ class _LayerParts:
     post_mlp_norm: Function | None
     query_norm: Function | None
     key_norm: Function | None
+    value_norm: Function | None
     qkv: Callable[[Tensor], Sequence[Tensor]] | None
     output: Function | None
     beside_output: Function | None
     mlp: Function | None
+    input_gate: Callable[[Tensor, Tensor], Tensor] | None
     sinks: Tensor | None
+    stream_scale: Tensor | None
 
     @classmethod
     def of(cls, model: nn.Module, layer: Layer, dtype: torch.dtype, chosen: Chosen) -> _LayerParts:
         attention = layer.attention
-        norms: tuple[Norm | None, Norm | None] = (None, None)
+        norms: tuple[Norm | None, ...] = (None, None, None)
         sinks = None
         if isinstance(attention, Attention):
-            norms = attention.query_norm, attention.key_norm
+            norms = attention.query_norm, attention.key_norm, attention.value_norm
             sinks = attention_sinks(model, attention)
         return cls(
             layer=layer,
@@ -406,6 +429,7 @@ class _LayerParts:
             post_mlp_norm=norm_of(model, layer.post_mlp_norm, dtype),
             query_norm=norm_of(model, norms[0], dtype),
             key_norm=norm_of(model, norms[1], dtype),
+            value_norm=norm_of(model, norms[2], dtype),
             qkv=parts_of(model, attention.qkv) if isinstance(attention, Attention) else None,
             output=None if attention is None else linear_of(model, attention.output),
             beside_output=None if layer.beside is None else linear_of(model, layer.beside.output),
@@ -414,7 +438,9 @@ class _LayerParts:
             else None
             if layer.mlp is None
             else mlp_of(model, layer.mlp),
+            input_gate=None if layer.input_gate is None else input_gate_of(model, layer.input_gate, dtype),
             sinks=sinks,
+            stream_scale=None if layer.stream_scale is None else model.get_buffer(layer.stream_scale).clone(),
         )
 
     @property
@@ -427,9 +453,19 @@ class _LayerParts:
         """Positions that a query sees at most; None for all."""
         return self.layer.attention.window if isinstance(self.layer.attention, Attention) else None
 
-    def forward(self, x: Tensor, attend: Function | None, beside: Function | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, attend: Function | None, beside: Function | None, vector: Tensor | None
+    ) -> Tensor:
         """x [B, T, hidden] through the block; ``attend`` makes [B, T, H, D] of normalised hidden states, None
-        in a layer without attention, and so does ``beside`` for the mixer beside attention."""
+        in a layer without attention, and so does ``beside`` for the mixer beside attention. ``vector``
+        [B, T, P] is the layer's own input, or None."""
+        x = self._parts(x, attend, beside)
+        if self.input_gate is not None and vector is not None:
+            x = x + self.input_gate(x, vector)
+        return x if self.stream_scale is None else x * self.stream_scale
+
+    def _parts(self, x: Tensor, attend: Function | None, beside: Function | None) -> Tensor:
+        """x behind attention and MLP."""
         layer = self.layer
         if attend is not None and self.output is not None:
             normed = x if self.attention_norm is None else self.attention_norm(x)
@@ -452,24 +488,37 @@ class _LayerParts:
         m = self.mlp(x)
         return m if self.post_mlp_norm is None else self.post_mlp_norm(m)
 
-    def heads(self, x: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Rotated queries [B, T, H, D], rotated keys and values [B, T, KV, D], and gates [B, T, H, D]."""
+    def heads(
+        self, x: Tensor, turns: Turns
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
+        """Rotated queries [B, T, H, D]; rotated keys and values [B, T, KV, D], None in a layer that reads
+        another layer's; and gates [B, T, H, D]."""
         attention = self.attention
         assert self.qkv is not None
-        q, k, v = self.qkv(x)
+        q, *others = self.qkv(x)
         gate = None
         if attention.gated:
             q, gate = q.reshape(*q.shape[:-1], attention.heads, 2, -1).unbind(-2)
             q = q.flatten(-2)
         q = _by_head(q, attention.heads, attention.query_norm, self.query_norm)
-        k = _by_head(k, attention.kv_heads, attention.key_norm, self.key_norm)
-        if attention.rotary is not None:
-            cosines, sines, partner = turns[attention.rotary]
-            both = torch.cat((q, k), -2)
-            turned = both * cosines
-            turned.addcmul_(both.index_select(-1, partner).to(turned.dtype), sines)
-            q, k = torch.split(turned.to(q.dtype), [attention.heads, attention.kv_heads], -2)
-        return q, k, _heads(v, attention.kv_heads), gate
+        if not others:
+            return _turned(q, attention, turns), None, gate
+        k = _by_head(others[0], attention.kv_heads, attention.key_norm, self.key_norm)
+        v = _by_head(others[-1], attention.kv_heads, attention.value_norm, self.value_norm)
+        q, k = torch.split(
+            _turned(torch.cat((q, k), -2), attention, turns), [attention.heads, attention.kv_heads], -2
+        )
+        return q, (k, v), gate
+
+
+def _turned(heads: Tensor, attention: Attention, turns: Turns) -> Tensor:
+    """``heads`` [..., heads, D], rotated as the attention's queries and keys are."""
+    if attention.rotary is None:
+        return heads
+    cosines, sines, partner = turns[attention.rotary]
+    turned = heads * cosines
+    turned.addcmul_(heads.index_select(-1, partner).to(turned.dtype), sines)
+    return turned.to(heads.dtype)
 
 
 def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
