@@ -6,6 +6,7 @@ another place in the next. Each function here compares the module with formulas 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -77,6 +78,14 @@ def tidy(value: float) -> float:
         if abs(short - value) <= 1e-7 * abs(value):
             return short
     return value
+
+
+def tidy_root(value: float) -> float:
+    """``value``, or a number with few digits or the root of one, that differs from it only by rounding."""
+    short, square = tidy(value), tidy(value * value)
+    if short != value:
+        return short
+    return math.copysign(math.sqrt(square), value) if square != value * value else float(f"{value:.7g}")
 
 
 def norm_formula(module: nn.Module, width: int) -> NormFormula | None:

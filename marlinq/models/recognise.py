@@ -49,6 +49,7 @@ from marlinq.models.formulas import (
     factor,
     norm_formula,
     tidy,
+    tidy_root,
 )
 from marlinq.models.fused_experts import find_experts
 from marlinq.models.linears import is_linear
@@ -449,7 +450,7 @@ def _layer_inputs(
     scale, of_table = torch.linalg.lstsq(both, vectors.flatten().double()[:, None]).solution[:, 0].tolist()
     if projection_scale is None or not scale:
         return None
-    scale, embedding_scale = tidy(scale), tidy(of_table / scale)
+    scale, embedding_scale = tidy_root(scale), tidy_root(of_table / scale)
     if not close(vectors, scale * (normed.output + embedding_scale * table)):
         return None
     return LayerInputs(

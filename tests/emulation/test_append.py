@@ -72,6 +72,39 @@ def test_rotation_and_cache(
     assert int(values.isnan().logical_not().sum()) == m * kv * size, "another position was written"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_values_that_are_keys_and_keys_of_another_layer(builder: Builder, shared: bool) -> None:
+    dtype, size, tokens = torch.float16, 272, 2
+    torch.manual_seed(size)
+    x = strided(tokens, (3 if shared else 4) * size, 5 * size, dtype)
+    norm, table = head_norm("RMS_WIDE", size, 1, dtype, wide=False), apart(rotation_table(9, size))
+    work = HeadWork(
+        table=table,
+        query_norm=norm,
+        key_norm=None if shared else norm,
+        value_eps=None if shared else 0.25,
+        keys_are_values=not shared,
+        shared=shared,
+    )
+    lengths = apart(torch.tensor([5], dtype=torch.int32))
+    q = poisoned(tokens, 3, size, dtype=dtype)
+    keys, values = (poisoned(1, 1, 9, size, dtype=dtype) for _ in range(2))
+    memory = [
+        *given(x=x, lengths=lengths),
+        *constants(table=table),
+        *weights_of("norm's", norm),
+        *results(q=q, keys=keys, values=values),
+    ]
+    start(builder, append(x, q, keys, values, lengths, work, tokens_each=tokens), memory)
+    wanted = expected_heads(x, 3, 1, size, torch.arange(5, 5 + tokens), work)
+    assert relative_error(q, wanted[0]) < BOUND[dtype]
+    if not shared:
+        for cache, expected in ((keys, wanted[1]), (values, wanted[2])):
+            assert relative_error(cache[0, :, 5 : 5 + tokens].transpose(0, 1), expected) < BOUND[dtype]
+    written = 0 if shared else tokens * size
+    assert int(values.isnan().logical_not().sum()) == int(keys.isnan().logical_not().sum()) == written
+
+
 def test_a_full_cache_takes_nothing(builder: Builder) -> None:
     x = apart(random(2, 3 * 16, dtype=torch.float16))
     lengths = apart(torch.tensor([4, 3], dtype=torch.int32))

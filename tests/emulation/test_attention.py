@@ -121,6 +121,78 @@ def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) 
     assert all(torch.equal(out, found[0]) for out in found), "how splits meet, or when, shows in the bits"
 
 
+# D, cached tokens, rows, splits, shared; heads of more than 256 channels are taken in slices.
+OTHER_HEADS = [(512, 70, 1, 3, False), (320, 45, 1, 1, True), (264, 20, 3, 2, False), (64, 40, 3, 2, True)]
+
+
+@pytest.mark.parametrize(("case", "dtype"), in_turn(OTHER_HEADS, DTYPES), ids=str)
+def test_values_that_are_keys_and_keys_of_another_layer(
+    builder: Builder, case: tuple[int, int, int, int, bool], dtype: torch.dtype
+) -> None:
+    size, length, rows, splits, shared = case
+    torch.manual_seed(size)
+    heads, capacity = 3, length + rows
+    table = apart(rotation_table(capacity, size))
+    norms = [head_norm("RMS_WIDE", size, 1, dtype, wide=False) for _ in range(2)]
+    work = HeadWork(
+        table=table,
+        query_norm=norms[0],
+        key_norm=None if shared else norms[1],
+        value_eps=None if shared else 0.25,
+        keys_are_values=not shared,
+        shared=shared,
+    )
+    x = strided(rows, (heads + work.keys_and_values) * size, 5 * size, dtype)
+    lengths = apart(torch.arange(length, length + rows, dtype=torch.int32))
+    q, *new = expected_heads(x, heads, 1, size, lengths.long(), work)
+    filled = [random(1, 1, capacity, size, dtype=dtype) for _ in range(2)]
+    whole = [cache.clone() for cache in filled]
+    if not shared:
+        for cache, begun, made in zip(whole, filled, new, strict=True):
+            cache[0, :, length:] = made.to(dtype).transpose(0, 1)
+            begun[:, :, length:] = torch.nan
+    keys, values = (apart(cache) for cache in filled)
+    division = Division(splits)
+    room = Workspace.of([(AttentionShape(rows, heads, 1, size, capacity), division)], torch.device("cpu"))
+    workspace = Workspace(apart(room.partials), apart(room.counters))
+    out = poisoned(rows, heads, size, dtype=dtype)
+    prepared = attend(
+        *(x, keys, values, out, lengths, work, workspace),
+        scale=size**-0.5,
+        division=division,
+        together=rows > 1,
+    )
+    memory = [
+        *given(x=x),
+        *constants(table=table, lengths=lengths),
+        *weights_of("query norm's", norms[0]),
+        *weights_of("key norm's", norms[1]),
+        *results(out=out, partials=workspace.partials),
+        Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
+    ]
+    for name, cache in (("keys", keys), ("values", values)):
+        if shared:
+            # An earlier kernel of the step has written the new tokens'.
+            memory += [
+                Memory(name, cache[0, 0, :length]),
+                Memory(f"new {name}", cache[0, 0, length:], after_previous=True),
+            ]
+        else:
+            memory.append(Memory(name, cache, writable=True, holds_values=True))
+    start(builder, prepared, memory, seed=size, resident=2)
+    expected = expected_attention(
+        q.to(dtype),
+        *(cache.expand(rows, -1, -1, -1) for cache in whole),
+        lengths,
+        scale=size**-0.5,
+        window=None,
+        softcap=None,
+    )
+    assert relative_error(out, expected) < BOUND[dtype]
+    for found, wanted in zip((keys, values), whole, strict=True):
+        assert relative_error(found, wanted.double()) < BOUND[dtype]
+
+
 # (heads, kv_heads, D, cached tokens, rows, splits, window, softcap), warps, rotated channels, norm, gated
 TOGETHER = [
     ((4, 2, 64, 0, 3, 1, None, None), 4, 64, "RMS", True),

@@ -12,6 +12,7 @@ from marlinq.kernels.step import (
     HeadNorm,
     HeadWork,
     LatentWeights,
+    LayerInputWeights,
     MambaWeights,
     RowNorm,
 )
@@ -61,10 +62,14 @@ def expected_rotation(x: Tensor, table: Tensor, positions: Tensor, *, interleave
 def expected_heads(
     x: Tensor, heads: int, kv: int, size: int, positions: Tensor, work: HeadWork
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [M, heads, D] in float64."""
-    columns_of = (heads * size, kv * size, kv * size)
+    """Queries, keys and values [M, heads, D] in float64; queries three times where keys are shared."""
+    columns_of = (heads * size, *((kv * size,) * work.keys_and_values))
     split = Slices(("qkv",), columns_of, work.turns).split(x.double())
     parts = [part.unflatten(1, (-1, size)) for part in split]
+    # Values that are keys, before norm and rotation.
+    parts += [parts[-1]] * (3 - len(parts))
+    if work.value_eps is not None:
+        parts[2] = expected_norm(parts[2], RowNorm("RMS_WIDE", None, None, work.value_eps))
     for index, norm in enumerate((work.query_norm, work.key_norm)):
         part = parts[index]
         if norm is not None and norm.wide:
@@ -144,6 +149,13 @@ def _convolved(
 def _silu(x: Tensor) -> Tensor:
     """``silu`` rounded to the dtype of ``x``, in float64."""
     return F.silu(x).double()
+
+
+def expected_layer_inputs(tokens: Tensor, x: Tensor, weights: LayerInputWeights) -> Tensor:
+    """The vectors of all layers, [M, layers * P] in float64."""
+    found = weights.table[tokens].double() * weights.table_scale
+    given = x.double()[:, : found.shape[1]].unflatten(1, (-1, weights.width))
+    return weights.scale * (expected_norm(given, weights.norm).flatten(1) + found)
 
 
 def expected_convolution(

@@ -25,6 +25,7 @@ from marlinq.kernels.step import (
     LatentDivision,
     LatentWeights,
     LatentWorkspace,
+    LayerInputWeights,
     MambaWeights,
     MambaWorkspace,
     Prepared,
@@ -39,6 +40,7 @@ from marlinq.kernels.step import (
     latent_attend,
     latent_queries,
     latent_values,
+    layer_inputs,
     mamba,
     residual,
     router,
@@ -129,6 +131,19 @@ def attentions(*, clusters: bool = False) -> list[Prepared]:
                     sinks=torch.empty(8) if number % 2 else None,
                 )
             )
+    if clusters:
+        return prepared
+    # Heads in slices, with values that are keys, and with another layer's keys.
+    norm = HeadNorm("RMS_WIDE", empty(512), None, 1e-6)
+    table, cache, out = torch.empty(32, 256, 2), empty(1, 8, 32, 512), empty(1, 8, 512)
+    division, shape = Division(2), AttentionShape(1, 8, 8, 512, 32)
+    workspace = Workspace.of([(shape, division)], torch.device("cpu"))
+    for work in (
+        HeadWork(table=table, query_norm=norm, key_norm=norm, value_eps=1e-6, keys_are_values=True),
+        HeadWork(table=table, query_norm=norm, shared=True),
+    ):
+        given = (empty(1, 16 * 512), cache, cache, out, lengths, work, workspace)
+        prepared.append(attend(*given, scale=1.0, division=division))
     return prepared
 
 
@@ -205,6 +220,12 @@ def convolutions() -> list[Prepared]:
         x, out, ring = (empty(*shape, dtype=dtype) for shape in ((1, 6144), (1, 2048), (1, taps, 2048)))
         prepared.append(gated_convolution(x, out, ring, torch.zeros(1, dtype=torch.int32), weights))
     return prepared
+
+
+def layer_vectors() -> list[Prepared]:
+    norm = RowNorm("RMS_WIDE", empty(256), None, 1e-6)
+    weights = LayerInputWeights(empty(4, 1024), 16.0, norm, 256, 0.5)
+    return [layer_inputs(torch.zeros(1, dtype=torch.int64), empty(1, 1024), empty(1, 1024), weights)]
 
 
 def latents() -> list[list[Prepared]]:
@@ -312,7 +333,7 @@ def cluster_routers() -> list[Prepared]:
 
 KERNELS = (
     *(residuals, appends, attentions, runs, deltas, mambas, convolutions, activations, routers),
-    *(absorbing, latent_attentions, latent_results),
+    *(layer_vectors, absorbing, latent_attentions, latent_results),
 )
 CLUSTERED = (cluster_attentions, cluster_routers)
 

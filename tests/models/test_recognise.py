@@ -79,6 +79,8 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
             named |= {each.name for each in block.projections if each.name.startswith(f"{mlp.experts}.")}
         elif mlp is not None:
             named |= {*mlp.inputs.modules, mlp.down}
+        if layer.input_gate is not None:
+            named |= {layer.input_gate.gate, layer.input_gate.output}
         if layer.beside is not None:
             named |= {*layer.beside.inputs.modules, layer.beside.output}
         assert named - {None} == {projection.name for projection in block.projections}
@@ -111,6 +113,24 @@ def test_windows_are_those_of_the_layers() -> None:
     assert [layer.attention.window for layer in tiny("qwen2").layers] == [None, WINDOW, WINDOW]
     assert [layer.attention.window for layer in tiny("gemma-3").layers] == [WINDOW] * 5 + [None]
     assert [layer.attention.window for layer in tiny("cohere-2").layers] == [WINDOW] * 3 + [None]
+
+
+def test_what_gemma_4_has_besides_is_recognised() -> None:
+    local, whole = tiny("gemma-4").layers[:2]
+    assert (local.attention.head_dim, local.attention.keys_are_values) == (16, False)
+    assert (whole.attention.head_dim, whole.attention.keys_are_values) == (32, True)
+    assert (whole.attention.kv_heads, whole.attention.window) == (1, None)
+    assert whole.attention.value_norm is not None
+    assert whole.attention.rotary is not None
+    assert whole.attention.rotary.channels == 32
+    assert whole.stream_scale == "model.layers.1.layer_scalar"
+    edge = tiny("gemma-4-e")
+    assert [layer.attention.shared for layer in edge.layers] == [None, None, 0, 1]
+    assert [len(layer.attention.qkv.widths) for layer in edge.layers] == [3, 3, 1, 1]
+    inputs = edge.layer_inputs
+    assert inputs is not None
+    assert (inputs.width, inputs.embedding_scale, inputs.projection_scale) == (16, 4.0, 0.125)
+    assert inputs.scale == pytest.approx(0.5**0.5, rel=1e-7)
 
 
 def test_rotations_are_those_of_the_layers() -> None:

@@ -300,6 +300,38 @@ KNOWN |= {
 }
 """Name -> decoder with short convolutions between gates."""
 
+_GEMMA_4: dict[str, Any] = {
+    **_HEADS,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": WINDOW,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 0,
+}
+KNOWN |= {
+    "gemma-4": Decoder(
+        "gemma4_text",
+        {
+            **_GEMMA_4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma-4-e": Decoder(
+        "gemma4_text",
+        {
+            **_GEMMA_4,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16,
+            "use_double_wide_mlp": True,
+        },
+    ),
+}
+"""Name -> decoder with heads of several sizes: with keys that are values, and with vectors of layers."""
+
 UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
     "mamba": (
         Decoder("mamba", {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2}),
@@ -361,6 +393,9 @@ def random_decoder(decoder: Decoder, *, seed: int = 0, dtype: torch.dtype = torc
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.75)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 1:

@@ -23,6 +23,7 @@ from marlinq.kernels.step.latent import (
     latent_refusal,
     latent_values,
 )
+from marlinq.kernels.step.layer_inputs import LayerInputWeights, layer_inputs, layer_inputs_refusal
 from marlinq.kernels.step.mamba import MambaWeights, MambaWorkspace, mamba, mamba_refusal
 from marlinq.kernels.step.residual import Gather, RoutedRows, RowNorm, residual
 from marlinq.kernels.step.router import ROUTER_WIDEST, Addition, router
@@ -41,6 +42,7 @@ __all__ = [
     "LatentDivision",
     "LatentWeights",
     "LatentWorkspace",
+    "LayerInputWeights",
     "MambaWeights",
     "MambaWorkspace",
     "Prepared",
@@ -61,6 +63,8 @@ __all__ = [
     "latent_queries",
     "latent_refusal",
     "latent_values",
+    "layer_inputs",
+    "layer_inputs_refusal",
     "mamba",
     "mamba_refusal",
     "precompile_prepared",

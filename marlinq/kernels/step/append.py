@@ -32,14 +32,15 @@ def append(
     *,
     tokens_each: int = 1,
 ) -> Prepared:
-    """Normalise and rotate queries and keys; append keys and values to the cache.
+    """Normalise and rotate queries and keys; append keys and values to the cache, unless they are another
+    layer's.
 
     Args:
-        x: [M, (H + 2 * KV) * D], queries, keys and values side by side.
+        x: [M, (H + 2 * KV) * D], queries, keys and values side by side, as far as ``work`` has them.
         q: [M, H, D], contiguous; written: the queries.
         keys, values: [B, KV, L, D], contiguous; the cache.
         lengths: int32 [B]; token t of sequence b goes to position ``lengths[b] + t``.
-        work: norms and rotation of queries and keys.
+        work: norms and rotation of queries, keys and values.
         tokens_each: T, with M = B * T.
 
     Raises:
@@ -68,5 +69,5 @@ def append(
         tokens_each=tokens_each,
         capacity=capacity,
     )
-    grid = m * -(-(heads + 2 * kv_heads) // _WARPS)
+    grid = m * -(-(heads + (0 if work.shared else 2 * kv_heads)) // _WARPS)
     return Prepared(Instantiation("step/append.cuh", "step_append", parameters), grid, 32 * _WARPS, arguments)

@@ -16,6 +16,10 @@ from marlinq.kernels.step.heads import HeadWork, NewHeads, head_parameters, new_
 
 # Query heads and positions of a tile; equal constants are in the kernel.
 _HEADS, _TILE = 8, 16
+MOST_CHANNELS = 512
+"""Channels of a head at most."""
+# Channels of a head up to which a block may have eight warps: small GPUs lack shared memory for sums of more.
+_EIGHT_WARPS = 256
 _NO_WINDOW = (1 << 31) - 1
 _MANY_SPLITS, _MOST_SPLITS = 16, 64
 _LARGEST_CLUSTER = 5
@@ -76,7 +80,8 @@ def divide(shape: AttentionShape, multiprocessors: int, *, clusters: bool = Fals
     Sequences are split until their blocks fill the GPU, but into parts of no fewer positions than the warps
     of a block take in one turn. Figures are in docs/kernels.md, "Splits of attention".
     """
-    plain = Division(1, warps=8 if shape.units <= multiprocessors else 4)
+    few = shape.units <= multiprocessors and shape.head_dim <= _EIGHT_WARPS
+    plain = Division(1, warps=8 if few else 4)
     places = multiprocessors * plain.blocks_each(shape.head_dim)
     turns = -(-shape.capacity // (_TILE * plain.warps))
     # Where most multiprocessors idle, a second turn of the warps costs less than waiting for another block.
@@ -154,12 +159,13 @@ def attend(
     stream's previous kernels still run.
 
     Args:
-        x: [B, (H + 2 * KV) * D], queries, keys and values side by side. Where ``work.gated``, each query head
-            is followed by D gates; the result is multiplied by their sigmoid.
+        x: [B, (H + 2 * KV) * D], queries, keys and values side by side, as far as ``work`` has them. Where
+            ``work.gated``, each query head is followed by D gates; the result is multiplied by their sigmoid.
         keys, values: [B, KV, L, D], contiguous; the cache. [1, KV, L, D] with ``together``.
         out: [B, H, D], each row contiguous; written.
         lengths: int32 [B], tokens in the cache; with ``together`` rising by one from row to row.
-        work: norms and rotation of queries and keys, applied first.
+        work: norms and rotation of queries, keys and values, applied first. Where it is ``shared``, nothing
+            is appended: ``keys`` and ``values`` hold the new token's already.
         workspace: made for this shape and division.
         scale: factor on the dot products.
         division: from :func:`divide`.

@@ -44,6 +44,10 @@ class HeadWork:
         turns: runs in which queries, keys and values alternate (:class:`marlinq.models.anatomy.Slices`); 1
             for norms over all heads.
         gated: whether each query head is followed by D gates; not with norms over all heads.
+        value_eps: number added to the mean square by which each head of values is normalised, without a
+            weight; None where values are not normalised.
+        keys_are_values: whether values are what was projected as keys, which have no columns of their own.
+        shared: whether rows have queries alone, and keys and values are in the cache.
     """
 
     table: Tensor | None = None
@@ -52,6 +56,14 @@ class HeadWork:
     key_norm: HeadNorm | None = None
     turns: int = 1
     gated: bool = False
+    value_eps: float | None = None
+    keys_are_values: bool = False
+    shared: bool = False
+
+    @property
+    def keys_and_values(self) -> int:
+        """Heads in a row of the product for each head of keys."""
+        return 0 if self.shared else 1 if self.keys_are_values else 2
 
 
 class NewHeads(ctypes.Structure):
@@ -70,11 +82,15 @@ class NewHeads(ctypes.Structure):
                 "kv_heads",
                 "turns",
                 "each",
+                "values",
                 "query_weight_stride",
                 "key_weight_stride",
             )
         ),
-        *((name, ctypes.c_float) for name in ("query_eps", "query_offset", "key_eps", "key_offset")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("query_eps", "query_offset", "key_eps", "key_offset", "value_eps")
+        ),
     )
 
 
@@ -87,6 +103,8 @@ def head_parameters(work: HeadWork) -> Parameters:
         ("INTERLEAVED", work.interleaved),
         ("QUERY_NORM", f"Norm::{query_norm.kind if query_norm else 'NONE'}"),
         ("KEY_NORM", f"Norm::{key_norm.kind if key_norm else 'NONE'}"),
+        ("VALUES_NORMED", work.value_eps is not None),
+        ("SHARED", work.shared),
         ("WIDE", wide),
     )
 
@@ -109,9 +127,10 @@ def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
     _, kv_heads, capacity, size = keys.shape
     query_norm, key_norm, table, turns = work.query_norm, work.key_norm, work.table, work.turns
     each = 2 if work.gated else 1
-    if x.shape[1] < (each * heads + 2 * kv_heads) * size:
+    others = work.keys_and_values
+    if x.shape[1] < (each * heads + others * kv_heads) * size:
         raise ValueError(
-            f"x: expected {each * heads} + 2 * {kv_heads} heads of {size}, found {list(x.shape)}"
+            f"x: expected {each * heads} + {others} * {kv_heads} heads of {size}, found {list(x.shape)}"
         )
     if table is not None and (table.dtype != torch.float32 or table.shape[0] < capacity):
         raise ValueError(f"table: expected float32 for {capacity} positions, found {list(table.shape)}")
@@ -135,12 +154,14 @@ def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
         kv_heads=kv_heads,
         turns=turns,
         each=each,
+        values=0 if work.keys_are_values else 1,
         query_weight_stride=_weight_stride(query_norm, size),
         key_weight_stride=_weight_stride(key_norm, size),
         query_eps=query_norm.eps if query_norm else 0.0,
         query_offset=query_norm.offset if query_norm else 0.0,
         key_eps=key_norm.eps if key_norm else 0.0,
         key_offset=key_norm.offset if key_norm else 0.0,
+        value_eps=0.0 if work.value_eps is None else work.value_eps,
     )
 
 

@@ -89,7 +89,7 @@ class _Arguments(ctypes.Structure):
         ),
         *(
             (name, ctypes.c_float)
-            for name in ("embedding_scale", "factor", "post_eps", "post_offset", "eps", "offset")
+            for name in ("embedding_scale", "factor", "scale", "post_eps", "post_offset", "eps", "offset")
         ),
     )
 
@@ -105,14 +105,15 @@ def residual(
     gates: Tensor | None = None,
     post: RowNorm | None = None,
     factor: float = 1.0,
+    scale: float = 1.0,
     lengths: Tensor | None = None,
     tokens_each: int = 1,
     counter: Tensor | None = None,
 ) -> Prepared:
     """Add to the residual stream and normalise it.
 
-    ``x = source + factor * (post(first) + gates * second)``, rounded, goes to ``stored``, and ``norm(x)`` to
-    ``out``.
+    ``x = scale * (source + factor * (post(first) + gates * second))``, rounded, goes to ``stored``, and
+    ``norm(x)`` to ``out``.
 
     Args:
         source: [M, width], or embeddings.
@@ -124,6 +125,7 @@ def residual(
         gates: float32 [M, 1], factor of each row of ``second``; None for 1.
         post: norm of ``first``.
         factor: factor of the added rows.
+        scale: factor of the sum; 1 where nothing is added.
         lengths: int32 [B], tokens of each sequence before the new ones; needed for embeddings of positions.
         tokens_each: T, new tokens of each sequence; row m belongs to sequence m // T.
         counter: int32 [B], incremented by one at the end; or None.
@@ -206,6 +208,7 @@ def residual(
         out_stride=0 if out is None else out.stride(0),
         embedding_scale=gather.scale if gather else 1.0,
         factor=factor,
+        scale=scale,
         post_eps=post.eps if post else 0.0,
         post_offset=post.offset if post else 0.0,
         eps=norm.eps if norm else 0.0,

@@ -167,6 +167,20 @@ SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
         "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "chunk_size": 128,
         "max_position_embeddings": 8192, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
     },
+    "gemma-4-31b": {
+        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376, "intermediate_size": 21504,
+        "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 256,
+        "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
+        "sliding_window": 1024, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 262144,
+    },
+    "gemma-4-e4b": {
+        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 42, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+        "global_head_dim": 512, "sliding_window": 512, "num_kv_shared_layers": 18,
+        "hidden_size_per_layer_input": 256, "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 131072,
+    },
     "lfm2-2.6b": {
         "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 10752,
         "num_hidden_layers": 30, "layer_types": _LFM2, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -232,6 +246,8 @@ class Synthetic:
                 for key, value in config.items()
                 if isinstance(value, list) and len(value) == whole
             }
+            if "num_kv_shared_layers" in config:
+                config["num_kv_shared_layers"] = config["num_kv_shared_layers"] * self.layers // whole
             config["num_hidden_layers"] = self.layers
         if self.head == "int4":
             config["tie_word_embeddings"] = False

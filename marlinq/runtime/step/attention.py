@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from marlinq.models.anatomy import Attention
 
+_FUSED_CHANNELS = 256
+"""Channels of a head up to which torch's fused attention takes a whole prompt."""
 _ROW_BLOCK = 512
 """Queries processed at a time where torch's fused attention can't be used, so that scores take bounded
 memory."""
@@ -28,7 +30,8 @@ def causal_attention(
     ``sinks``, float32 [H], are what :func:`attention_sinks` gives.
     """
     length, window = q.shape[2], attention.window
-    if attention.softcap is None and sinks is None and (window is None or window >= length):
+    plain = attention.softcap is None and sinks is None and attention.head_dim <= _FUSED_CHANNELS
+    if plain and (window is None or window >= length):
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=attention.scale, enable_gqa=attention.heads != attention.kv_heads
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,13 +17,16 @@ from marlinq.kernels.step import (
     HeadNorm,
     HeadWork,
     LatentWeights,
+    LayerInputWeights,
     MambaWeights,
     RowNorm,
     convolution_refusal,
     delta_refusal,
     latent_refusal,
+    layer_inputs_refusal,
     mamba_refusal,
 )
+from marlinq.kernels.step.attend import MOST_CHANNELS
 from marlinq.kernels.step.residual import WIDEST
 from marlinq.kernels.step.router import MOST_CHOSEN, MOST_EXPERTS, MOST_GROUPS
 from marlinq.models.anatomy import (
@@ -31,8 +35,10 @@ from marlinq.models.anatomy import (
     Attention,
     DeltaNet,
     GatedConvolution,
+    InputGate,
     LatentAttention,
     Layer,
+    LayerInputs,
     Mamba,
     Mixture,
     Norm,
@@ -61,9 +67,26 @@ def chain_refusal(model: nn.Module, anatomy: Anatomy) -> Unrecognised | None:
         refused = _layer_refusal(model, layer, embedding.dtype)
         if refused is not None:
             return refused
-    for norm in (anatomy.embedding_norm, anatomy.final_norm):
+    inputs = anatomy.layer_inputs
+    if inputs is not None and (refused := _layer_inputs_refusal(model, inputs)) is not None:
+        return refused
+    for norm in (anatomy.embedding_norm, anatomy.final_norm, None if inputs is None else inputs.norm):
         if norm is not None and (reason := _norm_refusal(model, norm, embedding.dtype)) is not None:
             return Unrecognised(norm.module, reason)
+    return None
+
+
+def _layer_inputs_refusal(model: nn.Module, inputs: LayerInputs) -> Unrecognised | None:
+    norm = inputs.norm
+    bias = getattr(model.get_submodule(norm.module), "bias", None) is not None
+    reason = layer_inputs_refusal(inputs.width, _kind(norm), bias=bias)
+    if reason is not None:
+        return Unrecognised(norm.module, reason)
+    if (
+        inputs.projection_scale <= 0
+        or getattr(model.get_submodule(inputs.projection), "bias", None) is not None
+    ):
+        return Unrecognised(inputs.projection, "a bias, or a factor below zero, before a norm")
     return None
 
 
@@ -73,7 +96,7 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
     if isinstance(attention, LatentAttention):
         refused = _latent_refusal(attention)
     elif isinstance(attention, Attention):
-        refused = _attention_refusal(layer.name, attention)
+        refused = _attention_refusal(model, layer.name, attention)
     elif attention is not None:
         refused = _mixer_refusal(attention)
     if refused is None and layer.beside is not None:
@@ -94,6 +117,7 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
         return Unrecognised(mlp.shared.down, "a shared expert in a parallel block, or before a norm")
     norms = (
         *(layer.attention_norm, layer.mlp_norm, layer.post_attention_norm, layer.post_mlp_norm),
+        None if layer.input_gate is None else layer.input_gate.norm,
         # A Mamba-2 mixer's norm keeps its weight in float32.
         *((attention.norm,) if isinstance(attention, DeltaNet) else ()),
         *(_head_norms(attention) if isinstance(attention, Attention | LatentAttention) else ()),
@@ -128,10 +152,12 @@ def _head_norms(attention: Attention | LatentAttention) -> tuple[Norm, ...]:
     return tuple(norm for norm in (attention.query_norm, second) if norm is not None)
 
 
-def _attention_refusal(name: str, attention: Attention) -> Unrecognised | None:
+def _attention_refusal(model: nn.Module, name: str, attention: Attention) -> Unrecognised | None:
     size, norms = attention.head_dim, _head_norms(attention)
-    if size % VECTOR or size > 256:
-        return Unrecognised(name, f"heads of {size} channels; the kernels take multiples of 8 to 256")
+    if size % VECTOR or size > MOST_CHANNELS:
+        return Unrecognised(
+            name, f"heads of {size} channels; the kernels take multiples of {VECTOR} to {MOST_CHANNELS}"
+        )
     if attention.heads % attention.kv_heads:
         return Unrecognised(
             name, f"{attention.heads} heads of queries, {attention.kv_heads} of keys and values"
@@ -144,6 +170,11 @@ def _attention_refusal(name: str, attention: Attention) -> Unrecognised | None:
         or any(norm.kind == "layer" for norm in norms)
     ):
         return Unrecognised(norms[0].module, "this combination of norms over all heads")
+    value_norm = attention.value_norm
+    if value_norm is not None:
+        held = any(True for _ in model.get_submodule(value_norm.module).parameters())
+        if value_norm.kind == "layer" or value_norm.width != size or held:
+            return Unrecognised(value_norm.module, "a norm of values with a weight, a mean or over all heads")
     if attention.gated and attention.qkv.turns != 1:
         return Unrecognised(name, "gates among queries, keys and values that take turns")
     return None
@@ -357,6 +388,44 @@ class BoundBeside:
 
 
 @dataclass(frozen=True, eq=False)
+class BoundLayerInputs:
+    """What makes the layers' vectors.
+
+    Attributes:
+        projection: product of the embeddings.
+        weights: parameters other than those of the product.
+    """
+
+    projection: Product
+    weights: LayerInputWeights
+
+    @property
+    def columns(self) -> int:
+        """Channels of the vectors of all layers."""
+        return self.weights.table.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class BoundInputGate:
+    """The part of a layer that reads its own vector, with its products.
+
+    Attributes:
+        anatomy: description of it.
+        gate, output: products before and behind the product with the vector.
+        norm: norm of the result; None without one.
+    """
+
+    anatomy: InputGate
+    gate: Product
+    output: Product
+    norm: RowNorm | None
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.gate, self.output
+
+
+@dataclass(frozen=True, eq=False)
 class BoundLayer:
     """A layer with its products, norms and cache.
 
@@ -368,11 +437,13 @@ class BoundLayer:
         mlp: the MLP or the routed experts; None without one.
         attention_norm, mlp_norm, post_attention_norm, post_mlp_norm: norms as in the anatomy.
         heads: norms and rotation of queries and keys; none without ordinary attention.
-        keys, values: the cache [B, KV, L, D]; empty without ordinary attention.
+        keys, values: the cache [B, KV, L, D], which layers may share; empty without ordinary attention.
         mixer: recurrent mixer or gated convolution in the place of attention, or None.
         latent: latent attention in the place of the ordinary one, or None.
         sinks: float32 [H] of attention, or None.
         beside: mixer beside attention, or None.
+        input_gate: part that reads the layer's own vector, or None.
+        stream_scale: factor on the residual stream at the end of the layer.
     """
 
     anatomy: Layer
@@ -390,6 +461,8 @@ class BoundLayer:
     latent: BoundLatent | None = None
     sinks: Tensor | None = None
     beside: BoundBeside | None = None
+    input_gate: BoundInputGate | None = None
+    stream_scale: float = 1.0
 
     @property
     def attends(self) -> bool:
@@ -407,7 +480,8 @@ class BoundLayer:
         inner = next((each.products for each in (self.mixer, self.latent) if each is not None), ())
         mlp = () if self.mlp is None else self.mlp.products
         attention = () if self.qkv is None or self.output is None else (self.qkv, *inner, self.output)
-        return *attention, *(() if self.beside is None else self.beside.products), *mlp
+        others = (each.products for each in (self.beside, self.input_gate) if each is not None)
+        return *attention, *itertools.chain(*others), *mlp
 
 
 def row_norm(model: nn.Module, norm: Norm | None, dtype: torch.dtype) -> RowNorm | None:
@@ -436,6 +510,11 @@ def _norm_weights(model: nn.Module, norm: Norm, dtype: torch.dtype) -> tuple[Ten
         for name, value in model.get_submodule(norm.module).named_parameters()
     }
     return held.get("weight"), held.get("bias")
+
+
+def stream_scale(model: nn.Module, layer: Layer) -> float:
+    """The factor on the residual stream at the end of the layer."""
+    return 1.0 if layer.stream_scale is None else float(model.get_buffer(layer.stream_scale))
 
 
 def rotation_table(model: nn.Module, rotary: Rotary, capacity: int) -> Tensor:

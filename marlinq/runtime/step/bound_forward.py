@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from marlinq.kernels.step import (
     LatentDivision,
     LatentWeights,
     LatentWorkspace,
+    LayerInputWeights,
     MambaWorkspace,
     Workspace,
     divide,
@@ -46,8 +47,10 @@ from marlinq.runtime.step.bound import (
     BoundBeside,
     BoundConvolution,
     BoundDelta,
+    BoundInputGate,
     BoundLatent,
     BoundLayer,
+    BoundLayerInputs,
     BoundMamba,
     BoundMixer,
     BoundMixture,
@@ -56,6 +59,7 @@ from marlinq.runtime.step.bound import (
     head_norm,
     rotation_table,
     row_norm,
+    stream_scale,
 )
 from marlinq.runtime.step.convolution import convolution_weights
 from marlinq.runtime.step.forward import Forward
@@ -86,6 +90,7 @@ class BoundForward(Forward):
         hidden: channels of the residual stream.
         device_index: index of the GPU; 0 on a CPU.
         layers: the layers in order.
+        layer_inputs: what makes the layers' vectors, or None.
         embedding_norm: norm behind the embedding, or None.
         final_norm: norm before the head, or None.
         head: product that gives the logits.
@@ -130,9 +135,10 @@ class BoundForward(Forward):
         self._states_taken = 0
         tables: dict[Rotary, torch.Tensor] = {}
         apart: dict[str, None] = {}
-        self.layers: Sequence[BoundLayer] = [
-            self._layer(model, layer, tables, apart) for layer in anatomy.layers
-        ]
+        self.layers: list[BoundLayer] = []
+        for layer in anatomy.layers:
+            self.layers.append(self._layer(model, layer, tables, apart))
+        self.layer_inputs = self._layer_inputs(model)
         self.multiplied_apart = tuple(apart)
         self.embedding_norm = row_norm(model, anatomy.embedding_norm, self.dtype)
         self.final_norm = row_norm(model, anatomy.final_norm, self.dtype)
@@ -155,6 +161,12 @@ class BoundForward(Forward):
     def vocabulary(self) -> int:
         """Tokens that can be embedded."""
         return self.embedding.shape[0]
+
+    @property
+    def outer_products(self) -> tuple[Product, ...]:
+        """Products outside the layers."""
+        inputs = self.layer_inputs
+        return (self.head,) if inputs is None else (self.head, inputs.projection)
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make the cache's device the current one, for launches."""
@@ -181,7 +193,13 @@ class BoundForward(Forward):
         rotary = attention.rotary
         table = None if rotary is None else self._table(model, rotary, tables)
         shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
-        keys = torch.zeros(shape, dtype=self.dtype, device=self.lengths.device)
+        if attention.shared is None:
+            keys, values = (
+                torch.zeros(shape, dtype=self.dtype, device=self.lengths.device) for _ in range(2)
+            )
+        else:
+            keys, values = self.layers[attention.shared].keys, self.layers[attention.shared].values
+        value_norm = attention.value_norm
         return self._bound_layer(
             model,
             layer,
@@ -194,12 +212,36 @@ class BoundForward(Forward):
                 key_norm=head_norm(model, attention.key_norm, attention.head_dim, self.dtype),
                 turns=attention.qkv.turns,
                 gated=attention.gated,
+                value_eps=None if value_norm is None else value_norm.eps,
+                keys_are_values=attention.keys_are_values,
+                shared=attention.shared is not None,
             ),
             keys=keys,
-            values=torch.zeros_like(keys),
+            values=values,
             sinks=attention_sinks(model, attention),
             beside=self._beside(model, layer, apart),
         )
+
+    def _layer_inputs(self, model: nn.Module) -> BoundLayerInputs | None:
+        inputs = self.anatomy.layer_inputs
+        if inputs is None:
+            return None
+        norm = row_norm(model, inputs.norm, self.dtype)
+        assert norm is not None
+        # A factor on what is normalised changes only what is added to its mean square.
+        norm = replace(norm, eps=norm.eps / inputs.projection_scale**2)
+        table = model.get_submodule(inputs.embedding).get_parameter("weight").detach()
+        return BoundLayerInputs(
+            single_product(model, inputs.projection),
+            LayerInputWeights(table, inputs.embedding_scale, norm, inputs.width, inputs.scale),
+        )
+
+    def _input_gate(self, model: nn.Module, layer: Layer) -> BoundInputGate | None:
+        gate = layer.input_gate
+        if gate is None:
+            return None
+        products = (single_product(model, name) for name in (gate.gate, gate.output))
+        return BoundInputGate(gate, *products, row_norm(model, gate.norm, self.dtype))
 
     def _table(self, model: nn.Module, rotary: Rotary, tables: dict[Rotary, torch.Tensor]) -> torch.Tensor:
         """Cosines and sines of a rotation, shared by the layers that have it."""
@@ -299,6 +341,8 @@ class BoundForward(Forward):
             mlp_norm=row_norm(model, layer.mlp_norm, self.dtype),
             post_attention_norm=row_norm(model, layer.post_attention_norm, self.dtype),
             post_mlp_norm=row_norm(model, layer.post_mlp_norm, self.dtype),
+            input_gate=self._input_gate(model, layer),
+            stream_scale=stream_scale(model, layer),
             **mixing,
         )
 

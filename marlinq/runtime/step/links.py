@@ -152,14 +152,21 @@ def _parts(layer: BoundLayer) -> Iterable[_Part]:
         # Two products read the norm before a delta net, or before attention and a mixer beside it.
         several = isinstance(layer.mixer, BoundDelta) or layer.beside is not None
         reads = None if several else layer.qkv
-        adds = layer.output if layer.post_attention_norm is None and layer.beside is None else None
+        last = layer.mlp is None and _ends_otherwise(layer)
+        plain = layer.post_attention_norm is None and layer.beside is None and not last
+        adds = layer.output if plain else None
         yield _Part(layer.attention_norm, reads, adds)
     if isinstance(layer.mlp, BoundMLP):
-        adds = layer.mlp.down if layer.post_mlp_norm is None else None
+        adds = layer.mlp.down if layer.post_mlp_norm is None and not _ends_otherwise(layer) else None
         yield _Part(layer.mlp_norm, layer.mlp.inputs, adds)
     elif layer.mlp is not None:
         # A router reads that norm, and experts add to the stream behind.
         yield _Part(None, None, None)
+
+
+def _ends_otherwise(layer: BoundLayer) -> bool:
+    """Whether more follows the last sum of attention or MLP in the layer."""
+    return layer.input_gate is not None or layer.stream_scale != 1
 
 
 def _pairs(layers: Sequence[BoundLayer]) -> Iterable[tuple[Product, RowNorm, Product]]:

@@ -146,6 +146,10 @@ def _model(layer: BoundLayer) -> Model:
         raise _UnknownPartError("layers without ordinary attention")
     if layer.attention.gated or layer.sinks is not None:
         raise _UnknownPartError("gated heads, or attention sinks")
+    if layer.input_gate is not None or layer.stream_scale != 1:
+        raise _UnknownPartError("vectors of layers, or a factor on the residual stream")
+    if len(layer.attention.qkv.widths) != 3 or layer.attention.value_norm is not None:
+        raise _UnknownPartError("keys and values that are shared or the same, or a norm of values")
     anatomy, attention = layer.anatomy, layer.attention
     if not isinstance(layer.mlp, BoundMLP):
         raise _UnknownPartError("experts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class RecordedStep(Walk):
         tokens = torch.zeros(forward.batch, dtype=torch.int64, device=forward.lengths.device)
         super().__init__(forward, tokens, slice(0, forward.batch), 1)
         products = [product for layer in forward.layers for product in layer.products]
-        products.append(forward.head)
+        products += forward.outer_products
         self._activated: dict[Product, Problem] = {}
         if tokens.is_cuda:
             self._activated = self._activated_products()
@@ -83,12 +84,13 @@ class RecordedStep(Walk):
         prepared = [item for item in self._recorded if isinstance(item, kernels.Prepared)]
         kernels.precompile_prepared(prepared, forward.device_index, progress)
         self.starts: list[Start] = []
+        # Kernels that read the tokens, whose address may change.
+        self._readers: list[Any] = []
         for item in self._recorded:
             if isinstance(item, kernels.Prepared):
                 launch = kernels.bind(item, forward.device_index, dependent=bool(self.starts))
-                if not self.starts:
-                    # The first kernel embeds the tokens, whose address may change.
-                    self._first = launch
+                if not self.starts or getattr(item.arguments, "tokens", 0):
+                    self._readers.append(launch)
                 self.starts.append(launch.start)
             else:
                 self.starts.append(item)
@@ -118,7 +120,8 @@ class RecordedStep(Walk):
 
     def start(self, tokens: Tensor) -> Tensor:
         """A step; returns logits [B, vocabulary]."""
-        self._first.arguments.tokens = tokens.data_ptr()
+        for reader in self._readers:
+            reader.arguments.tokens = tokens.data_ptr()
         for start in self.starts:
             start()
         return self.logits

@@ -488,9 +488,7 @@ class _LayerParts:
         m = self.mlp(x)
         return m if self.post_mlp_norm is None else self.post_mlp_norm(m)
 
-    def heads(
-        self, x: Tensor, turns: Turns
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
+    def heads(self, x: Tensor, turns: Turns) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
         """Rotated queries [B, T, H, D]; rotated keys and values [B, T, KV, D], None in a layer that reads
         another layer's; and gates [B, T, H, D]."""
         attention = self.attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class Pending:
     """Results of products that the next kernel adds to the residual stream.
 
     Attributes:
-        first, second, post, factor, gates: as in :func:`marlinq.kernels.step.residual`.
+        first, second, post, factor, gates, scale: as in :func:`marlinq.kernels.step.residual`.
     """
 
     first: Tensor | RoutedRows
@@ -43,13 +43,14 @@ class Pending:
     post: RowNorm | None
     factor: float
     gates: Tensor | None = None
+    scale: float = 1.0
 
     def select(self, rows: Tensor) -> Pending:
         if isinstance(self.first, RoutedRows):
             raise TypeError("rows of experts are summed by the next kernel, all of them")
         second = None if self.second is None else self.second.index_select(0, rows)
         gates = None if self.gates is None else self.gates.index_select(0, rows)
-        return Pending(self.first.index_select(0, rows), second, self.post, self.factor, gates)
+        return replace(self, first=self.first.index_select(0, rows), second=second, gates=gates)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class Walk:
         self._rates: Tensor | None = None
         # Inputs of a mixer beside attention, and then its results.
         self._beside: Tensor | None = None
+        # Vectors of all layers.
+        self._vectors: Tensor | None = None
 
     # Methods that a recorded step overrides (marlinq.runtime.step.recorded_step).
 
@@ -197,7 +200,31 @@ class Walk:
         """Pass a layer that is an MLP alone."""
         layer = self.forward.layers[index]
         given, shared, gates = self._mlp(index, layer, self._enter(index, layer.mlp_norm))
-        self._pending = Pending(given, shared, layer.post_mlp_norm, layer.anatomy.mlp_scale, gates)
+        self._leave(index, Pending(given, shared, layer.post_mlp_norm, layer.anatomy.mlp_scale, gates))
+
+    def _leave(self, index: int, pending: Pending) -> None:
+        """The end of a layer, behind attention and MLP, of whose results ``pending`` is still to be added."""
+        layer = self.forward.layers[index]
+        gate = layer.input_gate
+        if gate is not None:
+            assert self._vectors is not None
+            self._x, x = self.add(self._x, pending, None)
+            width = self._vectors.shape[1] // len(self.forward.layers)
+            vector = self._vectors[:, index * width : (index + 1) * width]
+            opened = self.multiply("gate", gate.gate, x)[:, :width]
+            active = self.empty("gated", x.shape[0], width)
+            self.launch(kernels.activate(opened, active, gate.anatomy.activation, "apart", up=vector))
+            pending = Pending(self.multiply("gate output", gate.output, active), None, gate.norm, 1.0)
+        self._pending = replace(pending, scale=layer.stream_scale)
+
+    def _make_vectors(self, x: Tensor) -> None:
+        """The vectors of all layers, from embeddings x [M, hidden]."""
+        inputs = self.forward.layer_inputs
+        if inputs is None:
+            return
+        projected = self.multiply("layer projection", inputs.projection, x)
+        self._vectors = self.empty("layer inputs", x.shape[0], inputs.columns)
+        self.launch(kernels.layer_inputs(self.tokens, projected, self._vectors, inputs.weights))
 
     def _enter(self, index: int, norm: RowNorm | None) -> Tensor:
         """What enters a layer, normalised, with what was pending added."""
@@ -207,6 +234,8 @@ class Walk:
         self._x, self._pending = x, None
         if index:
             self.observed(index - 1, x)
+        else:
+            self._make_vectors(x)
         return normed
 
     def after_attention(self, index: int, attended: Tensor) -> None:
@@ -219,7 +248,7 @@ class Walk:
         if layer.beside is not None and self._beside is not None:
             beside, self._beside = self.multiply("beside output", layer.beside.output, self._beside), None
         if layer.mlp is None:
-            self._pending = Pending(mixed, beside, layer.post_attention_norm, factor)
+            self._leave(index, Pending(mixed, beside, layer.post_attention_norm, factor))
             return
         if layer.anatomy.parallel:
             normed = self._both
@@ -229,19 +258,19 @@ class Walk:
             # A shared expert in a parallel block is refused.
             given = self._mlp(index, layer, normed)[0]
             assert isinstance(given, Tensor)
-            self._pending = Pending(mixed, given, None, factor)
+            self._leave(index, Pending(mixed, given, None, factor))
             return
         pending = Pending(mixed, beside, layer.post_attention_norm, factor)
         if isinstance(layer.mlp, BoundMixture) and self._router_adds(pending, layer.mlp_norm):
             normed = self.empty("normed", mixed.shape[0], self.forward.hidden)
             chosen = self._choose(index, layer.mlp, normed, pending, layer.mlp_norm)
             given, shared = self._mixture(layer.mlp, normed, chosen)
-            self._pending = Pending(given, shared, layer.post_mlp_norm, mlp_factor, chosen.gates)
+            self._leave(index, Pending(given, shared, layer.post_mlp_norm, mlp_factor, chosen.gates))
             return
         self._x, normed = self.add(self._x, pending, layer.mlp_norm)
         del mixed, beside, pending  # the widest tensors come now
         given, shared, gates = self._mlp(index, layer, normed)
-        self._pending = Pending(given, shared, layer.post_mlp_norm, mlp_factor, gates)
+        self._leave(index, Pending(given, shared, layer.post_mlp_norm, mlp_factor, gates))
 
     def end(self) -> tuple[Tensor, Pending]:
         """The residual stream behind the last layer, and what is still to be added to it."""
@@ -281,6 +310,7 @@ class Walk:
                 gates=None if pending is None else pending.gates,
                 post=None if pending is None else pending.post,
                 factor=1.0 if pending is None else pending.factor,
+                scale=1.0 if pending is None else pending.scale,
                 lengths=self.lengths,
                 tokens_each=self.tokens_each,
                 counter=counter,
@@ -464,6 +494,7 @@ class Walk:
             norm is not None
             and pending.post is None
             and pending.second is None
+            and pending.scale == 1
             and rows <= _JOINED_ROWS
             and self.forward.hidden <= ROUTER_WIDEST
             and isinstance(self._x, Tensor)

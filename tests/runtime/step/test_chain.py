@@ -33,12 +33,14 @@ TOLERANCE = 4e-3
 DELTA_NETS = ("qwen3.5", "qwen3-next")
 MIXERS = ("bamba", "granite-4", "nemotron-h", "falcon-h1", "mamba-2", "lfm2", "lfm2-biases")
 LATENT = "deepseek-v3"
+GEMMA_4 = ("gemma-4", "gemma-4-e")
 MODELS = [
     *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3"),
     *("gpt_neox", "opt", "stablelm", "gpt2", "starcoder2", "olmo2", "cohere"),
     *DELTA_NETS,
     *MIXERS,
     LATENT,
+    *GEMMA_4,
 ]
 
 
@@ -73,7 +75,7 @@ def tiny(name: str) -> PreTrainedModel:
         # Heads that the kernel of delta nets takes.
         sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
         return random_decoder(replace(KNOWN[name], config={**KNOWN[name].config, **sizes}))
-    if name in MIXERS:
+    if name in MIXERS + GEMMA_4:
         return random_decoder(KNOWN[name])
     if name == LATENT:
         # Sizes that the kernels of latent attention take.
@@ -148,7 +150,7 @@ def test_verifications_return_to_the_state_behind_a_token() -> None:
     assert error(torch.stack(found), wanted[: len(found)]) < tolerance(DELTA_NETS[0])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "padded", LATENT])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "padded", LATENT, *GEMMA_4])
 def test_verifications_are_steps(name: str) -> None:
     """A verification behind a step, a refused tail, and another one over what that has left."""
     half, wide = halved(tiny(name))

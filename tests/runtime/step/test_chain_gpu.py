@@ -21,6 +21,7 @@ from marlinq.runtime.step.products import Product
 from marlinq.runtime.step.reference_forward import ReferenceForward
 from tests.runtime.step.test_chain import (
     DELTA_NETS,
+    GEMMA_4,
     LATENT,
     MIXERS,
     error,
@@ -75,7 +76,20 @@ def run(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen3", "gemma2", "gemma3", "phi", "starcoder2", "opt", "olmo2", *DELTA_NETS, *MIXERS, LATENT],
+    [
+        "llama",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "phi",
+        "starcoder2",
+        "opt",
+        "olmo2",
+        *DELTA_NETS,
+        *MIXERS,
+        LATENT,
+        *GEMMA_4,
+    ],
 )
 @torch.no_grad()
 def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
@@ -93,7 +107,7 @@ def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "starcoder2", LATENT])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "starcoder2", LATENT, *GEMMA_4])
 @torch.no_grad()
 def test_captured_verifications_are_steps(name: str, dtype: torch.dtype) -> None:
     model = tiny(name)
@@ -228,6 +242,8 @@ def test_mixtures(name: str, dtype: torch.dtype) -> None:
         ("glm-4.7-flash", 2),
         ("deepseek-v2-lite", 2),
         ("lfm2-8b-a1b", 3),
+        ("gemma-4-31b", 6),
+        ("gemma-4-e4b", 14),
     ],
 )
 def test_published_sizes_are_decoded_by_the_chain(name: str, layers: int) -> None:

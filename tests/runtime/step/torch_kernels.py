@@ -25,6 +25,7 @@ from marlinq.kernels.step import (
     LatentDivision,
     LatentWeights,
     LatentWorkspace,
+    LayerInputWeights,
     MambaWeights,
     MambaWorkspace,
     RoutedRows,
@@ -41,6 +42,7 @@ from tests.kernels.step_problems import (
     expected_latent,
     expected_latent_queries,
     expected_latent_rows,
+    expected_layer_inputs,
     expected_mamba,
     expected_norm,
     expected_rotation,
@@ -57,6 +59,7 @@ __all__ = [
     "latent_attend",
     "latent_queries",
     "latent_values",
+    "layer_inputs",
     "mamba",
     "precompile_prepared",
     "residual",
@@ -96,16 +99,14 @@ def residual(
     gates: Tensor | None = None,
     post: RowNorm | None = None,
     factor: float = 1.0,
+    scale: float = 1.0,
     lengths: Tensor | None = None,
     tokens_each: int = 1,
     counter: Tensor | None = None,
 ) -> Prepared:
     def run(launch: Prepared) -> None:
         if isinstance(source, Gather):
-            tokens = source.tokens
-            if launch.arguments.tokens:
-                memory = (ctypes.c_int64 * len(tokens)).from_address(launch.arguments.tokens)
-                tokens = torch.tensor(list(memory))
+            tokens = _tokens(launch, source.tokens)
             dtype = source.embedding.dtype
             x = (source.embedding[tokens] * source.scale).double()
             if source.positions is not None:
@@ -121,6 +122,7 @@ def residual(
         if second is not None:
             count = 1.0 if gates is None else gates.double()
             x = x + factor * count * second.double()[:, : x.shape[1]]
+        x = scale * x
         x = x.to(dtype)
         if stored is not None:
             stored.copy_(x)
@@ -133,24 +135,36 @@ def residual(
     return Prepared(run)
 
 
+def _tokens(launch: Prepared, tokens: Tensor) -> Tensor:
+    """The tokens at the address that the launch was given last, else ``tokens``."""
+    if not launch.arguments.tokens:
+        return tokens
+    return torch.tensor(list((ctypes.c_int64 * len(tokens)).from_address(launch.arguments.tokens)))
+
+
 def _positions(lengths: Tensor, rows: int, tokens_each: int) -> Tensor:
     new = torch.arange(tokens_each).repeat(rows // tokens_each)
     return lengths.long().repeat_interleave(tokens_each) + new
 
 
 def activate(
-    x: Tensor, out: Tensor, activation: str, arrangement: Arrangement, scale: float = 1.0
+    x: Tensor,
+    out: Tensor,
+    activation: str,
+    arrangement: Arrangement,
+    scale: float = 1.0,
+    up: Tensor | None = None,
 ) -> Prepared:
     def run(_: Prepared) -> None:
         columns = out.shape[1]
         wide = x.double()
         if arrangement == "tiles":
-            gate, up = (part.flatten(1) for part in wide.unflatten(1, (-1, 2, 64)).unbind(2))
+            gate, other = (part.flatten(1) for part in wide.unflatten(1, (-1, 2, 64)).unbind(2))
         elif arrangement == "halves":
-            gate, up = wide[:, :columns], wide[:, columns : 2 * columns]
+            gate, other = wide[:, :columns], wide[:, columns : 2 * columns]
         else:
-            gate, up = wide[:, :columns], torch.ones(())
-        out.copy_(expected_activation(activation, scale * gate) * up)
+            gate, other = wide[:, :columns], torch.ones(()) if up is None else up.double()
+        out.copy_(expected_activation(activation, scale * gate) * other)
 
     return Prepared(run)
 
@@ -171,12 +185,17 @@ def append(
         m, heads, size = q.shape
         kv = keys.shape[1]
         each = 2 if work.gated else 1
-        runs = x.double()[:, : (each * heads + 2 * kv) * size].reshape(m, turns, -1, size)
-        parts = runs.split((each * heads // turns, kv // turns, kv // turns), 2)
-        parts = [part.reshape(m, -1, size) for part in parts]
+        others = work.keys_and_values
+        runs = x.double()[:, : (each * heads + others * kv) * size].reshape(m, turns, -1, size)
+        counts = (each * heads // turns, *((kv // turns,) * others))
+        parts = [part.reshape(m, -1, size) for part in runs.split(counts, 2)]
         parts[0] = parts[0][:, ::each]
+        if others == 1:
+            parts.append(parts[1])
         positions = _positions(lengths, m, tokens_each)
         for index, norm in enumerate((work.query_norm, work.key_norm)):
+            if index == len(parts):
+                break
             part = parts[index]
             if norm is not None:
                 rows = part.flatten(1) if norm.wide else part
@@ -188,6 +207,10 @@ def append(
             parts[index] = part
         sequences = torch.arange(keys.shape[0]).repeat_interleave(tokens_each)
         q.copy_(parts[0])
+        if work.shared:
+            return
+        if work.value_eps is not None:
+            parts[2] = expected_norm(parts[2], RowNorm("RMS_WIDE", None, None, work.value_eps))
         keys[sequences, :, positions] = parts[1].to(keys.dtype)
         values[sequences, :, positions] = parts[2].to(values.dtype)
 
@@ -290,6 +313,13 @@ def delta(
         ring.copy_(kept)
 
     return Prepared(run)
+
+
+def layer_inputs(tokens: Tensor, x: Tensor, out: Tensor, weights: LayerInputWeights) -> Prepared:
+    def run(launch: Prepared) -> None:
+        out.copy_(expected_layer_inputs(_tokens(launch, tokens), x, weights))
+
+    return Prepared(run, SimpleNamespace(tokens=tokens.data_ptr()))
 
 
 def gated_convolution(

@@ -1,7 +1,7 @@
 // Between the products of an MLP:  out[m, j] = activation(scale * gate[m, j]) * up[m, j],  or  activation(scale * up[m, j])  without a gate.
 //
-// Gate and up are parts of one row of x. With TILES, 64 columns of gate and 64 of up alternate; otherwise up begins
-// `up_offset` elements behind gate. Eight elements a thread.
+// With TILES, 64 columns of gate and 64 of up alternate in rows of x; otherwise up has rows of its own, which may be those of x from a
+// later column on. Eight elements a thread.
 //
 // Configuration: Element, THREADS, ACTIVATION, GATED, TILES.
 #pragma once
@@ -10,8 +10,8 @@
 #include "step/rows.cuh"
 
 template <typename C>
-__device__ __forceinline__ void activate(const uint4* x, uint4* out, int M, int columns, int up_offset, i64 x_stride,
-                                         i64 out_stride, float scale) {
+__device__ __forceinline__ void activate(const uint4* x, const uint4* other, uint4* out, int M, int columns, i64 x_stride,
+                                         i64 other_stride, i64 out_stride, float scale) {
     typedef typename C::Element E;
     launch_dependents();
     const i64 vector = (i64)blockIdx.x * C::THREADS + threadIdx.x;
@@ -21,11 +21,11 @@ __device__ __forceinline__ void activate(const uint4* x, uint4* out, int M, int 
     if (m >= M) return;
     const uint4* row = x + m * (x_stride / 8);
     // A tile is 8 vectors.
-    const int at = C::TILES ? j / 8 * 16 + j % 8 : j, up_at = C::TILES ? at + 8 : j + up_offset / 8;
+    const int at = C::TILES ? j / 8 * 16 + j % 8 : j;
     float gate[8], up[8];
     const uint4 first = load_l2(row + at);
     uint4 second = first;
-    if (C::GATED) second = load_l2(row + up_at);
+    if (C::GATED) second = load_l2(C::TILES ? row + at + 8 : other + m * (other_stride / 8) + j);
     widen_vector<E>(gate, first);
     widen_vector<E>(up, second);
 #pragma unroll
@@ -35,6 +35,7 @@ __device__ __forceinline__ void activate(const uint4* x, uint4* out, int M, int 
 
 #define INSTANTIATE_STEP_ACTIVATE(NAME, CONFIGURATION)                                                        \
     extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS)                                      \
-    NAME(const uint4* x, uint4* out, int M, int columns, int up_offset, i64 x_stride, i64 out_stride, float scale) { \
-        activate<CONFIGURATION>(x, out, M, columns, up_offset, x_stride, out_stride, scale);                  \
+    NAME(const uint4* x, const uint4* other, uint4* out, int M, int columns, i64 x_stride, i64 other_stride,  \
+         i64 out_stride, float scale) {                                                                       \
+        activate<CONFIGURATION>(x, other, out, M, columns, x_stride, other_stride, out_stride, scale);        \
     }

@@ -2,9 +2,10 @@
 //
 //   rows of the product [M]  ->  q [M, heads, D],  keys, values [B, kv_heads, capacity, D] at the rows' positions
 //
-// Row m is token m % T of sequence m / T, at position lengths[m / T] + m % T. A warp takes one head.
+// Row m is token m % T of sequence m / T, at position lengths[m / T] + m % T. A warp takes one head; with SHARED there are queries
+// alone.
 //
-// Configuration: Element, D, WARPS, CHANNELS, INTERLEAVED, QUERY_NORM, KEY_NORM, WIDE.
+// Configuration: Element, D, WARPS, and those of step/heads.cuh.
 #pragma once
 #include "ptx/launch.cuh"
 #include "step/heads.cuh"
@@ -17,7 +18,7 @@ __device__ __forceinline__ void append(const NewHeads& given, u32* q, u32* keys,
     __shared__ float sums[2][C::WARPS];
     launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int heads = given.heads, kv_heads = given.kv_heads, all_heads = heads + 2 * kv_heads;
+    const int heads = given.heads, kv_heads = given.kv_heads, all_heads = heads + (C::SHARED ? 0 : 2 * kv_heads);
     const int blocks = (all_heads + C::WARPS - 1) / C::WARPS;
     const i64 m = blockIdx.x / blocks;
     const int head = blockIdx.x % blocks * C::WARPS + warp;
@@ -34,6 +35,8 @@ __device__ __forceinline__ void append(const NewHeads& given, u32* q, u32* keys,
     if (!is_value) {
         const typename Mine::Angles angles(given, position, lane);
         mine.transform(given, is_query, is_query ? head : kv_head, wide, angles, shared_heads[warp], lane);
+    } else {
+        mine.transform_value(given);
     }
     const i64 place = ((i64)sequence * kv_heads + kv_head) * capacity + position;
     mine.store((is_query ? q + (m * heads + head) * (C::D / 2) : (is_value ? values : keys) + place * (C::D / 2)), lane);

@@ -14,6 +14,9 @@
 // The block begins with what belongs to the new token: its warps normalise and rotate the queries (step/heads.cuh), and in the
 // split that ends with the newest position its key and value, which the block of the first query heads puts into the cache.
 //
+// With heads of more than 256 channels a block takes them in slices of 128, so that a tile's keys, and its values, don't fill the
+// registers beside the sums.
+//
 // A tile's keys and values go straight to registers, one after the other, which they share: many warps hide each other's waits,
 // and more than 64 KB on their way to a multiprocessor arrive later (docs/kernels.md, "Chunks in flight"). The first ones are
 // requested before the previous kernel has ended, as the lengths are: a step's first kernel begins when all of the step before
@@ -22,6 +25,9 @@
 // Warps merge in shared memory. Splits that are a cluster (CLUSTER > 1) merge in that of the first one, through DSMEM. Others
 // merge through `partials`: the block that finishes last of its splits adds them up, in order, and resets their counter. Splits
 // that have no positions end at once. Splits are chosen on the device, so a captured launch serves every length.
+//
+// With SHARED the keys and values are another layer's, and the new tokens' are in the cache: the block reads them there once the
+// previous kernel has ended, where it would make them otherwise.
 //
 // With TOGETHER > 1 the rows are up to TOGETHER neighbouring tokens of one sequence. The cache holds the tokens before the first
 // of them. A block then makes the keys and values of all rows up to its own that fall into its split, and puts its own into the
@@ -41,7 +47,7 @@
 #include "ptx/matrix.cuh"
 #include "step/heads.cuh"
 
-constexpr int ATTEND_HEADS = 8, ATTEND_TILE = 16;
+constexpr int ATTEND_HEADS = 8, ATTEND_TILE = 16, ATTEND_SLICE = 128;
 
 // A compile-time bool as an argument.
 template <bool VALUE>
@@ -70,7 +76,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                                        i64 out_stride, float scale, float softcap) {
     typedef typename C::Element E;
     constexpr int D = C::D, WARPS = C::WARPS, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
-    constexpr int KEY_CHUNKS = (D + 31) / 32, VALUE_GROUPS = (D + 63) / 64;
+    constexpr int SLICES = D > 256 ? (D + ATTEND_SLICE - 1) / ATTEND_SLICE : 1, WIDTH = SLICES == 1 ? D : ATTEND_SLICE;
+    constexpr int KEY_CHUNKS = (WIDTH + 31) / 32, VALUE_GROUPS = (WIDTH + 63) / 64;  // of a slice
+    static_assert(D <= 512, "registers hold the sums of 512 channels");
     constexpr int STEP = TILE * WARPS, TOGETHER = C::TOGETHER;
     static_assert(TOGETHER == 1 || !C::WIDE, "sums of squares are of one row");
     // In shared memory: sums of the warps, the new token's heads, and scratch in which a warp rotates them.
@@ -120,34 +128,36 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     const auto is_new = [&](int token) {
         return TOGETHER > 1 ? token >= first_new && token < last : token == first_new;
     };
-    const auto load_keys = [&](int tile) {
-        const u16* from = my_keys + (i64)tile * D;
+    const auto load_keys = [&](int tile, int slice) {
+        const u16* from = my_keys + (i64)tile * D + WIDTH * slice;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
             for (int c = 0; c < KEY_CHUNKS; ++c) {
                 const int token = tile + u + 8 * h;
-                const bool there = token < last_old && (32 * c + 24 < D || 32 * c + 8 * v < D);
+                const int channel = WIDTH * slice + 32 * c;
+                const bool there = token < last_old && (channel + 24 < D || channel + 8 * v < D);
                 k[h][c] = there ? load_l2(from + 8 * h * D + 32 * c) : zero;
             }
     };
-    const auto load_values = [&](int tile) {
-        const u16* from = my_values + (i64)tile * D;
+    const auto load_values = [&](int tile, int slice) {
+        const u16* from = my_values + (i64)tile * D + WIDTH * slice;
 #pragma unroll
         for (int g = 0; g < VALUE_GROUPS; ++g)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int behind = i % 2 + 8 * (i / 2), token = tile + 2 * v + behind;
-                const bool there = token < last_old && (64 * g + 56 < D || 64 * g + 8 * u < D);
+                const int channel = WIDTH * slice + 64 * g;
+                const bool there = token < last_old && (channel + 56 < D || channel + 8 * u < D);
                 w[g][i] = there ? load_l2(from + behind * D + 64 * g) : zero;
             }
     };
     const int first_tile = part.first + TILE * warp;
     // Only where launches overlap. The first tile has code of its own there, in which sums need no registers before its scores are
     // there. For later GPUs the compiler finds too few registers for its values all the same.
-    constexpr bool EARLY = __CUDA_ARCH__ >= 900, VALUES_EARLY = __CUDA_ARCH__ == 900;
-    if (EARLY) load_keys(first_tile);
-    if (VALUES_EARLY) load_values(first_tile);
+    constexpr bool EARLY = __CUDA_ARCH__ >= 900, VALUES_EARLY = __CUDA_ARCH__ == 900 && SLICES == 1;
+    if (EARLY) load_keys(first_tile, 0);
+    if (VALUES_EARLY) load_values(first_tile, 0);
     const typename Head<C>::Angles angles(given, min(length, capacity - 1), lane);
     FAULT_SITE(attention_waits, wait_for_previous_kernel();)
     const u32* new_row = given.row(sequence);
@@ -160,8 +170,14 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
         const int number = is_query ? first_head + item : given.heads + is_value * given.kv_heads + kv_head;
         const int position = TOGETHER == 1 || is_query ? length : first_new + (item - heads) / 2;
         Head<C> mine;
-        mine.load((TOGETHER == 1 ? new_row : given.row(position - old)) + given.place(number) * (D / 2), lane);
-        if (!is_value) {
+        const u32* cached = reinterpret_cast<const u32*>(is_value ? values : keys) + (row + position) * (D / 2);
+        const bool is_cached = C::SHARED && !is_query;
+        const u32* made = (TOGETHER == 1 ? new_row : given.row(position - old)) + given.place(number) * (D / 2);
+        mine.load(is_cached ? cached : made, lane);
+        if (is_cached) {
+        } else if (is_value) {
+            mine.transform_value(given);
+        } else {
             const int of_kind = is_query ? first_head + item : kv_head;
             if (TOGETHER == 1) {
                 mine.transform(given, is_query, of_kind, wide, angles, turning[warp], lane);
@@ -171,7 +187,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             }
         }
         mine.store(fresh + at * (D / 2), lane);
-        if (!is_query && position == length && chunk == 0)
+        if (!C::SHARED && !is_query && position == length && chunk == 0)
             mine.store(reinterpret_cast<u32*>(is_value ? values : keys) + (row + length) * (D / 2), lane);
     }
     for (int i = threadIdx.x; i < (HEADS - heads) * (D / 2); i += 32 * WARPS) fresh[heads * (D / 2) + i] = 0;
@@ -179,38 +195,44 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     const u32 fresh_at = shared_address(shared) + FRESH_AT, my_queries = fresh_at + u * (D * 2) + v * 16;
     // Of head 2v + j: the maximum that all lanes know, and this lane's part of the sum.
     float maximum[2] = {LOWEST, LOWEST}, total[2] = {0.f, 0.f};
-    float o[VALUE_GROUPS][4][4];
+    constexpr int GROUPS = SLICES * VALUE_GROUPS;
+    float o[GROUPS][4][4];
 #pragma unroll
-    for (int g = 0; g < VALUE_GROUPS; ++g)
+    for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
             for (int r = 0; r < 4; ++r) o[g][i][r] = 0.f;
     const auto take = [&](int tile, auto is_first) {
         constexpr bool FIRST = decltype(is_first)::value;
-        if (!FIRST) load_keys(tile);
+        if (!FIRST) load_keys(tile, 0);
         const bool new_here = FAULT_SITE(newest_token, tile < last) && first_new < tile + TILE;
-        if (new_here) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int c = 0; c < KEY_CHUNKS; ++c) {
-                    const int token = tile + u + 8 * h, slot = HEADS + (TOGETHER > 1 ? 2 * (token - first_new) : 0);
-                    if (is_new(token) && 32 * c + 8 * v < D)
-                        k[h][c] = load_shared(fresh_at + (slot * D + 32 * c + 8 * v) * 2);
-                }
-        }
         float s[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-        for (int c = 0; c < KEY_CHUNKS; ++c) {
-            // Read again for every tile: they would take registers that keep blocks from a multiprocessor.
-            const uint4 queries = 32 * c + 8 * v < D ? load_shared(my_queries + 64 * c) : zero;
-            const u32 low[4] = {k[0][c].x, k[1][c].x, k[0][c].y, k[1][c].y};
-            const u32 high[4] = {k[0][c].z, k[1][c].z, k[0][c].w, k[1][c].w};
-            E::multiply_accumulate(s, low, queries.x, queries.y);
-            E::multiply_accumulate(s, high, queries.z, queries.w);
+        for (int slice = 0; slice < SLICES; ++slice) {
+            if (slice) load_keys(tile, slice);
+            if (new_here) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+#pragma unroll
+                    for (int c = 0; c < KEY_CHUNKS; ++c) {
+                        const int token = tile + u + 8 * h, slot = HEADS + (TOGETHER > 1 ? 2 * (token - first_new) : 0);
+                        const int channel = WIDTH * slice + 32 * c + 8 * v;
+                        if (is_new(token) && channel < D) k[h][c] = load_shared(fresh_at + (slot * D + channel) * 2);
+                    }
+            }
+#pragma unroll
+            for (int c = 0; c < KEY_CHUNKS; ++c) {
+                // Read again for every tile: they would take registers that keep blocks from a multiprocessor.
+                const int channel = WIDTH * slice + 32 * c;
+                const uint4 queries = channel + 8 * v < D ? load_shared(my_queries + 2 * channel) : zero;
+                const u32 low[4] = {k[0][c].x, k[1][c].x, k[0][c].y, k[1][c].y};
+                const u32 high[4] = {k[0][c].z, k[1][c].z, k[0][c].w, k[1][c].w};
+                E::multiply_accumulate(s, low, queries.x, queries.y);
+                E::multiply_accumulate(s, high, queries.z, queries.w);
+            }
         }
-        if (!FIRST || !VALUES_EARLY) load_values(tile);
+        if (!FIRST || !VALUES_EARLY) load_values(tile, 0);
         float p[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -234,38 +256,42 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             total[j] = FIRST ? p[j] + p[j + 2] : total[j] * shrink + p[j] + p[j + 2];
             if (!FIRST)
 #pragma unroll
-            for (int g = 0; g < VALUE_GROUPS; ++g)
+            for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     o[g][i][j] *= shrink;
                     o[g][i][j + 2] *= shrink;
                 }
         }
-        if (new_here) {
-#pragma unroll
-            for (int g = 0; g < VALUE_GROUPS; ++g)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int token = tile + 2 * v + i % 2 + 8 * (i / 2);
-                    const int slot = HEADS + 1 + (TOGETHER > 1 ? 2 * (token - first_new) : 0);
-                    if (is_new(token) && 64 * g + 8 * u < D)
-                        w[g][i] = load_shared(fresh_at + (slot * D + 64 * g + 8 * u) * 2);
-                }
-        }
         const u32 b0 = transpose_matrix(E::narrow(p[0], p[1])), b1 = transpose_matrix(E::narrow(p[2], p[3]));
 #pragma unroll
-        for (int g = 0; g < VALUE_GROUPS; ++g) {
-            const u32 pairs[4][4] = {{w[g][0].x, w[g][0].y, w[g][0].z, w[g][0].w},
-                                     {w[g][1].x, w[g][1].y, w[g][1].z, w[g][1].w},
-                                     {w[g][2].x, w[g][2].y, w[g][2].z, w[g][2].w},
-                                     {w[g][3].x, w[g][3].y, w[g][3].z, w[g][3].w}};
+        for (int slice = 0; slice < SLICES; ++slice) {
+            if (slice) load_values(tile, slice);
+            if (new_here) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                // Low halves of two positions are a row of channels, high halves the next one.
-                const u32 a[4] = {
-                    permute_bytes<0x5410>(pairs[0][i], pairs[1][i]), permute_bytes<0x7632>(pairs[0][i], pairs[1][i]),
-                    permute_bytes<0x5410>(pairs[2][i], pairs[3][i]), permute_bytes<0x7632>(pairs[2][i], pairs[3][i])};
-                E::multiply_accumulate(o[g][i], a, b0, b1);
+                for (int g = 0; g < VALUE_GROUPS; ++g)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int token = tile + 2 * v + i % 2 + 8 * (i / 2);
+                        const int slot = HEADS + 1 + (TOGETHER > 1 ? 2 * (token - first_new) : 0);
+                        const int channel = WIDTH * slice + 64 * g + 8 * u;
+                        if (is_new(token) && channel < D) w[g][i] = load_shared(fresh_at + (slot * D + channel) * 2);
+                    }
+            }
+#pragma unroll
+            for (int g = 0; g < VALUE_GROUPS; ++g) {
+                const u32 pairs[4][4] = {{w[g][0].x, w[g][0].y, w[g][0].z, w[g][0].w},
+                                         {w[g][1].x, w[g][1].y, w[g][1].z, w[g][1].w},
+                                         {w[g][2].x, w[g][2].y, w[g][2].z, w[g][2].w},
+                                         {w[g][3].x, w[g][3].y, w[g][3].z, w[g][3].w}};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    // Low halves of two positions are a row of channels, high halves the next one.
+                    const u32 a[4] = {
+                        permute_bytes<0x5410>(pairs[0][i], pairs[1][i]), permute_bytes<0x7632>(pairs[0][i], pairs[1][i]),
+                        permute_bytes<0x5410>(pairs[2][i], pairs[3][i]), permute_bytes<0x7632>(pairs[2][i], pairs[3][i])};
+                    E::multiply_accumulate(o[slice * VALUE_GROUPS + g][i], a, b0, b1);
+                }
             }
         }
     };
@@ -288,7 +314,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             totals[warp][2 * v + j] = total[j];
         }
 #pragma unroll
-        for (int g = 0; g < VALUE_GROUPS; ++g)
+        for (int g = 0; g < GROUPS; ++g)
             if (64 * g + 8 * u < D) {
                 float4* to = sums(warp, 2 * v + j, 64 * g + 8 * u);
                 to[0] = make_float4(o[g][0][j], o[g][0][j + 2], o[g][1][j], o[g][1][j + 2]);

@@ -1,13 +1,16 @@
-// Normalises and rotates queries and keys of a new token, a warp a head.
+// Normalises and rotates queries and keys of a new token, a warp a head, and normalises values.
 //
-// A row of the product is [turns, (each * heads + 2 * kv_heads) / turns, D]; a turn holds its share of queries, then of keys, then
-// of values. Each of the queries is followed by D gates where `each` is 2, instead of 1. The rotation multiplies the complex numbers (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with
+// A row of the product is [turns, (each * heads + (1 + values) * kv_heads) / turns, D]; a turn holds its share of queries, then of
+// keys, then of values. Where `values` is 0 instead of 1, values are what was projected as keys. Each of the queries is followed by D
+// gates where `each` is 2, instead of 1. With SHARED a row has queries alone, and keys and values are those that another layer has put
+// into the cache. The rotation multiplies the complex numbers (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with
 // table[position][i] = (cosine, sine).
 //
 // QUERY_NORM and KEY_NORM normalise each head, or with WIDE all heads of a row together: every block then sums the squares of
-// the whole row itself.
+// the whole row itself. With VALUES_NORMED each head of values is divided by its root mean square.
 //
-// Of the configuration: Element, D, WARPS, CHANNELS (rotated, of each head), INTERLEAVED, QUERY_NORM, KEY_NORM, WIDE.
+// Of the configuration: Element, D, WARPS, CHANNELS (rotated, of each head), INTERLEAVED, QUERY_NORM, KEY_NORM, VALUES_NORMED, SHARED,
+// WIDE.
 #pragma once
 #include "ptx/approximate.cuh"
 #include "step/rows.cuh"
@@ -18,8 +21,8 @@ struct NewHeads {
     const float2* table;
     const u16 *query_weight, *query_bias, *key_weight, *key_bias;
     i64 x_stride;
-    int heads, kv_heads, turns, each, query_weight_stride, key_weight_stride;
-    float query_eps, query_offset, key_eps, key_offset;
+    int heads, kv_heads, turns, each, values, query_weight_stride, key_weight_stride;
+    float query_eps, query_offset, key_eps, key_offset, value_eps;
 
     // The row of the product of token m.
     __device__ __forceinline__ const u32* row(i64 m) const { return x + m * (x_stride / 2); }
@@ -27,9 +30,10 @@ struct NewHeads {
     __device__ __forceinline__ int place(int number) const {
         const bool is_query = number < heads, is_value = number >= heads + kv_heads;
         const int kv_head = is_value ? number - heads - kv_heads : number - heads;
-        const int queries_each = heads / turns, keys_each = kv_heads / turns, turn = each * queries_each + 2 * keys_each;
+        const int queries_each = heads / turns, keys_each = kv_heads / turns;
+        const int turn = each * queries_each + (1 + values) * keys_each;
         return is_query ? number / queries_each * turn + number % queries_each * each
-                        : kv_head / keys_each * turn + each * queries_each + is_value * keys_each + kv_head % keys_each;
+                        : kv_head / keys_each * turn + each * queries_each + is_value * values * keys_each + kv_head % keys_each;
     }
 };
 
@@ -159,5 +163,21 @@ struct Head {
                                    given.kv_heads, given.key_eps, given.key_offset, lane);
         __syncwarp();
         rotate(mine, angles, lane);
+    }
+    // A value becomes what attention reads.
+    __device__ __forceinline__ void transform_value(const NewHeads& given) {
+        if constexpr (C::VALUES_NORMED) {
+            float squares = 0.f;
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                // Pairs beyond the head are zero.
+                const float low = widen_half<E, 0>(pairs[i]), high = widen_half<E, 1>(pairs[i]);
+                squares += low * low + high * high;
+            }
+            const float factor = fast_reciprocal_root(warp_sum(squares) / D + given.value_eps);
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i)
+                pairs[i] = E::narrow(widen_half<E, 0>(pairs[i]) * factor, widen_half<E, 1>(pairs[i]) * factor);
+        }
     }
 };

@@ -35,30 +35,42 @@ __device__ __forceinline__ void latent_values(const LatentValues& given) {
     const int first = blockIdx.x / (Product::TILES * given.heads) * LATENT_ROWS, rows = min(LATENT_ROWS, given.rows - first);
     const Product product(given.weight + (i64)head * C::OUT * C::IN, tile * Product::COLUMNS);
     FAULT_SITE(latent_values_wait, wait_for_previous_kernel();)
-    for (int i = threadIdx.x; i < LATENT_ROWS * (C::IN / 4); i += LATENT_THREADS) {
-        const int row = i / (C::IN / 4), channel = i % (C::IN / 4) * 4;
-        u32* to = reinterpret_cast<u32*>(merged[row] + channel);
-        if (row >= rows) {
-            to[0] = to[1] = 0;
-            continue;
-        }
+    // A warp adds the splits of a row, and a lane all its channels at once, so that their loads are on their way together.
+    constexpr int QUADS = C::IN / 128;
+    static_assert(LATENT_THREADS == 32 * LATENT_ROWS && C::IN % 128 == 0, "a warp a row, whole quads a lane");
+    const int row = threadIdx.x / 32, channel = threadIdx.x % 32 * 4;
+    u32* to = reinterpret_cast<u32*>(merged[row] + channel);
+    if (row >= rows) {
+#pragma unroll
+        for (int quad = 0; quad < QUADS; ++quad) to[64 * quad] = to[64 * quad + 1] = 0;
+    } else {
         const int tokens = min(load_scalar(given.lengths + first + row) + 1, given.capacity);
         const int active = latent_split<C::TILE>(tokens, given.splits, 0).active;
         const i64 slot = (i64)(first + row) * given.splits * given.heads + head;
-        float most = __uint_as_float(0xff800000u), whole = 0.f, x[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
+        float most = __uint_as_float(0xff800000u), whole = 0.f, x[QUADS][4] = {};
+#pragma unroll 4
         for (int split = 0; split < active; ++split) {
             const i64 at = slot + (i64)split * given.heads;
             const u32* numbers = reinterpret_cast<const u32*>(given.totals + at);
             const float their = __uint_as_float(load_l2_word(numbers)), total = __uint_as_float(load_l2_word(numbers + 1));
-            const uint4 found = load_l2(given.sums + at * C::IN + channel);
+            uint4 found[QUADS];
+#pragma unroll
+            for (int quad = 0; quad < QUADS; ++quad) found[quad] = load_l2(given.sums + at * C::IN + channel + 128 * quad);
             const float higher = their > most ? their : most, shrink = exp2f(most - higher), share = exp2f(their - higher);
             most = higher;
             whole = whole * shrink + total * share;
-            x[0] = x[0] * shrink + share * __uint_as_float(found.x), x[1] = x[1] * shrink + share * __uint_as_float(found.y);
-            x[2] = x[2] * shrink + share * __uint_as_float(found.z), x[3] = x[3] * shrink + share * __uint_as_float(found.w);
+#pragma unroll
+            for (int quad = 0; quad < QUADS; ++quad) {
+                const u32 sums_of[4] = {found[quad].x, found[quad].y, found[quad].z, found[quad].w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[quad][i] = x[quad][i] * shrink + share * __uint_as_float(sums_of[i]);
+            }
         }
-        to[0] = E::narrow(x[0] / whole, x[1] / whole), to[1] = E::narrow(x[2] / whole, x[3] / whole);
+#pragma unroll
+        for (int quad = 0; quad < QUADS; ++quad) {
+            to[64 * quad] = E::narrow(x[quad][0] / whole, x[quad][1] / whole);
+            to[64 * quad + 1] = E::narrow(x[quad][2] / whole, x[quad][3] / whole);
+        }
     }
     FAULT_SITE(latent_merged_there, __syncthreads();)
     const u32 mine = shared_address(merged[product.u]) + 16 * product.v;

@@ -1,7 +1,7 @@
 // The residual stream between two products: what the one before adds to it, and its normalisation for the one behind.
 //
 //   x = residual[m]                                    or, with GATHER,  embedding_scale * embedding[tokens[m]] + positions[p]
-//   x = x + factor * post(first[m]) + factor * second[m]                 as many of them as ADDENDS says
+//   x = scale * (x + factor * post(first[m]) + factor * second[m])       as many of them as ADDENDS says
 //   stored[m] = x                                                        unless it is null
 //   out[m] = norm(x)                                                     unless NORM is NONE
 //
@@ -99,7 +99,8 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
                                                  const uint4* weight, const uint4* bias, uint4* stored, uint4* out,
                                                  int* counter, int counted, int width, int T, int positions_offset,
                                                  i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale,
-                                                 float factor, float post_eps, float post_offset, float eps, float offset) {
+                                                 float factor, float scale, float post_eps, float post_offset, float eps,
+                                                 float offset) {
     typedef typename C::Element E;
     constexpr int THREADS = C::THREADS, VECTORS = C::VECTORS;
     __shared__ float sums[4][THREADS / 32];
@@ -157,6 +158,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
             if (C::POSITIONS) x[i][j] += y[i][j];
             if (C::ADDENDS > 0) x[i][j] += factor * y[i][j];
             if (C::ADDENDS > 1) x[i][j] += FAULT_SITE(second_addend, second_factor) * z[j];
+            if (C::ADDENDS > 0) x[i][j] *= scale;
         }
         const int v = threadIdx.x + i * THREADS;
         const uint4 sum = narrow_vector<E>(x[i]);
@@ -185,9 +187,9 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
          const uint4* post_bias, const uint4* weight,                                                                    \
          const uint4* bias, uint4* stored, uint4* out, int* counter, int counted, int width, int T, int positions_offset, \
          i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale, float factor,  \
-         float post_eps, float post_offset, float eps, float offset) { \
+         float scale, float post_eps, float post_offset, float eps, float offset) { \
         advance_residual<CONFIGURATION>(tokens, embedding, positions, lengths, residual, first, second, gates, places, routing, post_weight, \
                                         post_bias, weight, bias, stored, out, counter, counted, width, T,                \
                                         positions_offset, residual_stride, first_stride, second_stride, out_stride, embedding_scale,   \
-                                        factor, post_eps, post_offset, eps, offset);                                     \
+                                        factor, scale, post_eps, post_offset, eps, offset);                                     \
     }
