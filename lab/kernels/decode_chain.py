@@ -33,7 +33,7 @@ from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS
 from marlinq.operations.bench.peers.contenders import Contender, Run
 from marlinq.operations.bench.peers.own import Marlinq
-from marlinq.operations.bench.shapes import MODELS, Layer
+from marlinq.operations.bench.shapes import MODELS, LinearSize
 from marlinq.operations.bench.timing import capture, time_in_turn
 from marlinq.operations.bench.weights import random_weight
 
@@ -124,7 +124,7 @@ def main() -> int:
 
 def _measure(
     runs: dict[str, list[Run]],
-    layers: tuple[Layer, ...],
+    layers: tuple[LinearSize, ...],
     batch: int,
     depth: int,
     layer_bytes: int,

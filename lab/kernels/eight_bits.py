@@ -20,7 +20,7 @@ from marlinq.kernels.choose.eight_bit_decision import decide_eight_bits, estimat
 from marlinq.kernels.contract.weight_formats import E4M3
 from marlinq.kernels.launch.eight_bit_product import plain_bytes, quantize_rows
 from marlinq.kernels.ops.fp8_a8 import fp8_a8_gemm
-from marlinq.operations.bench.shapes import Layer, layers_of
+from marlinq.operations.bench.shapes import LinearSize, layers_of
 from marlinq.operations.bench.timing import capture, copies_for, time_in_turn
 from marlinq.operations.bench.weights import random_weight
 
@@ -29,7 +29,7 @@ CUDA = torch.device("cuda", 0)
 LAUNCHES = 16
 
 
-def times(layer: Layer, group_size: int) -> None:
+def times(layer: LinearSize, group_size: int) -> None:
     """A line a batch."""
     device = device_numbers(0)
     granularity = Granularity.from_group_size(group_size)

@@ -30,12 +30,12 @@ from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.experts import ExpertWeights
 from marlinq.kernels.experts.configurations import DirectDecision, ExpertsDecision, ExpertsShape
 from marlinq.kernels.experts.experts_decision import _alone, _shared, decide_experts, decisions
-from marlinq.kernels.experts.launch import Workspace, instantiations, layer_steps, shape_of, start
+from marlinq.kernels.experts.launch import ExpertsWorkspace, instantiations, layer_steps, shape_of, start
 from marlinq.operations.bench.expert_shapes import EXPERT_LAYERS, ExpertsLayer
 from marlinq.operations.bench.experts import even_routings
 from marlinq.operations.bench.peers.contenders import Routing
 from marlinq.operations.bench.synthetic_experts import random_experts
-from marlinq.operations.bench.timing import Recording, capture, launches_for, time_in_turn
+from marlinq.operations.bench.timing import GraphRecording, capture, launches_for, time_in_turn
 
 
 @dataclass
@@ -55,9 +55,9 @@ class Batch:
         routings = even_routings(layer, m, device, expert_bytes)
         return cls(weights, x, routings, shape_of(x, routings[0].ids, weights))
 
-    def record(self, decision: ExpertsDecision, most: int, first: int = 0) -> Recording:
+    def record(self, decision: ExpertsDecision, most: int, first: int = 0) -> GraphRecording:
         """A CUDA graph that repeats launches ``first`` to ``most - 1``."""
-        workspace = Workspace.of(self.shape, decision, self.x.dtype, self.x.device)
+        workspace = ExpertsWorkspace.of(self.shape, decision, self.x.dtype, self.x.device)
         out = torch.empty_like(self.x)
 
         def launch(index: int) -> None:
@@ -132,7 +132,7 @@ class Batch:
         """Times and prints the first n launches of the decision, for every n."""
         self.compile([chosen])
         routing = self.routings[0]
-        workspace = Workspace.of(self.shape, chosen, self.x.dtype, self.x.device)
+        workspace = ExpertsWorkspace.of(self.shape, chosen, self.x.dtype, self.x.device)
         given = (self.x, routing.ids, routing.weights, self.weights, "silu", None, self.x, workspace)
         steps = layer_steps(self.shape, chosen, *given, dependent=True)
         names = [step.instantiation.function for step in steps]

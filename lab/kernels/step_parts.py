@@ -25,7 +25,7 @@ from marlinq.core.progress import no_progress
 from marlinq.kernels import Operand
 from marlinq.kernels import step as kernels
 from marlinq.kernels.contract.weight_formats import INT4
-from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, divide
+from marlinq.kernels.step import AttentionShape, AttentionWorkspace, Division, HeadWork, divide
 from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Norm, Rotary, Slices
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.runtime import QuantLinear
@@ -154,7 +154,7 @@ def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     clusters = torch.cuda.get_device_capability() >= (9, 0)
     chosen = divide(shape, processors, clusters=clusters)
-    workspace = Workspace.of([(shape, Division(64))], device)
+    workspace = AttentionWorkspace.of([(shape, Division(64))], device)
     attended = torch.empty(batch, HEADS, D, dtype=DTYPE, device=device)
     mixed = torch.randn(batch, 2 * INNER, dtype=DTYPE, device=device)
     active = torch.empty(batch, INNER, dtype=DTYPE, device=device)

@@ -35,7 +35,7 @@ from marlinq.core.errors import MarlinqError
 from marlinq.core.progress import no_progress
 from marlinq.kernels import Device, Problem, dependent_launches, device_numbers
 from marlinq.kernels.choose import decision
-from marlinq.kernels.choose.measured import Choice
+from marlinq.kernels.choose.measured import MeasuredChoice
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.demands import Demands
 from marlinq.kernels.launch.precompile import precompile_instantiations
@@ -61,10 +61,10 @@ _recorded = _decision.measured_choice
 _forced: dict[Problem, Configuration] = {}
 
 
-def _tuned(problem: Problem, device: Device, dependent: bool = False) -> Choice | None:
+def _tuned(problem: Problem, device: Device, dependent: bool = False) -> MeasuredChoice | None:
     forced = _forced.get(problem)
     # Without seconds it is never too slow for an activation.
-    return _recorded(problem, device, dependent) if forced is None else Choice(forced, 0.0)
+    return _recorded(problem, device, dependent) if forced is None else MeasuredChoice(forced, 0.0)
 
 
 def force(choices: dict[Problem, Configuration]) -> None:

@@ -14,7 +14,7 @@ from marlinq.calibration.documents import (
     read_documents,
 )
 from marlinq.calibration.hidden import HiddenStates
-from marlinq.calibration.mixture import Part, read_part, shares
+from marlinq.calibration.mixture import MixturePart, read_part, shares
 from marlinq.calibration.sources import read_passages
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "Document",
     "Duplicates",
     "HiddenStates",
-    "Part",
+    "MixturePart",
     "check_tokens",
     "documents_hash",
     "load_tokenizer",

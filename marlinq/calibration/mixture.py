@@ -13,14 +13,14 @@ _WEIGHTED = re.compile(r"(?P<source>.+)=(?P<weight>\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """One source (as :mod:`marlinq.calibration.sources` describes, or ``self``) and its weight."""
 
     source: str
     weight: float = 1.0
 
 
-def read_part(spelling: str) -> Part:
+def read_part(spelling: str) -> MixturePart:
     """Parses ``SOURCE`` or ``SOURCE=WEIGHT``; if a file with the whole name exists, there is no weight.
 
     Raises:
@@ -28,10 +28,10 @@ def read_part(spelling: str) -> Part:
     """
     match = _WEIGHTED.fullmatch(spelling)
     if match is None or Path(spelling).exists():
-        return Part(spelling)
+        return MixturePart(spelling)
     if float(match["weight"]) == 0:
         raise UsageError(f"calibration {spelling!r}: expected a weight above 0; leave the source out instead")
-    return Part(match["source"], float(match["weight"]))
+    return MixturePart(match["source"], float(match["weight"]))
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:

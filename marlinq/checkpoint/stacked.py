@@ -14,7 +14,7 @@ from marlinq.checkpoint.reader import Checkpoint
 from marlinq.checkpoint.writer import CheckpointWriter
 from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
-from marlinq.formats.stacks import STACKED_BIAS, Part, is_stack, part_named, parts_of, stack_refusal
+from marlinq.formats.stacks import STACKED_BIAS, StackPart, is_stack, part_named, parts_of, stack_refusal
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ def with_parts(checkpoint: Checkpoint) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     computed: dict[str, Callable[[], Tensor]] = {}
 
-    def reader(part: Part) -> Callable[[], Tensor]:
+    def reader(part: StackPart) -> Callable[[], Tensor]:
         return lambda: part.taken(checkpoint.part(part.stack, part.expert))
 
     for name, info in checkpoint.tensors.items():
@@ -131,10 +131,10 @@ def _experts(plan: Sequence[TensorPlan]) -> dict[str, int]:
     return counts
 
 
-def _stacked(plan: Sequence[TensorPlan]) -> tuple[list[TensorPlan], dict[str, Part]]:
+def _stacked(plan: Sequence[TensorPlan]) -> tuple[list[TensorPlan], dict[str, StackPart]]:
     """``plan`` where each stack replaces its parts, at the position of the first; and the parts by name."""
     experts = _experts(plan)
-    parts: dict[str, Part] = {}
+    parts: dict[str, StackPart] = {}
     whole: dict[str, TensorPlan] = {}
     for tensor in plan:
         part = part_named(tensor.name)

@@ -67,7 +67,7 @@ def showing(progress: Progress, *, stages: bool = False) -> Iterator[ReportProgr
     else:
         notebook = _notebook_bar()
         on_terminal = sys.stderr is not None and sys.stderr.isatty()
-        shown = Bars(notebook) if notebook or on_terminal else Lines(sys.stderr)
+        shown = Bars(notebook) if notebook or on_terminal else ProgressLines(sys.stderr)
         with shown as report:
             yield StageSeconds(report) if stages else report
 
@@ -91,7 +91,7 @@ def shows_progress(operation: Callable[_Parameters, _Result]) -> Callable[_Param
 def messages_beside(progress: ReportProgress) -> ReportMessage:
     """A function that prints messages if ``progress``, from :func:`showing`, is shown on stderr; else drops
     them."""
-    return print_message if isinstance(progress, (Bars, Lines, StageSeconds)) else no_message
+    return print_message if isinstance(progress, (Bars, ProgressLines, StageSeconds)) else no_message
 
 
 class Bars:
@@ -134,7 +134,7 @@ class Bars:
             self._bar = None
 
 
-class Lines:
+class ProgressLines:
     """Prints a line every 30 seconds, also while nothing is reported: stage, steps done, time left.
 
     Args:

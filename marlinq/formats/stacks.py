@@ -32,7 +32,7 @@ STACKED_BIAS = "gate_up_proj_bias"
 
 
 @dataclass(frozen=True)
-class Part:
+class StackPart:
     """One expert's tensor in a stack.
 
     Attributes:
@@ -71,7 +71,7 @@ class Part:
         return experts, rows * self.step, *inner
 
 
-def part_named(name: str) -> Part | None:
+def part_named(name: str) -> StackPart | None:
     """The part with the tensor name ``name``; None if it is no part's name."""
     match = _PART.fullmatch(name)
     if match is None:
@@ -79,7 +79,7 @@ def part_named(name: str) -> Part | None:
     experts, number, linear, suffix = match.groups()
     fused, members = next((fused, members) for fused, members in _LINEARS.items() if linear in members)
     kind = next(kind for kind, own in _SUFFIXES.items() if own == suffix)
-    return Part(
+    return StackPart(
         name,
         f"{experts}.{fused}_{kind}",
         int(number),
@@ -108,7 +108,7 @@ def stack_refusal(name: str, dtype: str, shape: Sequence[int]) -> str | None:
     return f"{name}: expected uint8 {wanted} of {axes} axes, found {dtype} {list(shape)}"
 
 
-def parts_of(name: str, experts: int) -> Iterator[Part]:
+def parts_of(name: str, experts: int) -> Iterator[StackPart]:
     """All parts of the stack ``name``, expert by expert."""
     match = STACKS.fullmatch(name)
     assert match is not None, "not a stack"

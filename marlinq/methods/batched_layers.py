@@ -41,7 +41,7 @@ Solved = list[tuple[QuantizedWeight, SolveReport]]
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class JointWeights:
     """Weights that read one input.
 
     Attributes:
@@ -54,7 +54,7 @@ class Layer:
 
 
 def solve_many(
-    layers: Sequence[Layer],
+    layers: Sequence[JointWeights],
     size: int,
     g: int,
     scheme: Scheme,
@@ -142,7 +142,7 @@ class _Solution:
 
 
 def _soundness(
-    layers: Sequence[Layer], diagonal: Tensor, damp: float, scheme: Scheme
+    layers: Sequence[JointWeights], diagonal: Tensor, damp: float, scheme: Scheme
 ) -> tuple[list[bool], list[float]]:
     """For each layer whether all values are finite and any channel is not zero; and the number added to its
     diagonal."""
@@ -175,7 +175,9 @@ def _orders(diagonal: Tensor, g: int, act_order: bool) -> Tensor:
     return (groups.unsqueeze(2) * g + within).reshape(count, k)
 
 
-def _prepared(layers: Sequence[Layer], order: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _prepared(
+    layers: Sequence[JointWeights], order: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weights float32 [B, K, N] in processing order; their norms w^T H w, float64 [B, N]; upper roots [B, K,
     K]; and whether the factorisation succeeded, bool [B]."""
     count, k = order.shape

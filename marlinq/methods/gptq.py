@@ -150,7 +150,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         if together == 1 or drifts or not plain or not has_panel_kernel(device):
             return super().solve_many(inputs, scheme, options)
         from marlinq.kernels.solve import PANEL_ROWS
-        from marlinq.methods.batched_layers import Layer, solve_many
+        from marlinq.methods.batched_layers import JointWeights, solve_many
 
         if g > PANEL_ROWS:
             return super().solve_many(inputs, scheme, options)
@@ -158,7 +158,10 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         for start in range(0, len(inputs), together):
             part = inputs[start : start + together]
             solutions = solve_many(
-                [Layer(each.weights, _known(each.statistics).hessian(options.shrinkage)) for each in part],
+                [
+                    JointWeights(each.weights, _known(each.statistics).hessian(options.shrinkage))
+                    for each in part
+                ],
                 together,
                 g,
                 scheme,

@@ -6,7 +6,7 @@ from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.generation import Generation, Generations, Interrupted, generate, generate_batch
 from marlinq.runtime.kernel_operand import marlin_operand, operand_refusal, stored_operand
 from marlinq.runtime.loading import LoadedModel, load
-from marlinq.runtime.operator_choice import Candidate, Decision, decide
+from marlinq.runtime.operator_choice import Decision, OperatorCandidate, decide
 from marlinq.runtime.operators import OPERATORS, Estimate, Operator, Setting, register_operator
 from marlinq.runtime.quant_linear import QuantLinear
 from marlinq.runtime.sampling import GREEDY, Sampling
@@ -14,7 +14,6 @@ from marlinq.runtime.sampling import GREEDY, Sampling
 __all__ = [
     "GREEDY",
     "OPERATORS",
-    "Candidate",
     "Decision",
     "Decoder",
     "Estimate",
@@ -23,6 +22,7 @@ __all__ = [
     "Interrupted",
     "LoadedModel",
     "Operator",
+    "OperatorCandidate",
     "QuantLinear",
     "Sampling",
     "Setting",

@@ -17,7 +17,7 @@ _ROWS = 1  # decoding one token is where operators differ most
 
 
 @dataclass(frozen=True)
-class Candidate:
+class OperatorCandidate:
     """An operator that was considered for a weight.
 
     Attributes:
@@ -43,8 +43,8 @@ class Decision:
         asked: whether the operator was requested by name.
     """
 
-    chosen: Candidate
-    others: tuple[Candidate, ...]
+    chosen: OperatorCandidate
+    others: tuple[OperatorCandidate, ...]
     asked: bool = False
 
     @property
@@ -101,12 +101,12 @@ def require_operator(name: str) -> None:
         raise UsageError(f"operator: expected {AUTO}, {', '.join(OPERATORS)}, found {name!r}")
 
 
-def _candidate(name: str, stored: StoredWeight, setting: Setting) -> Candidate:
+def _candidate(name: str, stored: StoredWeight, setting: Setting) -> OperatorCandidate:
     refusal = OPERATORS[name].refusal(stored, setting)
     if refusal is not None:
-        return Candidate(name, False, None, refusal)
+        return OperatorCandidate(name, False, None, refusal)
     estimate = OPERATORS[name].estimate(stored, setting, _ROWS)
-    return Candidate(name, True, estimate.seconds, estimate.reason)
+    return OperatorCandidate(name, True, estimate.seconds, estimate.reason)
 
 
 def summarize(decisions: Iterable[Decision]) -> list[str]:

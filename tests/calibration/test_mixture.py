@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marlinq.calibration import Document, Duplicates, Part, read_documents, read_part, shares
+from marlinq.calibration import Document, Duplicates, MixturePart, read_documents, read_part, shares
 from marlinq.core.errors import UsageError
 from tests.calibration.test_documents import Bytes, as_texts, write
 
@@ -21,14 +21,14 @@ def read(source: object, **changes: Any) -> list[Document]:
 
 
 def test_weights_stand_behind_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_part("text.jsonl") == Part("text.jsonl", 1.0)
-    assert read_part("self=0.25") == Part("self", 0.25)
-    assert read_part("c4:en@train#text=3") == Part("c4:en@train#text", 3.0)
+    assert read_part("text.jsonl") == MixturePart("text.jsonl", 1.0)
+    assert read_part("self=0.25") == MixturePart("self", 0.25)
+    assert read_part("c4:en@train#text=3") == MixturePart("c4:en@train#text", 3.0)
     with pytest.raises(UsageError, match="weight above 0"):
         read_part("self=0")
     monkeypatch.chdir(tmp_path)
     Path("a=2").write_text("text")
-    assert read_part("a=2") == Part("a=2", 1.0)
+    assert read_part("a=2") == MixturePart("a=2", 1.0)
 
 
 @given(st.integers(0, 10**6), st.lists(st.floats(0.01, 100), min_size=1, max_size=6))

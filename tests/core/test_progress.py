@@ -14,8 +14,8 @@ import pytest
 from marlinq.core.display import duration
 from marlinq.core.progress import (
     Bars,
-    Lines,
     Progress,
+    ProgressLines,
     ReportProgress,
     StageSeconds,
     messages_beside,
@@ -89,7 +89,7 @@ def on_screen(text: str) -> list[str]:
 
 def test_a_line_says_what_how_far_and_how_long() -> None:
     clock = Clock()
-    lines = Lines(io.StringIO(), clock=clock)
+    lines = ProgressLines(io.StringIO(), clock=clock)
     assert lines.line() == "[0.0 s] starting"
     clock.now += 20
     lines("reading", 0, 10)
@@ -118,7 +118,7 @@ def test_lines_come_by_themselves_and_end() -> None:
             written.set()
 
     file = File()
-    with Lines(file, interval=0.01) as progress:
+    with ProgressLines(file, interval=0.01) as progress:
         progress("reading\x1b[31m", 1, 4)
         written.clear()
         assert written.wait(60)
@@ -158,7 +158,7 @@ def test_an_operation_shows_its_progress(screen: io.StringIO, monkeypatch: pytes
     for options in ({}, {"progress": True}):
         given, shown = operation(3, **options)
         assert given == 3
-        assert isinstance(shown, Bars if isinstance(screen, Terminal) else Lines)
+        assert isinstance(shown, Bars if isinstance(screen, Terminal) else ProgressLines)
         assert messages_beside(shown) is print_message
     assert operation(3, progress=False) == (3, no_progress)
     assert operation(3, progress=own) == (3, own)
@@ -205,7 +205,7 @@ def test_a_notebook_gets_its_own_bar(screen: io.StringIO, monkeypatch: pytest.Mo
     # Without ipywidgets there are lines, or a terminal's bar.
     monkeypatch.setattr(notebook, "IProgress", None)
     with showing(True) as progress:
-        assert isinstance(progress, Bars if isinstance(screen, Terminal) else Lines)
+        assert isinstance(progress, Bars if isinstance(screen, Terminal) else ProgressLines)
     assert drawn == ["reading", "writing"]
 
 

@@ -11,7 +11,7 @@ import torch
 from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import KernelFault, Memory, apart
-from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, attend
+from marlinq.kernels.step import AttentionShape, AttentionWorkspace, Division, HeadWork, attend
 from tests.emulation.step import (
     DTYPES,
     constants,
@@ -68,7 +68,7 @@ def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) 
     counted = apart(torch.tensor(lengths, dtype=torch.int32))
     shape = AttentionShape(batch, heads, kv, size, capacity)
     divided = Division(splits, warps)
-    made = Workspace.of([(shape, divided)], torch.device("cpu"))
+    made = AttentionWorkspace.of([(shape, divided)], torch.device("cpu"))
     counters = apart(made.counters)
     found = []
     runs = [(divided, 1), (divided, 4)]
@@ -77,7 +77,7 @@ def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) 
     for division, resident in runs:
         keys, values = (apart(cache) for cache in filled)
         out = poisoned(batch, heads, size, dtype=dtype)
-        workspace = Workspace(apart(made.partials.fill_(torch.nan)), counters)
+        workspace = AttentionWorkspace(apart(made.partials.fill_(torch.nan)), counters)
         prepared = attend(
             *(x, keys, values, out, counted, work, workspace),
             scale=size**-0.5,
@@ -239,8 +239,8 @@ def test_neighbouring_tokens_of_one_sequence(
     )
     for meets in (False, True)[: 1 if splits == 1 else 2]:
         division = Division(splits, warps, meets)
-        made = Workspace.of([(shape, division)], torch.device("cpu"))
-        workspace = Workspace(apart(made.partials), apart(made.counters))
+        made = AttentionWorkspace.of([(shape, division)], torch.device("cpu"))
+        workspace = AttentionWorkspace(apart(made.partials), apart(made.counters))
         keys, values = (apart(cache) for cache in filled)
         out = poisoned(rows, heads, size, dtype=dtype)
         prepared = attend(
@@ -292,8 +292,8 @@ def test_a_planted_fault_is_reported(builder: Builder, name: str) -> None:
         cache[:, :, length] = torch.nan
     lengths = apart(torch.tensor([length], dtype=torch.int32))
     division = Division(3, meets=True)
-    made = Workspace.of([(AttentionShape(1, 2, 1, size, length + 1), division)], torch.device("cpu"))
-    workspace = Workspace(apart(made.partials), apart(made.counters))
+    made = AttentionWorkspace.of([(AttentionShape(1, 2, 1, size, length + 1), division)], torch.device("cpu"))
+    workspace = AttentionWorkspace(apart(made.partials), apart(made.counters))
     prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)
     memory = [
         *given(x=x),
@@ -328,8 +328,8 @@ def test_attention_over_a_full_cache(builder: Builder) -> None:
     kept = keys.clone(), values.clone()
     lengths = apart(torch.tensor([40, 43], dtype=torch.int32))
     division = Division(2)
-    made = Workspace.of([(AttentionShape(2, 1, 1, size, 40), division)], torch.device("cpu"))
-    workspace = Workspace(apart(made.partials), apart(made.counters))
+    made = AttentionWorkspace.of([(AttentionShape(2, 1, 1, size, 40), division)], torch.device("cpu"))
+    workspace = AttentionWorkspace(apart(made.partials), apart(made.counters))
     prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)
     memory = [
         *given(x=x),
@@ -350,8 +350,8 @@ def test_kernels_of_older_gpus(builder: Builder) -> None:
     lengths = apart(torch.tensor([180], dtype=torch.int32))
     shape = AttentionShape(1, 2, 1, 64, 200)
     division = Division(3)
-    made = Workspace.of([(shape, division)], torch.device("cpu"))
-    workspace = Workspace(apart(made.partials), apart(made.counters))
+    made = AttentionWorkspace.of([(shape, division)], torch.device("cpu"))
+    workspace = AttentionWorkspace(apart(made.partials), apart(made.counters))
     prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)
     memory = [
         *given(x=x, lengths=lengths),

@@ -10,7 +10,7 @@ from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import KernelFault
 from marlinq.core.scheme import Scheme
-from marlinq.methods.batched_layers import Layer, solve_many
+from marlinq.methods.batched_layers import JointWeights, solve_many
 from marlinq.methods.factor import channel_order, factorise
 from marlinq.methods.gptq import GPTQOptions, solve_gptq_shared
 from marlinq.methods.imatrix import round_groups, round_groups_on_gpu
@@ -150,11 +150,11 @@ def test_layers_solved_together_are_solved_alike(
     made = [make_layer(48, k, seed) for seed in range(3)]
     # The second layer's channels are not all alive, the last was never reached.
     made[1][1][5] = made[1][1][:, 5] = 0
-    layers = [Layer((weight[:40], weight[40:]), hessian) for weight, hessian in made]
-    layers.append(Layer(layers[0].weights, torch.zeros(k, k)))
+    layers = [JointWeights((weight[:40], weight[40:]), hessian) for weight, hessian in made]
+    layers.append(JointWeights(layers[0].weights, torch.zeros(k, k)))
     indefinite = layers[0].hessian.clone()
     indefinite[0, 1] = indefinite[1, 0] = 10 * indefinite.max()
-    layers.append(Layer(layers[0].weights, indefinite))
+    layers.append(JointWeights(layers[0].weights, indefinite))
     wanted = scheme(group_size)
     launch = emulated_panels(builder)
     found = solve_many(

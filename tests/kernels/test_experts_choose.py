@@ -32,7 +32,7 @@ from marlinq.kernels.experts.experts_decision import (
     grouped,
     sorted_variants,
 )
-from marlinq.kernels.experts.launch import Workspace, instantiations, most_tiles
+from marlinq.kernels.experts.launch import ExpertsWorkspace, instantiations, most_tiles
 from marlinq.kernels.variants.stream import StreamConfig
 from tests.emulation.gemm import AMPERE, H200
 from tests.testing.architectures import MAIN_FIRST
@@ -93,7 +93,7 @@ def test_tiles_of_any_routing_have_room() -> None:
 
 def test_the_workspace_is_one_allocation_without_overlap() -> None:
     shape = replace(QWEN, m=300)
-    workspace = Workspace.of(shape, decide_experts(shape, H200), torch.bfloat16, torch.device("cpu"))
+    workspace = ExpertsWorkspace.of(shape, decide_experts(shape, H200), torch.bfloat16, torch.device("cpu"))
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in workspace)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert len({tensor.untyped_storage().data_ptr() for tensor in workspace}) == 1
@@ -298,7 +298,7 @@ def test_blocks_sort_few_pairs_of_few_experts() -> None:
     # No launch sorts, and nothing is left for others but where pairs are.
     functions = [one.function for one in instantiations(shape, chosen, "silu", torch.float16, wide=False)]
     assert functions == ["experts_wgmma", "experts_wgmma", "experts_sum"]
-    workspace = Workspace.of(shape, chosen, torch.float16, torch.device("cpu"))
+    workspace = ExpertsWorkspace.of(shape, chosen, torch.float16, torch.device("cpu"))
     assert [tensor.numel() for tensor in workspace[:4]] == [0, 0, 0, 128]
 
 

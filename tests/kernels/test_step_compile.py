@@ -16,6 +16,7 @@ from marlinq.kernels.step import (
     ROUTER_WIDEST,
     Addition,
     AttentionShape,
+    AttentionWorkspace,
     ConvolutionWeights,
     DeltaWeights,
     Division,
@@ -31,7 +32,6 @@ from marlinq.kernels.step import (
     Prepared,
     RoutedRows,
     RowNorm,
-    Workspace,
     activate,
     append,
     attend,
@@ -121,7 +121,7 @@ def attentions(*, clusters: bool = False) -> list[Prepared]:
             if size != 128 and number % 4 in (1, 2):
                 continue
             division = Division(2, warps, clusters)
-            workspace = Workspace.of([(shape, division)], torch.device("cpu"))
+            workspace = AttentionWorkspace.of([(shape, division)], torch.device("cpu"))
             prepared.append(
                 attend(
                     *(x, cache, cache, out, lengths, work, workspace),
@@ -155,7 +155,7 @@ def runs() -> list[Prepared]:
         norm = HeadNorm("RMS_WIDE", empty(size, dtype=dtype), None, 1e-6, 1.0)
         work = HeadWork(table=torch.empty(32, size // 2, 2), query_norm=norm, key_norm=norm, gated=True)
         division, shape = Division(2, 8), AttentionShape(8, 8, 8, size, 32)
-        workspace = Workspace.of([(shape, division)], torch.device("cpu"))
+        workspace = AttentionWorkspace.of([(shape, division)], torch.device("cpu"))
         lengths, out = torch.zeros(8, dtype=torch.int32), empty(8, 8, size, dtype=dtype)
         given = (x, cache, cache, out, lengths, work, workspace)
         prepared.append(attend(*given, scale=1.0, division=division, together=True))

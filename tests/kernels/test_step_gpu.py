@@ -11,13 +11,13 @@ from torch import Tensor
 
 from marlinq.kernels.step import (
     AttentionShape,
+    AttentionWorkspace,
     Division,
     Gather,
     HeadNorm,
     HeadWork,
     Prepared,
     RowNorm,
-    Workspace,
     activate,
     append,
     attend,
@@ -201,7 +201,7 @@ def test_attention(batch: int, heads: int, kv: int, size: int, dtype: torch.dtyp
     for cache, new in zip(whole, (new_keys, new_values), strict=True):
         cache[places] = new.to(dtype)
     for division, (window, softcap) in itertools.product(divisions, ((None, None), (700, 30.0))):
-        workspace = Workspace.of([(shape, division)], torch.device("cuda"))
+        workspace = AttentionWorkspace.of([(shape, division)], torch.device("cuda"))
         expected = expected_attention(
             q.to(dtype), *whole, lengths, scale=size**-0.5, window=window, softcap=softcap
         )

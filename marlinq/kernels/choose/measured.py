@@ -29,14 +29,14 @@ from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
 FOLDER = Path(__file__).parent / "measured"
 
 
-class Choice(NamedTuple):
+class MeasuredChoice(NamedTuple):
     """A measured configuration, and the median seconds of its launches."""
 
     config: Configuration
     seconds: float
 
 
-def measured_choice(problem: Problem, device: Device, dependent: bool = False) -> Choice | None:
+def measured_choice(problem: Problem, device: Device, dependent: bool = False) -> MeasuredChoice | None:
     """The measured choice for ``problem`` on this GPU, alone or among dependent launches; None without one.
 
     Raises:
@@ -54,14 +54,14 @@ def measured_choice(problem: Problem, device: Device, dependent: bool = False) -
 
 
 @lru_cache(maxsize=16)
-def _choices(gpu: str) -> dict[tuple[Problem, bool], Choice]:
+def _choices(gpu: str) -> dict[tuple[Problem, bool], MeasuredChoice]:
     path = FOLDER / f"{gpu}.json"
     if not path.is_file():
         return {}
     return dict(map(_choice, json.loads(path.read_text(encoding="utf-8"))["choices"]))
 
 
-def _choice(row: dict[str, Any]) -> tuple[tuple[Problem, bool], Choice]:
+def _choice(row: dict[str, Any]) -> tuple[tuple[Problem, bool], MeasuredChoice]:
     problem = Problem(
         row["m"],
         row["n"],
@@ -72,7 +72,7 @@ def _choice(row: dict[str, Any]) -> tuple[tuple[Problem, bool], Choice]:
         WEIGHT_FORMATS[row["format"]],
         row["activation"],
     )
-    choice = Choice(config_of(row["kernel"], row["config"]), row["seconds"])
+    choice = MeasuredChoice(config_of(row["kernel"], row["config"]), row["seconds"])
     return (problem, row["dependent"]), choice
 
 

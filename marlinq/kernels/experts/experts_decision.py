@@ -57,7 +57,7 @@ _WORTH_MEASURING = 1.4
 
 
 @dataclass(frozen=True)
-class Costs:
+class SortedCosts:
     """Fitted constants of the estimate for sorted pairs, from times measured on an H200.
 
     Times: ``lab/kernels/experts_parts.py --variants``, four layers, 1 to 4096 rows.
@@ -85,7 +85,7 @@ class Costs:
     saved_by_local_sort: float = 1.2e-06
 
 
-COSTS = Costs()
+COSTS = SortedCosts()
 _UNLIMITED = 1 << 30
 # Local sort inside each block: at most 128 pairs (measured: no gain at 256), one thread per expert, hence at
 # most 256 experts, and tiles of 8 rows, since rows are copied one by one.

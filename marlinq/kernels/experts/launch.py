@@ -113,7 +113,7 @@ class Step(NamedTuple):
     registers: int = 255
 
 
-class Workspace(NamedTuple):
+class ExpertsWorkspace(NamedTuple):
     """Memory between the launches of a routed layer, uninitialised before the first.
 
     Attributes:
@@ -135,7 +135,7 @@ class Workspace(NamedTuple):
     @classmethod
     def of(
         cls, shape: ExpertsShape, decision: ExpertsDecision, dtype: torch.dtype, device: torch.device
-    ) -> Workspace:
+    ) -> ExpertsWorkspace:
         """Uninitialised memory in one allocation; without sorting all but ``inner`` are empty."""
         sorts = not isinstance(decision, DirectDecision)
         routes = isinstance(decision, SortedDecision) and not decision.local_sort
@@ -173,7 +173,7 @@ def route_steps(
     x: Tensor,
     ids: Tensor,
     expert_map: Tensor | None,
-    workspace: Workspace,
+    workspace: ExpertsWorkspace,
 ) -> list[Step]:
     """The launches that sort pairs and gather their rows: one for few pairs, otherwise two."""
     blocks = -(-shape.pairs // _ROUTE_THREADS)
@@ -225,7 +225,7 @@ def grouped_step(
     x: Tensor,
     ids: Tensor,
     expert_map: Tensor | None,
-    workspace: Workspace,
+    workspace: ExpertsWorkspace,
     *,
     dependent: bool,
 ) -> Step:
@@ -326,7 +326,7 @@ def direct_step(
     )
 
 
-def sum_step(shape: ExpertsShape, weights: Tensor, out: Tensor, workspace: Workspace) -> Step:
+def sum_step(shape: ExpertsShape, weights: Tensor, out: Tensor, workspace: ExpertsWorkspace) -> Step:
     """The launch that sums the weighted results of each row's experts."""
     parameters = (("Element", ELEMENTS[out.dtype]), ("THREADS", _SUM_THREADS))
     arguments = _SumArguments(
@@ -351,7 +351,7 @@ def layer_steps(
     activation: str,
     expert_map: Tensor | None,
     out: Tensor,
-    workspace: Workspace,
+    workspace: ExpertsWorkspace,
     *,
     dependent: bool,
     summed: bool = True,
@@ -415,7 +415,7 @@ def instantiations(
     device = torch.device("meta")
     x = torch.empty(shape.m, shape.hidden, dtype=dtype, device=device)
     ids = torch.empty(shape.m, shape.top, dtype=torch.int64 if wide else torch.int32, device=device)
-    workspace = Workspace.of(shape, decision, dtype, device)
+    workspace = ExpertsWorkspace.of(shape, decision, dtype, device)
     routing = [] if decision.local_sort else route_steps(shape, decision.tile_m, x, ids, None, workspace)
     return [
         *(step.instantiation for step in routing),
@@ -491,7 +491,7 @@ def launch_experts(
     index = x.device.index
     shape = shape_of(x, ids, experts)
     chosen = decision or decide_experts(shape, device_numbers(index))
-    workspace = Workspace.of(shape, chosen, x.dtype, x.device)
+    workspace = ExpertsWorkspace.of(shape, chosen, x.dtype, x.device)
     steps = layer_steps(
         shape, chosen, x, ids, weights, experts, activation, expert_map, out, workspace, dependent=True
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from marlinq.kernels.launch.prepared import Prepared, bind, precompile_prepared
 from marlinq.kernels.step.activate import Arrangement, activate
 from marlinq.kernels.step.append import append
-from marlinq.kernels.step.attend import AttentionShape, Division, Workspace, attend, divide
+from marlinq.kernels.step.attend import AttentionShape, AttentionWorkspace, Division, attend, divide
 from marlinq.kernels.step.convolution import ConvolutionWeights, convolution_refusal, gated_convolution
 from marlinq.kernels.step.delta import DeltaWeights, delta, delta_refusal
 from marlinq.kernels.step.heads import HeadNorm, HeadWork
@@ -33,6 +33,7 @@ __all__ = [
     "Addition",
     "Arrangement",
     "AttentionShape",
+    "AttentionWorkspace",
     "ConvolutionWeights",
     "DeltaWeights",
     "Division",
@@ -48,7 +49,6 @@ __all__ = [
     "Prepared",
     "RoutedRows",
     "RowNorm",
-    "Workspace",
     "activate",
     "append",
     "attend",

@@ -99,7 +99,7 @@ def divide(shape: AttentionShape, multiprocessors: int, *, clusters: bool = Fals
     )
 
 
-class Workspace(NamedTuple):
+class AttentionWorkspace(NamedTuple):
     """Memory through which splits are added, shared by attention layers that run one after another.
 
     Attributes:
@@ -111,7 +111,9 @@ class Workspace(NamedTuple):
     counters: Tensor
 
     @classmethod
-    def of(cls, divided: Iterable[tuple[AttentionShape, Division]], device: torch.device) -> Workspace:
+    def of(
+        cls, divided: Iterable[tuple[AttentionShape, Division]], device: torch.device
+    ) -> AttentionWorkspace:
         """Memory that suffices for each of these shapes and divisions."""
         shapes = list(divided)
         floats = max(
@@ -144,7 +146,7 @@ def attend(
     out: Tensor,
     lengths: Tensor,
     work: HeadWork,
-    workspace: Workspace,
+    workspace: AttentionWorkspace,
     *,
     scale: float,
     division: Division,

@@ -56,7 +56,7 @@ _SHAPES = {
 
 
 @dataclass(frozen=True)
-class Costs:
+class BulkCosts:
     """Fitted constants of the estimate, from times measured on an H200 (``lab/kernels/fit_costs.py``).
 
     Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler. A row
@@ -94,7 +94,7 @@ class Costs:
     sharpness: float = 12
 
 
-COSTS = Costs()
+COSTS = BulkCosts()
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,9 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
                 yield replace(config, stages=stages)
 
 
-def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs = COSTS) -> tuple[float, str]:
+def estimate(
+    problem: Problem, device: Device, config: BulkConfig, costs: BulkCosts = COSTS
+) -> tuple[float, str]:
     """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
     chunks = -(-problem.k // config.chunk)
     fed = -(-chunks // config.cluster)

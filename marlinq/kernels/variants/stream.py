@@ -83,7 +83,7 @@ _REGISTERS_USED = {1: 128, 2: 144, 4: 152, 8: 208}
 
 
 @dataclass(frozen=True)
-class Costs:
+class StreamCosts:
     """Fitted constants of the estimate, from times measured on an H200 (``lab/kernels/fit_costs.py``).
 
     Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler. A row
@@ -127,7 +127,7 @@ class Costs:
     sharpness: float = 39
 
 
-COSTS = Costs()
+COSTS = StreamCosts()
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ def _resident(problem: Problem, device: Device, config: StreamConfig) -> int:
 
 
 def estimate(
-    problem: Problem, device: Device, config: StreamConfig, costs: Costs = COSTS
+    problem: Problem, device: Device, config: StreamConfig, costs: StreamCosts = COSTS
 ) -> tuple[float, str]:
     """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
     chunks = -(-problem.k // config.chunk)

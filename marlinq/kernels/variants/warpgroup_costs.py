@@ -19,7 +19,7 @@ _MULTIPLICATIONS = 2048  # 16-bit multiply-adds a cycle of a multiprocessor's te
 
 
 @dataclass(frozen=True)
-class Costs:
+class WarpgroupCosts:
     """Fitted constants of the estimate, from times measured on an H200 (``lab/kernels/fit_costs.py``).
 
     Cycles are those of :attr:`Device.clock`. A row is 16 channels of a warpgroup's columns, a chunk the rows
@@ -64,7 +64,7 @@ class Costs:
     sharpness: float = 4
 
 
-COSTS = Costs()
+COSTS = WarpgroupCosts()
 
 
 def _displaced(
@@ -93,7 +93,7 @@ def _displaced(
 
 
 def estimate(
-    problem: Problem, device: Device, config: WarpgroupConfig, costs: Costs = COSTS
+    problem: Problem, device: Device, config: WarpgroupConfig, costs: WarpgroupCosts = COSTS
 ) -> tuple[float, str]:
     """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
     chunk = 16 * config.rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from marlinq.operations.bench.kernel_bench import OURS
-from marlinq.operations.bench.timing import Recording, capture, launches_for, time_in_turn
+from marlinq.operations.bench.timing import GraphRecording, capture, launches_for, time_in_turn
 
 _PEER_SLACK = 4.0
 """factor on the tolerance for peers, which round differently; a wrong product is off by more"""
@@ -59,9 +59,9 @@ def check_and_time(
     """
     launches = launches_for(1.5 * floor)
     errors: dict[str, float] = {}
-    recordings: dict[str, Recording] = {}
+    recordings: dict[str, GraphRecording] = {}
 
-    def checked(name: str, ready: Callable[[], Launch]) -> tuple[float, Recording] | None:
+    def checked(name: str, ready: Callable[[], Launch]) -> tuple[float, GraphRecording] | None:
         launch = ready()
         error = relative_error(launch, rows, expected, shape)
         limit = tolerance * (1.0 if name == OURS else _PEER_SLACK)

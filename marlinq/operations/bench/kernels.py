@@ -28,7 +28,7 @@ from marlinq.operations.bench.peers import PEERS
 from marlinq.operations.bench.peers.contenders import Contender, Run
 from marlinq.operations.bench.peers.own import Marlinq
 from marlinq.operations.bench.peers.sparse import SparseContender
-from marlinq.operations.bench.shapes import Layer, dividing_group_size, layers_of
+from marlinq.operations.bench.shapes import LinearSize, dividing_group_size, layers_of
 from marlinq.operations.bench.timing import cold_read_seconds, copies_for, peak_rate
 from marlinq.operations.bench.weights import Weight, pruned, random_weight
 
@@ -81,11 +81,11 @@ class _Setting:
     sparse: bool = False
     scale_dtype: torch.dtype | None = None
 
-    def problem(self, layer: Layer, m: int) -> Problem:
+    def problem(self, layer: LinearSize, m: int) -> Problem:
         bfloat16 = self.dtype == torch.bfloat16
         return Problem(m, layer.n, layer.k, self.granularity, self.asymmetric, bfloat16, self.weight_format)
 
-    def weight(self, layer: Layer) -> Weight:
+    def weight(self, layer: LinearSize) -> Weight:
         made = random_weight(
             layer,
             self.granularity,
@@ -205,7 +205,7 @@ def bench_kernels(
 
 def _on_gpu(
     setting: _Setting,
-    layers: tuple[Layer, ...],
+    layers: tuple[LinearSize, ...],
     batches: tuple[int, ...],
     against: tuple[str, ...],
     progress: ReportProgress,
@@ -297,11 +297,11 @@ def _cell(
 
 def _on_cpu(
     setting: _Setting,
-    layers: tuple[Layer, ...],
+    layers: tuple[LinearSize, ...],
     batches: tuple[int, ...],
     progress: ReportProgress,
 ) -> KernelBench:
-    smallest: dict[str, Layer] = {}
+    smallest: dict[str, LinearSize] = {}
     for layer in layers:
         model = layer.name.rpartition(" ")[0] or layer.name
         kept = smallest.get(model)

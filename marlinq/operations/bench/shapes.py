@@ -10,7 +10,7 @@ from marlinq.core.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearSize:
     """A linear: K inputs, N outputs."""
 
     name: str
@@ -29,14 +29,14 @@ class Dimensions:
     kv_heads: int
     head_size: int
 
-    def layers(self, model: str) -> tuple[Layer, ...]:
+    def layers(self, model: str) -> tuple[LinearSize, ...]:
         """The four products of a block; q, k, v and gate, up are joined, as in servers."""
         attention = self.heads * self.head_size
         return (
-            Layer(f"{model} qkv", attention + 2 * self.kv_heads * self.head_size, self.hidden),
-            Layer(f"{model} o", self.hidden, attention),
-            Layer(f"{model} gate_up", 2 * self.intermediate, self.hidden),
-            Layer(f"{model} down", self.hidden, self.intermediate),
+            LinearSize(f"{model} qkv", attention + 2 * self.kv_heads * self.head_size, self.hidden),
+            LinearSize(f"{model} o", self.hidden, attention),
+            LinearSize(f"{model} gate_up", 2 * self.intermediate, self.hidden),
+            LinearSize(f"{model} down", self.hidden, self.intermediate),
         )
 
 
@@ -62,13 +62,13 @@ def dividing_group_size(models: Iterable[str], shapes: Iterable[str]) -> int:
     return next(size for size in (128, 64, 32) if not any(layer.k % size for layer in layers))
 
 
-def layers_of(models: Iterable[str], shapes: Iterable[str], group_size: int) -> tuple[Layer, ...]:
+def layers_of(models: Iterable[str], shapes: Iterable[str], group_size: int) -> tuple[LinearSize, ...]:
     """The layers of ``models`` and of ``shapes`` such as ``4096x4096`` or ``NAME=4096x4096`` (N x K).
 
     Raises:
         UsageError: an unknown model, a malformed shape, or one the kernels or the group size can't divide.
     """
-    layers: list[Layer] = []
+    layers: list[LinearSize] = []
     for model in models:
         if model not in MODELS:
             raise UsageError(f"model {model!r} is not known; expected one of {', '.join(MODELS)}")
@@ -77,7 +77,7 @@ def layers_of(models: Iterable[str], shapes: Iterable[str], group_size: int) -> 
         match = re.fullmatch(r"(?:([^=]+)=)?(\d+)x(\d+)", text)
         if match is None:
             raise UsageError(f"shape {text!r}: expected NxK or NAME=NxK, such as o=4096x4096")
-        layers.append(Layer(match[1] or text, int(match[2]), int(match[3])))
+        layers.append(LinearSize(match[1] or text, int(match[2]), int(match[3])))
     for layer in layers:
         if layer.n < 64 or layer.k < 64 or layer.n % 64 or layer.k % 64:
             raise UsageError(f"{layer.name}: N={layer.n} and K={layer.k} must be positive multiples of 64")

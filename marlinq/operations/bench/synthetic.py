@@ -28,12 +28,12 @@ from marlinq.kernels.experts import ExpertWeights, StoredExperts
 from marlinq.models import Blueprint, Experts, Projection, build_blueprint
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.kernels import SCHEMES
-from marlinq.operations.bench.shapes import Layer
+from marlinq.operations.bench.shapes import LinearSize
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.operations.bench.weights import random_weight
 from marlinq.runtime import OPERATORS, Decision, LoadedModel, Setting, decide
 from marlinq.runtime.grouped_experts import GroupedExperts, activation_name
-from marlinq.runtime.operator_choice import Candidate
+from marlinq.runtime.operator_choice import OperatorCandidate
 from marlinq.runtime.operators.packed import Packed
 from marlinq.runtime.placement import DTYPES
 from marlinq.runtime.quant_linear import QuantLinear
@@ -403,7 +403,7 @@ def _random_packed(
         )
     multiple = weight_format.channel_multiple
     weight = random_weight(
-        Layer(projection.name, n, -(-k // multiple) * multiple),
+        LinearSize(projection.name, n, -(-k // multiple) * multiple),
         granularity,
         asymmetric=False,
         dtype=setting.dtype,
@@ -415,7 +415,7 @@ def _random_packed(
         name for name, each in OPERATORS.items() if isinstance(each, Packed) and weight_format in each.formats
     )
     reason = f"{kernel.kernel} kernel: {kernel.reason}"
-    chosen = Candidate(operator, True, kernel.seconds or None, reason)
+    chosen = OperatorCandidate(operator, True, kernel.seconds or None, reason)
     return Decision(chosen, ()), QuantLinear(replace(weight, in_features=k), bias)
 
 
@@ -440,7 +440,7 @@ def _random_stored(projection: Projection, group_size: int, setting: Setting) ->
     dtype = torch.float16 if setting.dtype == torch.float32 else setting.dtype
     granularity = Granularity.from_group_size(_group_size(projection.name, k, group_size))
     weight = random_weight(
-        Layer(projection.name, n, k),
+        LinearSize(projection.name, n, k),
         granularity,
         asymmetric=False,
         dtype=dtype,

@@ -11,7 +11,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
-from marlinq.operations.bench.shapes import Layer
+from marlinq.operations.bench.shapes import LinearSize
 from marlinq.operations.bench.weights import random_weight
 
 
@@ -47,7 +47,7 @@ def _product(
     # Experts concatenated along K are one weight of E * K channels, unless a scale covers a whole channel.
     channels = granularity.channels_per_group(k)
     made = random_weight(
-        Layer("experts", n, experts * k),
+        LinearSize("experts", n, experts * k),
         Granularity.group(channels),
         asymmetric=asymmetric,
         dtype=dtype,

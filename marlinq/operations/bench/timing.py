@@ -39,7 +39,7 @@ def launches_for(seconds: float) -> int:
 
 
 @dataclass(frozen=True)
-class Recording:
+class GraphRecording:
     """Launches recorded in a CUDA graph.
 
     Attributes:
@@ -54,7 +54,7 @@ class Recording:
     launch: Callable[[int], object]
 
 
-def capture(launch: Callable[[int], object], launches: int) -> Recording:
+def capture(launch: Callable[[int], object], launches: int) -> GraphRecording:
     """A CUDA graph of ``launch(0)`` to ``launch(launches - 1)``.
 
     ``launch`` must have run before, since compiling and allocating can't be captured.
@@ -71,7 +71,7 @@ def capture(launch: Callable[[int], object], launches: int) -> Recording:
         finally:
             graph.capture_end()
     torch.cuda.synchronize()
-    return Recording(graph, launches, launch)
+    return GraphRecording(graph, launches, launch)
 
 
 def _event() -> torch.cuda.Event:
@@ -79,7 +79,7 @@ def _event() -> torch.cuda.Event:
 
 
 def time_in_turn(
-    recordings: Mapping[str, Recording],
+    recordings: Mapping[str, GraphRecording],
     expected_seconds: float,
     *,
     sustained: bool = False,
@@ -137,7 +137,7 @@ def cold_read_seconds(words: Tensor, scales: Tensor) -> float:
     copies = [(words.clone(), scales.clone()) for _ in range(copies_for(size, device))]
     sink = torch.empty(1, dtype=torch.int32, device=device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    recordings: dict[str, Recording] = {}
+    recordings: dict[str, GraphRecording] = {}
     expected = size / 4e12
     for threads, unroll in ((512, 4), (512, 8), (1024, 4)):
         kernel = RawKernel(cold_read(threads, unroll), device)

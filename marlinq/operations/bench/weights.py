@@ -16,7 +16,7 @@ from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.formats.layouts.marlin import pack_tiles
 from marlinq.kernels import Operand
 from marlinq.kernels.contract.weight_formats import E4M3, INT4, INT8, WeightFormat
-from marlinq.operations.bench.shapes import Layer
+from marlinq.operations.bench.shapes import LinearSize
 
 MIDPOINT = 8
 """Code of zero in a symmetric 4-bit weight."""
@@ -34,7 +34,7 @@ class Weight:
             divided by one power of two. None where files store scales in the activations' dtype.
     """
 
-    layer: Layer
+    layer: LinearSize
     operand: Operand
     scale_dtype: torch.dtype | None = None
 
@@ -108,7 +108,7 @@ def _held(scales: Tensor, scale_dtype: torch.dtype | None) -> Tensor:
 
 
 def random_weight(
-    layer: Layer,
+    layer: LinearSize,
     granularity: Granularity,
     *,
     asymmetric: bool,

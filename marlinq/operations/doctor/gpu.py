@@ -19,7 +19,7 @@ _PROBE = 'extern "C" __global__ void probe(float* x) { x[0] = 1.0f; }'
 
 
 @dataclass(frozen=True)
-class Device:
+class DriverDevice:
     """One GPU: its name, compute capability and memory in bytes."""
 
     name: str
@@ -32,7 +32,7 @@ class Driver:
     """The NVIDIA driver: the newest CUDA version (major, minor) that it runs, and its devices."""
 
     cuda: tuple[int, int]
-    devices: tuple[Device, ...]
+    devices: tuple[DriverDevice, ...]
 
 
 def find_driver() -> tuple[Driver | None, Finding]:
@@ -59,7 +59,7 @@ def find_driver() -> tuple[Driver | None, Finding]:
     return driver, Finding("NVIDIA driver", State.OK, f"runs CUDA up to {cuda[0]}.{cuda[1]}")
 
 
-def _device(library: ctypes.CDLL, index: int) -> Device:
+def _device(library: ctypes.CDLL, index: int) -> DriverDevice:
     handle = ctypes.c_int()
     library.cuDeviceGet(ctypes.byref(handle), index)
     name = ctypes.create_string_buffer(256)
@@ -68,7 +68,7 @@ def _device(library: ctypes.CDLL, index: int) -> Device:
     library.cuDeviceGetAttribute(ctypes.byref(major), _ATTRIBUTE_MAJOR, handle)
     library.cuDeviceGetAttribute(ctypes.byref(minor), _ATTRIBUTE_MINOR, handle)
     library.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
-    return Device(name.value.decode(errors="replace"), (major.value, minor.value), memory.value)
+    return DriverDevice(name.value.decode(errors="replace"), (major.value, minor.value), memory.value)
 
 
 def device_findings(driver: Driver) -> list[Finding]:

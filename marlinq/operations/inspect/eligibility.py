@@ -14,7 +14,7 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.version import __version__
 from marlinq.formats import FORMATS
 from marlinq.formats.dialects import is_head
-from marlinq.operations.inspect.parallel import Layer, Split, experts, fused, split, split_head
+from marlinq.operations.inspect.parallel import LinearFacts, Split, experts, fused, split, split_head
 from marlinq.operations.inspect.servers import Floats, Kernel, Limits, Loading, Server, servers
 
 OWN = "marlinq"
@@ -73,9 +73,9 @@ class Whole:
         architecture: class name in ``config.json``.
         tied: whether ``config.json`` says that the output head is the embedding.
         says_head: whether the config says that the output head is quantised.
-        fused_rules: name that a server gives a fused layer -> :attr:`Layer.scheme` that the config's rules
-            for single modules give this name, None where they keep it unquantised. Empty for layouts whose
-            rules are not looked up by fused names.
+        fused_rules: name that a server gives a fused layer -> :attr:`LinearFacts.scheme` by the config's
+            rules for single modules, None where they keep it unquantised. Empty for layouts whose rules are
+            not looked up by fused names.
         no_linear: sentence about a quantised module that is not a linear of the model; None without one.
     """
 
@@ -92,7 +92,7 @@ class Whole:
 
 
 def verdicts(
-    layers: Mapping[str, Layer], whole: Whole, *, tensor_parallel: int = 1
+    layers: Mapping[str, LinearFacts], whole: Whole, *, tensor_parallel: int = 1
 ) -> tuple[ServerVerdict, ...]:
     """The verdict of every server on a checkpoint, marlinq's own first.
 
@@ -121,7 +121,7 @@ def server_named(name: str) -> Server | None:
     return named
 
 
-def loading_refusal(server: Server, layers: Mapping[str, Layer], whole: Whole) -> str | None:
+def loading_refusal(server: Server, layers: Mapping[str, LinearFacts], whole: Whole) -> str | None:
     """Why ``server`` does not load or multiply ``layers``, or None.
 
     Args:
@@ -133,7 +133,7 @@ def loading_refusal(server: Server, layers: Mapping[str, Layer], whole: Whole) -
     return None if verdict.loads else verdict.reason
 
 
-def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Split) -> ServerVerdict:
+def _judge(server: Server, layers: Mapping[str, LinearFacts], whole: Whole, asked: Split) -> ServerVerdict:
     def refused(reason: str) -> ServerVerdict:
         return ServerVerdict(server.name, server.version, False, (), reason)
 
@@ -163,7 +163,7 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
     judged = {name: _part(server, loading, name, layer, asked) for name, layer in layers.items()}
     if reason := _first_of({n: part for n, part in judged.items() if isinstance(part, str)}):
         return refused(reason)
-    parts = {name: part for name, part in judged.items() if isinstance(part, Layer)}
+    parts = {name: part for name, part in judged.items() if isinstance(part, LinearFacts)}
     gates = {name: _gate(server, loading, layer) for name, layer in parts.items()}
     if reason := _first_of(gates):
         return refused(reason)
@@ -179,7 +179,7 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
     return _choose(server, units, whole.layout, needs)
 
 
-def _rule_refusal(name: str, unit: Layer, whole: Whole) -> str | None:
+def _rule_refusal(name: str, unit: LinearFacts, whole: Whole) -> str | None:
     """Why the rules for single modules give a fused layer other settings than its members, or None."""
     if name not in whole.fused_rules:
         return None
@@ -190,7 +190,7 @@ def _rule_refusal(name: str, unit: Layer, whole: Whole) -> str | None:
     return f"the dynamic rules {found}, unlike its members; convert it, which writes rules that match both"
 
 
-def _floats_verdict(server: Server, layers: Mapping[str, Layer], whole: Whole) -> tuple[str, str]:
+def _floats_verdict(server: Server, layers: Mapping[str, LinearFacts], whole: Whole) -> tuple[str, str]:
     """(kernels that multiply floating-point weights, why the server does not load them); one is empty."""
     kinds: dict[str, Floats] = {}
     for name, layer in layers.items():
@@ -237,7 +237,7 @@ def _head_refusal(server: Server, loading: Loading, whole: Whole) -> str | None:
     return None
 
 
-def _experts_refusal(server: Server, loading: Loading, layers: Mapping[str, Layer]) -> str | None:
+def _experts_refusal(server: Server, loading: Loading, layers: Mapping[str, LinearFacts]) -> str | None:
     """Why the server does not load the experts of a mixture, or None.
 
     Servers that fuse layers also fuse all experts of a layer, which must then be quantised alike.
@@ -261,14 +261,16 @@ def _listed(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def _part(server: Server, loading: Loading, name: str, layer: Layer, asked: Split) -> Layer | str:
+def _part(server: Server, loading: Loading, name: str, layer: LinearFacts, asked: Split) -> LinearFacts | str:
     """The part of ``layer`` that one GPU multiplies, or why it can't be split."""
     if is_head(name) and server.vocabulary is not None:
         return split_head(layer, server.vocabulary, asked.parts, full=loading.full_vocabulary)
     return layer if asked.parts == 1 else split(name, layer, asked)
 
 
-def _choose(server: Server, units: Mapping[str, tuple[Layer, int]], layout: str, needs: str) -> ServerVerdict:
+def _choose(
+    server: Server, units: Mapping[str, tuple[LinearFacts, int]], layout: str, needs: str
+) -> ServerVerdict:
     """The verdict from the first kernel that takes each unit.
 
     Args:
@@ -339,7 +341,7 @@ def _why(
     return "; ".join(parts)
 
 
-def _gate(server: Server, loading: Loading, layer: Layer) -> str | None:
+def _gate(server: Server, loading: Loading, layer: LinearFacts) -> str | None:
     """Why the server does not load ``layer`` or computes wrong results with it, or None."""
     if layer.problem is not None:
         return "its zeros are ambiguous"
@@ -356,7 +358,7 @@ def _gate(server: Server, loading: Loading, layer: Layer) -> str | None:
     return _limits_refusal(loading, layer)
 
 
-def _order_refusal(server: Server, loading: Loading, layer: Layer) -> str | None:
+def _order_refusal(server: Server, loading: Loading, layer: LinearFacts) -> str | None:
     scattered = not layer.in_order
     if loading.act_order == "declared":
         if scattered and not layer.declared_act_order:
@@ -371,7 +373,7 @@ def _order_refusal(server: Server, loading: Loading, layer: Layer) -> str | None
     return None
 
 
-def _kernel_refusal(kernel: Kernel, layer: Layer, layout: str) -> str | None:
+def _kernel_refusal(kernel: Kernel, layer: LinearFacts, layout: str) -> str | None:
     if kernel.activations is not None:
         return f"multiplies {kernel.activations} activations only"
     if not _reads(kernel, layout):
@@ -397,7 +399,7 @@ def _reads(kernel: Kernel, layout: str) -> bool:
     return kernel.formats is None or layout in kernel.formats
 
 
-def _limits_refusal(limits: Limits, layer: Layer) -> str | None:
+def _limits_refusal(limits: Limits, layer: LinearFacts) -> str | None:
     sizes = limits.group_sizes
     size = layer.granularity.size
     if sizes is not None and layer.groups > 1 and size not in sizes:
@@ -410,7 +412,7 @@ def _limits_refusal(limits: Limits, layer: Layer) -> str | None:
     return None
 
 
-def _own(layers: Mapping[str, Layer], whole: Whole) -> ServerVerdict:
+def _own(layers: Mapping[str, LinearFacts], whole: Whole) -> ServerVerdict:
     """marlinq's own verdict: layers that its kernels can't multiply become dense matrices."""
     if whole.no_linear is not None:
         return ServerVerdict(OWN, __version__, False, (), whole.no_linear)
@@ -441,7 +443,7 @@ OWN_ELEMENTS = ("int4", "int8", "fp8_e4m3", "fp4_e2m1")
 imports torch, which ``inspect`` does without."""
 
 
-def _own_refusal(layer: Layer) -> str | None:
+def _own_refusal(layer: LinearFacts) -> str | None:
     """What :func:`marlinq.runtime.kernel_operand.operand_refusal` says, from ``inspect``'s facts alone."""
     if layer.element.name not in OWN_ELEMENTS:
         return f"{layer.element.name} weights; kernels multiply {', '.join(OWN_ELEMENTS)}"
@@ -454,7 +456,7 @@ def _own_refusal(layer: Layer) -> str | None:
     return None
 
 
-def _after_conversion(server: Server, layers: Mapping[str, Layer]) -> str:
+def _after_conversion(server: Server, layers: Mapping[str, LinearFacts]) -> str:
     """``; convert --to ...``, or why a converted checkpoint would not load either."""
     hint = _convert_hint(server, list(layers.values()))
     if not hint or not server.kernels:
@@ -467,7 +469,7 @@ def _after_conversion(server: Server, layers: Mapping[str, Layer]) -> str:
     return hint if verdict.loads else f"; {verdict.reason}"
 
 
-def _convert_hint(server: Server, layers: Collection[Layer]) -> str:
+def _convert_hint(server: Server, layers: Collection[LinearFacts]) -> str:
     """``; convert --to ...`` with the server's layouts that take these weights; empty where none does."""
     fitting = [
         name
@@ -478,7 +480,7 @@ def _convert_hint(server: Server, layers: Collection[Layer]) -> str:
     return f"; convert --to {' or '.join(fitting)}" if fitting else ""
 
 
-def _stored_as(layout: str, layer: Layer) -> str:
+def _stored_as(layout: str, layer: LinearFacts) -> str:
     """Name in ``servers.toml`` of the weights of ``layer`` once stored in another layout."""
     zero_point = "stored" if layer.symmetric is False else layer.element.zero_point
     scheme = Scheme(layer.element, layer.granularity, zero_point)

@@ -25,7 +25,7 @@ from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import DIALECTS, is_head
 from marlinq.operations.inspect.eligibility import OWN, ServerVerdict, Whole, verdicts
 from marlinq.operations.inspect.inspection import Inspection, ModuleFacts
-from marlinq.operations.inspect.parallel import Layer, experts, unknown_axes
+from marlinq.operations.inspect.parallel import LinearFacts, experts, unknown_axes
 from marlinq.operations.inspect.servers import servers
 from marlinq.operations.inspect.stored_values import StoredFacts, stored_facts
 
@@ -65,7 +65,7 @@ def inspect(
         return _unquantized(opened)
     opened = quantized.checkpoint
     facts: list[ModuleFacts] = []
-    layers: dict[str, Layer] = {}
+    layers: dict[str, LinearFacts] = {}
     for name, spec in quantized.modules.items():
         mismatch = quantized.mismatch(name)
         if mismatch is not None:
@@ -173,9 +173,9 @@ def _unquantized(opened: Checkpoint) -> Inspection:
     )
 
 
-def _layer(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec, stored: StoredFacts) -> Layer:
+def _layer(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec, stored: StoredFacts) -> LinearFacts:
     declared = quantized.config.rules.scheme(name) or spec.scheme
-    return Layer(
+    return LinearFacts(
         layout=quantized.format.name,
         in_features=spec.in_features,
         out_features=spec.out_features,
@@ -234,7 +234,7 @@ def _fused_rules(quantized: QuantizedCheckpoint) -> dict[str, tuple[object, ...]
 
 
 def _said(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec) -> tuple[object, ...] | None:
-    """:attr:`Layer.scheme` that the config gives the module ``name``; None where it keeps it unquantised."""
+    """The module's :attr:`LinearFacts.scheme` by the config; None where it keeps it unquantised."""
     scheme = quantized.config.rules.scheme(name)
     if scheme is None:
         return None
@@ -287,7 +287,7 @@ def _order(quantized: QuantizedCheckpoint, facts: list[ModuleFacts]) -> str:
 
 
 def _notes(
-    facts: list[ModuleFacts], layers: dict[str, Layer], tensor_parallel: int, *, own_head: str | None
+    facts: list[ModuleFacts], layers: dict[str, LinearFacts], tensor_parallel: int, *, own_head: str | None
 ) -> Iterable[str]:
     for module in facts:
         if module.problem is not None:

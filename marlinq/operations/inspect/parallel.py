@@ -18,7 +18,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearFacts:
     """Facts about one quantised linear that decide which servers load it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Layer:
         """Settings that all members of a fused layer must share."""
         return self.element, self.granularity, self.declared_symmetric, self.declared_act_order
 
-    def agrees_with(self, other: Layer) -> bool:
+    def agrees_with(self, other: LinearFacts) -> bool:
         """Whether one scheme describes both layers. Groups as long as a layer's K are the same as one group
         per output channel."""
         one, another = (
@@ -89,7 +89,7 @@ class Split:
     kv_heads: int | None = None
 
 
-def split(name: str, layer: Layer, by: Split) -> Layer | str:
+def split(name: str, layer: LinearFacts, by: Split) -> LinearFacts | str:
     """The part of ``layer`` that one GPU holds, or why it can't be split; for all but the output head
     (:func:`split_head`).
 
@@ -128,7 +128,7 @@ def _smaller_groups(in_features: int) -> str:
     return f"; groups of {' or '.join(fitting)} would be" if fitting else ""
 
 
-def split_head(layer: Layer, by: Vocabulary, parts: int, *, full: bool) -> Layer | str:
+def split_head(layer: LinearFacts, by: Vocabulary, parts: int, *, full: bool) -> LinearFacts | str:
     """The part of the output head that one of ``parts`` GPUs multiplies, or why it can't be loaded.
 
     Args:
@@ -157,9 +157,9 @@ def unknown_axes(names: Collection[str]) -> list[str]:
     ]
 
 
-def experts(layers: Mapping[str, Layer]) -> dict[str, dict[str, Layer]]:
+def experts(layers: Mapping[str, LinearFacts]) -> dict[str, dict[str, LinearFacts]]:
     """The linears of experts, by layer: ``...mlp.experts`` -> name -> linear."""
-    by_layer: dict[str, dict[str, Layer]] = {}
+    by_layer: dict[str, dict[str, LinearFacts]] = {}
     for name, layer in layers.items():
         if (match := _EXPERT.search(name)) is not None:
             by_layer.setdefault(name[: match.start()] + ".experts", {})[name] = layer
@@ -167,8 +167,8 @@ def experts(layers: Mapping[str, Layer]) -> dict[str, dict[str, Layer]]:
 
 
 def fused(
-    layers: Mapping[str, Layer], fusions: Mapping[str, tuple[str, ...]], unquantized: Collection[str]
-) -> tuple[dict[str, tuple[Layer, int]], str | None]:
+    layers: Mapping[str, LinearFacts], fusions: Mapping[str, tuple[str, ...]], unquantized: Collection[str]
+) -> tuple[dict[str, tuple[LinearFacts, int]], str | None]:
     """Layers after fusion, by name, each with the number of linears in it; and why they can't be fused, or
     None.
 
@@ -178,7 +178,7 @@ def fused(
         unquantized: linears that are stored in floating point.
     """
     owner = {member: (whole, members) for whole, members in fusions.items() for member in members}
-    units: dict[str, tuple[Layer, int]] = {}
+    units: dict[str, tuple[LinearFacts, int]] = {}
     for name, layer in layers.items():
         parent, _, last = name.rpartition(".")
         whole, members = owner.get(last, (None, ()))

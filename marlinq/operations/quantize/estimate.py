@@ -44,7 +44,7 @@ _SOLVE_COPIES = 6
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """Estimated time and peak memory of a run.
 
     Attributes:
@@ -98,7 +98,7 @@ def estimate(
     writing_dtype: torch.dtype,
     ends: bool,
     tuning: tuple[float, float] = (0.0, 0.0),
-) -> Estimate:
+) -> RunEstimate:
     """Counts the work of a run, measures the device's rates, and returns time and memory.
 
     Args:
@@ -154,7 +154,7 @@ def estimate(
         writing_seconds = _writing_seconds(work, writing, modules, device, writing_dtype, ends=ends)
     on_cpu = device.type == "cpu"
     calibrated = plan.method.calibrated
-    return Estimate(
+    return RunEstimate(
         writing_seconds=writing_seconds,
         block_seconds=seconds if calibrated else 0.0,
         solve_seconds=_solve_seconds(plan, modules, device),

@@ -20,7 +20,7 @@ from marlinq.operations.quantize.allocation.stored_allocation import forget_allo
 from marlinq.operations.quantize.calibration_text import forget_written_text
 from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.numerics import described_dtype
-from marlinq.operations.quantize.prepare import Decisions, Prepared
+from marlinq.operations.quantize.prepare import Decisions, PreparedRun
 from marlinq.operations.quantize.quantize_report import QuantizeReport
 from marlinq.operations.quantize.solve import Solved
 from marlinq.operations.quantize.tuning import forget_tuning
@@ -28,7 +28,7 @@ from marlinq.operations.quantize.unfinished_output import Output
 from marlinq.operations.report import CARD, TimeFigures, hub_id, model_card, write_report
 
 
-def finish(model: str | os.PathLike[str], prepared: Prepared, solved: Solved, output: Output) -> Path:
+def finish(model: str | os.PathLike[str], prepared: PreparedRun, solved: Solved, output: Output) -> Path:
     """Writes the files beside the tensors, renames the unfinished folder, and returns its final path.
 
     Args:
@@ -50,7 +50,7 @@ def finish(model: str | os.PathLike[str], prepared: Prepared, solved: Solved, ou
 
 
 def run_report(
-    folder: Path, prepared: Prepared, solved: Solved, output: Output, *, seconds: float
+    folder: Path, prepared: PreparedRun, solved: Solved, output: Output, *, seconds: float
 ) -> QuantizeReport:
     """The report of a run that took ``seconds`` and wrote ``folder``."""
     decisions = prepared.decisions
@@ -85,7 +85,7 @@ def write_run_report(folder: Path, clock: StageClock, device: str, ranks: int) -
         write_report(folder, time)
 
 
-def _manifest(prepared: Prepared) -> dict[str, Any]:
+def _manifest(prepared: PreparedRun) -> dict[str, Any]:
     decisions = prepared.decisions
     plan, recipe, checkpoint = decisions.plan, decisions.recipe, decisions.checkpoint
     head = {} if plan.head is None else {"head": {"module": plan.head.stored, "untied": plan.untied}}
@@ -102,7 +102,7 @@ def _manifest(prepared: Prepared) -> dict[str, Any]:
 
 
 def _card(
-    model: str | os.PathLike[str], prepared: Prepared, solved: Solved, manifest: dict[str, Any]
+    model: str | os.PathLike[str], prepared: PreparedRun, solved: Solved, manifest: dict[str, Any]
 ) -> dict[str, str]:
     """File name -> text of the model card; empty where it can't be made, which is only a warning."""
     made = {}
@@ -138,7 +138,7 @@ def amount_of_text(decisions: Decisions) -> dict[str, int]:
     return {"tokens": budgets[0].tokens} if len(budgets) == 1 and budgets[0] is not None else {}
 
 
-def _output_bytes(prepared: Prepared) -> int:
+def _output_bytes(prepared: PreparedRun) -> int:
     return sum(tensor.nbytes for tensor in prepared.decisions.plan.tensors)
 
 

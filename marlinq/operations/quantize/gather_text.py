@@ -8,7 +8,7 @@ from functools import partial
 from marlinq.calibration import Document
 from marlinq.core.progress import ReportProgress
 from marlinq.operations.quantize.calibration_text import add_drawn_anew, note_text
-from marlinq.operations.quantize.prepare import Prepared
+from marlinq.operations.quantize.prepare import PreparedRun
 from marlinq.operations.quantize.ranks import share_documents
 from marlinq.operations.quantize.tuning import draw_calibration, hold_out
 from marlinq.operations.quantize.unfinished_output import Output
@@ -30,7 +30,7 @@ class RunText:
     held_out: tuple[Document, ...] = ()
 
 
-def gather_text(prepared: Prepared, output: Output, *, progress: ReportProgress) -> RunText:
+def gather_text(prepared: PreparedRun, output: Output, *, progress: ReportProgress) -> RunText:
     """Gathers all text of the run and notes its identity in the folder.
 
     Args:

@@ -23,7 +23,7 @@ from marlinq.operations.inspect.inspect_checkpoint import planned_verdicts
 from marlinq.operations.quantize.allocation.chosen import Allocation
 from marlinq.operations.quantize.budget import tuning_work, writing_dtype
 from marlinq.operations.quantize.counting import local_tokens
-from marlinq.operations.quantize.estimate import Estimate, estimate
+from marlinq.operations.quantize.estimate import RunEstimate, estimate
 from marlinq.operations.quantize.loaders import planned_checkpoint
 from marlinq.operations.quantize.numerics import described_dtype
 from marlinq.operations.quantize.planned_text import (
@@ -122,7 +122,7 @@ class PlanReport(Shown):
     calibration: str | None
     tokens: int
     tuning_text: str | None
-    estimate: Estimate
+    estimate: RunEstimate
     device: str
     dtype: str
     gpu: str

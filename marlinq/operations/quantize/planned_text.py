@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from marlinq.calibration import Part, read_part, shares
+from marlinq.calibration import MixturePart, read_part, shares
 from marlinq.checkpoint import Checkpoint
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import UsageError
@@ -26,7 +26,7 @@ DRAWN_ANEW = "documents drawn anew"
 """Name in reports for documents in which the model has replaced some tokens by its own draws."""
 
 
-def parts_of(recipe: Recipe) -> tuple[Part, ...]:
+def parts_of(recipe: Recipe) -> tuple[MixturePart, ...]:
     """The recipe's sources with their weights.
 
     Raises:

@@ -1,6 +1,6 @@
 """The first stage of a quantise run: every decision that is made before weights are read.
 
-``--plan`` makes the same :class:`Decisions` and reports them; a run continues to :class:`Prepared`.
+``--plan`` makes the same :class:`Decisions` and reports them; a run continues to :class:`PreparedRun`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Decisions:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """Everything that a run needs before it writes its first file.
 
     Attributes:
@@ -216,7 +216,7 @@ def prepare(
     trust_remote_code: bool,
     progress: ReportProgress,
     message: ReportMessage,
-) -> Prepared:
+) -> PreparedRun:
     """Does everything that can fail before the output folder is created.
 
     Args:
@@ -280,7 +280,7 @@ def prepare(
     # Fails here, before any file is written, if other ranks don't answer.
     ranks.meet()
     environment = environment_of(device, decisions.dtype, decisions.products)
-    return Prepared(decisions, ranks, instance, gatherer, max_length, environment)
+    return PreparedRun(decisions, ranks, instance, gatherer, max_length, environment)
 
 
 def _check_overrides(blueprint: Blueprint, recipe: Recipe) -> None:

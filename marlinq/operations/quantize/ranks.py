@@ -248,7 +248,7 @@ def own_share(sizes: Sequence[int], ranks: Ranks) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """The ranks that share one solve.
 
     Attributes:
@@ -263,7 +263,7 @@ class Share:
         return slice(out_features * place // count, out_features * (place + 1) // count)
 
 
-def share_out(shapes: Sequence[tuple[int, int]], size: int, *, cut: bool = True) -> list[Share]:
+def share_out(shapes: Sequence[tuple[int, int]], size: int, *, cut: bool = True) -> list[RankShare]:
     """Distributes solves over ranks so that all ranks finish at about the same time.
 
     A solve of N output and K input channels costs K**3 / 3 products to factorise the Hessian, which each of
@@ -278,7 +278,7 @@ def share_out(shapes: Sequence[tuple[int, int]], size: int, *, cut: bool = True)
         The share of each solve, in order, computed alike on every rank.
     """
     loads = [0.0] * size
-    shares: list[Share | None] = [None] * len(shapes)
+    shares: list[RankShare | None] = [None] * len(shapes)
     costs = [(float(k) ** 3 / 3, n * float(k) ** 2) for n, k in shapes]
     # The factor keeps a sum that was rounded up from counting as above the mean.
     target = sum(map(sum, costs)) / size * (1 + 1e-9)
@@ -296,7 +296,7 @@ def share_out(shapes: Sequence[tuple[int, int]], size: int, *, cut: bool = True)
         owners = sorted(order[:best])
         for rank in owners:
             loads[rank] += factor + rows / best
-        shares[index] = Share(tuple(owners))
+        shares[index] = RankShare(tuple(owners))
     return [share for share in shares if share is not None]
 
 

@@ -11,7 +11,7 @@ from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.operations.quantize.blocks import BlockQuantizer
 from marlinq.operations.quantize.gather_text import RunText
 from marlinq.operations.quantize.journal_notes import module_reports
-from marlinq.operations.quantize.prepare import Prepared
+from marlinq.operations.quantize.prepare import PreparedRun
 from marlinq.operations.quantize.quantize_report import ModuleReport
 from marlinq.operations.quantize.ranks import own_batches
 from marlinq.operations.quantize.tuning import NOTE, TuningRun, tune
@@ -38,7 +38,7 @@ class Solved:
 
 
 def solve(
-    prepared: Prepared, text: RunText, output: Output, *, progress: ReportProgress, message: ReportMessage
+    prepared: PreparedRun, text: RunText, output: Output, *, progress: ReportProgress, message: ReportMessage
 ) -> Solved:
     """Quantises the modules that are not written yet, then tunes; afterwards every tensor is written.
 

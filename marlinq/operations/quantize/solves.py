@@ -16,7 +16,7 @@ from marlinq.methods import SolveReport, Statistics
 from marlinq.operations.quantize.batches_of_modules import joined
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.quantize_report import ModuleReport, module_report
-from marlinq.operations.quantize.ranks import Ranks, Share, share_out
+from marlinq.operations.quantize.ranks import Ranks, RankShare, share_out
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -214,7 +214,7 @@ def _solved_here(
 def _solved_by(
     rank: int,
     solves: Sequence[Solve],
-    shares: Sequence[Share],
+    shares: Sequence[RankShare],
     statistics: Mapping[str, Statistics],
     solve: SolveRows,
 ) -> dict[str, tuple[QuantizedWeight, SolveReport]]:
@@ -231,7 +231,7 @@ def _solved_by(
     return mine
 
 
-def _slice_of(planned: PlannedModule, share: Share, owner: int) -> ModuleSpec:
+def _slice_of(planned: PlannedModule, share: RankShare, owner: int) -> ModuleSpec:
     """Shape and scheme of the slice of a module that ``owner`` solves."""
     rows = share.rows(planned.projection.out_features, owner)
     return replace(planned.spec, out_features=rows.stop - rows.start)

@@ -13,7 +13,7 @@ from marlinq.checkpoint.manifest import fingerprint_of
 from marlinq.core.progress import ReportProgress
 from marlinq.operations.quantize.allocation.stored_allocation import keep_allocation
 from marlinq.operations.quantize.journal_notes import check_notes, check_planned
-from marlinq.operations.quantize.prepare import Prepared
+from marlinq.operations.quantize.prepare import PreparedRun
 from marlinq.operations.quantize.ranks import FollowingWriter, share_state
 from marlinq.operations.quantize.tuning import NOTE
 
@@ -41,7 +41,7 @@ class Output:
 
 @contextmanager
 def open_output(
-    prepared: Prepared, out: Path, *, resume: bool, max_shard_size: int, progress: ReportProgress
+    prepared: PreparedRun, out: Path, *, resume: bool, max_shard_size: int, progress: ReportProgress
 ) -> Iterator[Output]:
     """Creates the folder ``<out>.partial``, or opens an interrupted run's.
 
@@ -83,7 +83,7 @@ def open_output(
         )
 
 
-def _fingerprint(prepared: Prepared, max_shard_size: int) -> str:
+def _fingerprint(prepared: PreparedRun, max_shard_size: int) -> str:
     environment, recipe = prepared.environment, prepared.decisions.recipe
     if environment["device"] != "cpu":
         # The number of threads decides the order of sums on a CPU only. torchrun changes it.

@@ -5,6 +5,6 @@ from __future__ import annotations
 from marlinq.operations.recommend.gpus import Gpu, gpus
 from marlinq.operations.recommend.plot import save_plot
 from marlinq.operations.recommend.recommend_weights import recommend
-from marlinq.operations.recommend.recommendation import Candidate, Recommendation
+from marlinq.operations.recommend.recommendation import Recommendation, WeightsCandidate
 
-__all__ = ["Candidate", "Gpu", "Recommendation", "gpus", "recommend", "save_plot"]
+__all__ = ["Gpu", "Recommendation", "WeightsCandidate", "gpus", "recommend", "save_plot"]

@@ -25,7 +25,7 @@ CPU."""
 
 
 @dataclass(frozen=True)
-class Quality:
+class Divergence:
     """A divergence from the original.
 
     Attributes:
@@ -43,14 +43,14 @@ class Quality:
         return f"{self.kl:.4f} ({self.how})"
 
 
-def known_quality(name: str) -> Quality | None:
+def known_quality(name: str) -> Divergence | None:
     """The divergence of a type of weights in ``quality.toml``; None where it has none."""
     if name == "16 bits":
-        return Quality(0.0, "any", "the original")
+        return Divergence(0.0, "any", "the original")
     found = _table().get(name)
     if found is None:
         return None
-    return Quality(float(found["kl"]), str(found["model"]), f"{found['model']}, {found['text']}")
+    return Divergence(float(found["kl"]), str(found["model"]), f"{found['model']}, {found['text']}")
 
 
 def measure(
@@ -61,7 +61,7 @@ def measure(
     revision: str | None,
     device: str | None,
     progress: ReportProgress,
-) -> dict[str, Quality]:
+) -> dict[str, Divergence]:
     """Measures the divergence of ``model`` with its weights rounded to nearest, for each type of weights.
 
     The result is an upper bound: the recipes of ``quantize`` give less. Memory holds the model twice.
@@ -76,7 +76,7 @@ def measure(
     text = write_windows(original, windows=_WINDOWS, length=length, seed=DEFAULT_SEED, progress=progress)
     plain = dict(original.model.named_parameters())
     targets = dict(rounded.model.named_parameters())
-    found: dict[str, Quality] = {}
+    found: dict[str, Divergence] = {}
     for done, kind in enumerate(kinds):
         progress("measuring kinds of weights", done, len(kinds))
         if kind.scheme is None:
@@ -90,7 +90,7 @@ def measure(
                 made = round_to_nearest(weight, scheme, name=projection.name).dequantize()
                 projection.view(target).copy_(made.to(target.dtype))
         kl = divergence(rounded, original, text)
-        found[kind.name] = Quality(kl, model, "this model, rounded to nearest")
+        found[kind.name] = Divergence(kl, model, "this model, rounded to nearest")
     progress("measuring kinds of weights", len(kinds), len(kinds))
     return found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from marlinq.core.errors import OutputError
 from marlinq.operations.recommend.recommendation import Recommendation
-from marlinq.operations.report.markup import Element, style_sheet, tag
+from marlinq.operations.report.markup import HtmlElement, style_sheet, tag
 from marlinq.operations.report.style import style_rules
 
 _LEFT, _TOP, _WIDTH, _HEIGHT, _KEY = 70, 60, 560, 340, 24
@@ -25,7 +25,7 @@ def roofline(found: Recommendation) -> str:
     rates = [point.rate for one in curves for point in one.points] or [1e12]
     x = _Scale(min(intensities) / 2, max([*intensities, 2 * found.half / found.bandwidth]), _LEFT, _WIDTH)
     y = _Scale(min(rates) / 2, 1.5 * max(rate for _, rate in roofs), _TOP + _HEIGHT, -_HEIGHT)
-    marks: list[Element] = []
+    marks: list[HtmlElement] = []
     for value in x.decades():
         marks.append(_line([(x.at(value), _TOP), (x.at(value), _TOP + _HEIGHT)], "axis"))
         marks.append(_text(x.at(value), _TOP + _HEIGHT + 16, f"{value:g}", "label middle"))
@@ -107,9 +107,9 @@ class _Scale:
         return [10.0**power for power in range(first, last + 1)]
 
 
-def _line(points: Sequence[tuple[float, float]], kind: str, style: str | None = None) -> Element:
+def _line(points: Sequence[tuple[float, float]], kind: str, style: str | None = None) -> HtmlElement:
     return tag("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=kind, style=style)
 
 
-def _text(x: float, y: float, text: str, kind: str) -> Element:
+def _text(x: float, y: float, text: str, kind: str) -> HtmlElement:
     return tag("text", text, x=f"{x:.1f}", y=f"{y:.1f}", class_=kind)

@@ -8,9 +8,9 @@ from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.progress import Progress, shows_progress
 from marlinq.operations.bench.synthetic import Synthetic
 from marlinq.operations.recommend import step_times
-from marlinq.operations.recommend.divergence import Quality, known_quality, measure
+from marlinq.operations.recommend.divergence import Divergence, known_quality, measure
 from marlinq.operations.recommend.gpus import Gpu, find_gpu
-from marlinq.operations.recommend.recommendation import Candidate, Point, Recommendation
+from marlinq.operations.recommend.recommendation import Point, Recommendation, WeightsCandidate
 from marlinq.operations.recommend.server_verdicts import known_servers, loaders
 from marlinq.operations.recommend.shape import ModelShape, read_config, shape_of
 from marlinq.operations.recommend.weight_types import Weights, compared
@@ -75,7 +75,7 @@ def recommend(
     config = Synthetic(model).config() if synthetic else read_config(model, revision, progress)
     shape = shape_of(model, config)
     kinds = compared()
-    qualities: dict[str, Quality] = {}
+    qualities: dict[str, Divergence] = {}
     if measured:
         qualities = measure(model, shape, kinds, revision=revision, device=device, progress=progress)
     axis = tuple(sorted({*AXIS, batch}))
@@ -129,9 +129,9 @@ def _candidate(
     gpu: Gpu,
     load: tuple[int, int, int],
     axis: Sequence[int],
-    quality: Quality | None,
+    quality: Divergence | None,
     servers: Sequence[str],
-) -> Candidate:
+) -> WeightsCandidate:
     batch, context, prompt = load
     needed = step_times.memory(shape, kind, batch, context)
     points: list[Point] = []
@@ -153,7 +153,7 @@ def _candidate(
         prefill = step_times.prefill(shape, kind, gpu, batch, prompt)
     except UnsupportedError as error:
         points, refusal = [], str(error)
-    return Candidate(
+    return WeightsCandidate(
         name=kind.name,
         bits=kind.bits,
         weight_bytes=step_times.weight_bytes(shape, kind),
@@ -179,12 +179,12 @@ def _basis(kind: Weights, gpu: Gpu) -> str:
     return "kernels' measured costs; whole steps were not compared"
 
 
-def _is_loaded(candidate: Candidate, servers: Sequence[str]) -> bool:
+def _is_loaded(candidate: WeightsCandidate, servers: Sequence[str]) -> bool:
     """Whether one of the wanted servers loads it, or it is not known whether any does."""
     return not servers or any(loader.loads is not False for loader in candidate.loaders)
 
 
-def _choice(candidates: Sequence[Candidate], servers: Sequence[str]) -> Candidate | None:
+def _choice(candidates: Sequence[WeightsCandidate], servers: Sequence[str]) -> WeightsCandidate | None:
     """The candidate with most bits among those that fit, are loaded and are about as fast as the fastest."""
     able = [
         one for one in candidates if one.fits and one.step_seconds is not None and _is_loaded(one, servers)
@@ -195,7 +195,7 @@ def _choice(candidates: Sequence[Candidate], servers: Sequence[str]) -> Candidat
     return next(one for one in able if _NEAR * (one.step_seconds or 0.0) <= fastest)
 
 
-def _until(candidates: Sequence[Candidate]) -> int | None:
+def _until(candidates: Sequence[WeightsCandidate]) -> int | None:
     """The smallest batch from which on no 4-bit type is clearly faster than all wider types; None where one
     always is."""
     narrow = [one.points for one in candidates if one.bits <= 4 and one.points]
@@ -213,8 +213,8 @@ def _until(candidates: Sequence[Candidate]) -> int | None:
 
 
 def _advice(
-    candidates: Sequence[Candidate],
-    choice: Candidate | None,
+    candidates: Sequence[WeightsCandidate],
+    choice: WeightsCandidate | None,
     until: int | None,
     batch: int,
     gpu: Gpu,

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown, Table, lines
-from marlinq.operations.recommend.divergence import Quality
+from marlinq.operations.recommend.divergence import Divergence
 from marlinq.operations.recommend.server_verdicts import LAYOUT, Loader
 from marlinq.operations.recommend.step_times import RESERVED_BYTES
 
@@ -36,7 +36,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class WeightsCandidate:
     """Expected figures of a type of weights under the wanted load.
 
     Attributes:
@@ -62,7 +62,7 @@ class Candidate:
     step_seconds: float | None
     prefill_seconds: float | None
     basis: str
-    quality: Quality | None
+    quality: Divergence | None
     loaders: tuple[Loader, ...]
     points: tuple[Point, ...]
     refusal: str = ""
@@ -94,7 +94,7 @@ class Recommendation(Shown):
     batch: int
     context: int
     prompt: int
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[WeightsCandidate, ...]
     choice: str | None
     until: int | None
     advice: tuple[str, ...]
@@ -151,7 +151,7 @@ class Recommendation(Shown):
             lines(*notes),
         ]
 
-    def _row(self, candidate: Candidate) -> tuple[str, ...]:
+    def _row(self, candidate: WeightsCandidate) -> tuple[str, ...]:
         step, prefill = candidate.step_seconds, candidate.prefill_seconds
         loaded = [
             loader.server + ("" if loader.loads else " (not read)")

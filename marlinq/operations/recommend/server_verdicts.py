@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from marlinq.core.schemes import named_scheme
 from marlinq.operations.inspect.eligibility import Whole, verdicts
-from marlinq.operations.inspect.parallel import Layer
+from marlinq.operations.inspect.parallel import LinearFacts
 from marlinq.operations.inspect.servers import servers
 from marlinq.operations.recommend.shape import ModelShape
 from marlinq.operations.recommend.weight_types import Weights
@@ -42,7 +42,7 @@ def loaders(shape: ModelShape, weights: Weights, wanted: Collection[str]) -> tup
         return tuple(Loader(name, True, "", "16 bits") for name in names if _is_wanted(name, wanted))
     scheme = weights.scheme
     layers = {
-        one.name: Layer(
+        one.name: LinearFacts(
             LAYOUT,
             one.in_features,
             one.out_features,

@@ -38,7 +38,7 @@ _MOST_CHANNELS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductSize:
     """A product of a layer.
 
     Attributes:
@@ -84,7 +84,7 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class Layer:
+class DecoderLayer:
     """A decoder layer.
 
     Attributes:
@@ -96,7 +96,7 @@ class Layer:
         window: number of tokens that attention looks back; None for all.
     """
 
-    products: tuple[Product, ...]
+    products: tuple[ProductSize, ...]
     routed: Routed | None
     norms: int
     queries: int
@@ -124,7 +124,7 @@ class ModelShape:
 
     name: str
     config: Mapping[str, Any]
-    layers: tuple[tuple[Layer, int], ...]
+    layers: tuple[tuple[DecoderLayer, int], ...]
     hidden: int
     vocabulary: int
     others: int
@@ -178,9 +178,9 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     _check_writes(name, blueprint)
     text = blueprint.config.get_text_config()
     kept = set(blueprint.usually_kept)
-    layers: Counter[Layer] = Counter()
+    layers: Counter[DecoderLayer] = Counter()
     found: list[Projection] = []
-    judged: dict[tuple[Layer, tuple[str, ...]], list[Projection]] = {}
+    judged: dict[tuple[DecoderLayer, tuple[str, ...]], list[Projection]] = {}
     stateful = 0
     for index, block in enumerate(blueprint.blocks):
         projections = [one for one in block.projections if one.name not in kept]
@@ -277,7 +277,7 @@ def _number(source: str, text: Any, key: str) -> int | None:
 
 def _layer(
     source: str, blueprint: Blueprint, text: Any, index: int, block: Block, projections: Iterable[Projection]
-) -> Layer:
+) -> DecoderLayer:
     dense = [one for one in projections if one.expert is None and ".experts." not in one.name]
     heads = _number(source, text, "num_attention_heads") or 1
     size = _number(source, text, "head_dim") or text.hidden_size // heads
@@ -298,7 +298,7 @@ def _layer(
         and shape == (text.hidden_size,)
         for name, shape in blueprint.parameters.items()
     )  # fmt: skip
-    return Layer(
+    return DecoderLayer(
         products=_products(dense),
         routed=_routed(block, projections, text),
         norms=norms,
@@ -314,13 +314,13 @@ def _is_attention(name: str) -> bool:
     return ("attn" in path or "attention" in path or path.endswith(_ATTENTION)) and "linear_att" not in path
 
 
-def _products(dense: Iterable[Projection]) -> tuple[Product, ...]:
+def _products(dense: Iterable[Projection]) -> tuple[ProductSize, ...]:
     groups: dict[tuple[str, int], list[int]] = {}
     for one in dense:
         parent, _, last = one.name.rpartition(".")
         first = next((names[0] for names in _JOINED if last in names), last)
         groups.setdefault((f"{parent}.{first}", one.in_features), []).append(one.out_features)
-    return tuple(Product(tuple(parts), k) for (_, k), parts in groups.items())
+    return tuple(ProductSize(tuple(parts), k) for (_, k), parts in groups.items())
 
 
 def _routed(block: Block, projections: Iterable[Projection], text: Any) -> Routed | None:

@@ -25,7 +25,7 @@ from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.experts.configurations import ExpertsShape
 from marlinq.kernels.experts.experts_decision import direct, sorted_variants
 from marlinq.operations.recommend.gpus import Gpu
-from marlinq.operations.recommend.shape import Layer, ModelShape, Product, Routed
+from marlinq.operations.recommend.shape import DecoderLayer, ModelShape, ProductSize, Routed
 from marlinq.operations.recommend.weight_types import Weights
 
 DEPENDENT_ROWS = 32
@@ -177,7 +177,7 @@ def _is_joined(shape: ModelShape, weights: Weights, device: Device, rows: int) -
     return rows == 1 and dense and weights.format is INT4 and device.has_warpgroups
 
 
-def _layer_totals(layer: Layer, weights: Weights, rows: int) -> tuple[float, float]:
+def _layer_totals(layer: DecoderLayer, weights: Weights, rows: int) -> tuple[float, float]:
     """(bytes of weights that a layer reads, its operations)."""
     read = sum(weights.bytes_of(one.n, one.k) for one in layer.products)
     worked = 2.0 * rows * sum(one.n * one.k for one in layer.products)
@@ -189,7 +189,9 @@ def _layer_totals(layer: Layer, weights: Weights, rows: int) -> tuple[float, flo
     return read, worked
 
 
-def _products(layer: Layer, weights: Weights, gpu: Gpu, device: Device, rows: int, costs: StepCosts) -> float:
+def _products(
+    layer: DecoderLayer, weights: Weights, gpu: Gpu, device: Device, rows: int, costs: StepCosts
+) -> float:
     """Seconds of a layer's products in a step."""
     seconds = _plain_products(layer, weights, gpu, device, rows)
     if layer.routed is not None:
@@ -201,7 +203,7 @@ def _products(layer: Layer, weights: Weights, gpu: Gpu, device: Device, rows: in
     return (costs.few_rows if rows <= _FEW_ROWS else costs.many_rows) * seconds
 
 
-def _plain_products(layer: Layer, weights: Weights, gpu: Gpu, device: Device, rows: int) -> float:
+def _plain_products(layer: DecoderLayer, weights: Weights, gpu: Gpu, device: Device, rows: int) -> float:
     """Seconds of a layer's products as the kernels' models expect them, without factors."""
     if weights.format is None:
         seconds = sum(
@@ -228,7 +230,7 @@ def multiplies_in_fp8(weights: Weights, gpu: Gpu) -> bool:
     return weights.quantises_activations and gpu.fp8 is not None
 
 
-def _kernel_seconds(weights: Weights, device: Device, rows: int, product: Product) -> float:
+def _kernel_seconds(weights: Weights, device: Device, rows: int, product: ProductSize) -> float:
     return decide(weights.problem(rows, product.n, product.k), device).seconds
 
 
@@ -267,7 +269,7 @@ def _dense_experts(gpu: Gpu, device: Device, routed: Routed, rows: int) -> float
     return max(read, 2.0 * rows * routed.top * routed.weights / (gpu.half * _DENSE_SHARE))
 
 
-def _activation_bytes(shape: ModelShape, layer: Layer, rows: int) -> float:
+def _activation_bytes(shape: ModelShape, layer: DecoderLayer, rows: int) -> float:
     """Bytes that kernels between products read and write: the residual stream eight times, and the inputs and
     outputs of every product inside the layer."""
     inner = sum(one.n for one in layer.products if one.k == shape.hidden)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from marlinq.operations.report.markup import Element, tag
+from marlinq.operations.report.markup import HtmlElement, tag
 
 STEPS = 9
 """number of colours in a ramp: the classes ``s0`` to ``s8`` or ``d0`` to ``d8``"""
@@ -64,7 +64,7 @@ def heat_map(
     cells: Mapping[tuple[str, int], tuple[float | None, str]],
     ramp: Ramp,
     title: str,
-) -> Element:
+) -> HtmlElement:
     """A heat map with a row for each projection and a column for each decoder block.
     Args:
         rows: names of the rows.
@@ -106,7 +106,9 @@ def heat_map(
     return _drawing(marks, left + len(columns) * width + 8, bottom + 22, title)
 
 
-def bars(shares: Sequence[float], hints: Sequence[str], title: str, *, width: int, height: int) -> Element:
+def bars(
+    shares: Sequence[float], hints: Sequence[str], title: str, *, width: int, height: int
+) -> HtmlElement:
     """A histogram with a bar for each share; the largest share fills the height."""
     most = max(shares, default=0.0) or 1.0
     step = width / max(1, len(shares))
@@ -133,7 +135,7 @@ def band(
     *,
     width: int,
     height: int,
-) -> Element:
+) -> HtmlElement:
     """A line with a band around it, on a logarithmic axis.
     Args:
         points: (low end of the band, line, high end) for each place, all above 0.
@@ -159,7 +161,7 @@ def band(
     return _drawing(marks, width, height + 1, title)
 
 
-def share_bar(parts: Sequence[tuple[str, float, str]]) -> Element:
+def share_bar(parts: Sequence[tuple[str, float, str]]) -> HtmlElement:
     """A bar that is split in proportion to sizes.
     Args:
         parts: (name, size, size in words) of each part.
@@ -180,7 +182,7 @@ def share_bar(parts: Sequence[tuple[str, float, str]]) -> Element:
     )  # fmt: skip
 
 
-def _drawing(marks: Sequence[Element], width: float, height: float, title: str) -> Element:
+def _drawing(marks: Sequence[HtmlElement], width: float, height: float, title: str) -> HtmlElement:
     return tag(
         "svg",
         marks,

@@ -9,7 +9,7 @@ import numpy as np
 
 from marlinq.operations.report.charts import band, bars
 from marlinq.operations.report.figures import BINS_PER_OCTAVE, OCTAVES, CheckpointFigures, ModuleFigures
-from marlinq.operations.report.markup import Element
+from marlinq.operations.report.markup import HtmlElement
 
 _WIDTH, _HEIGHT = 212, 74
 
@@ -18,7 +18,7 @@ class Chart(NamedTuple):
     """A drawing with title and caption; the drawing is None where there is nothing to draw."""
 
     title: str
-    drawing: Element | None
+    drawing: HtmlElement | None
     caption: str
 
 

@@ -18,7 +18,7 @@ _VOID = ("rect", "line", "path")
 
 
 @dataclass(frozen=True)
-class Element:
+class HtmlElement:
     """Finished markup, which templates don't escape."""
 
     markup: str
@@ -27,7 +27,7 @@ class Element:
         return self.markup
 
 
-def tag(name: str, /, *children: object, **attributes: object) -> Element:
+def tag(name: str, /, *children: object, **attributes: object) -> HtmlElement:
     """An element.
 
     Args:
@@ -50,8 +50,8 @@ def tag(name: str, /, *children: object, **attributes: object) -> Element:
         raise ValueError(f"{name!r}: not the name of an element")
     opening = " ".join(parts)
     if name in _VOID and not children:
-        return Element(f"<{opening}/>")
-    return Element(f"<{opening}>{joined(children)}</{name}>")
+        return HtmlElement(f"<{opening}/>")
+    return HtmlElement(f"<{opening}>{joined(children)}</{name}>")
 
 
 def joined(children: Iterable[object]) -> str:
@@ -59,7 +59,7 @@ def joined(children: Iterable[object]) -> str:
     return "".join(_markup(child) for child in children)
 
 
-def style_sheet(rules: str) -> Element:
+def style_sheet(rules: str) -> HtmlElement:
     """A ``<style>`` element; ``rules`` must come from marlinq's own source.
 
     Raises:
@@ -67,13 +67,13 @@ def style_sheet(rules: str) -> Element:
     """
     if "<" in rules:
         raise ValueError("a style sheet holds no markup")
-    return Element(f"<style>{rules}</style>")
+    return HtmlElement(f"<style>{rules}</style>")
 
 
 def _markup(child: object) -> str:
     if child is None:
         return ""
-    if isinstance(child, Element):
+    if isinstance(child, HtmlElement):
         return child.markup
     if isinstance(child, str):
         return escape(escaped(child), quote=True)

@@ -20,7 +20,7 @@ from marlinq.operations.report.charts import STEPS, Ramp, heat_map, share_bar
 from marlinq.operations.report.distributions import code_charts, scale_charts
 from marlinq.operations.report.evaluation import TASK_COLUMNS
 from marlinq.operations.report.figures import CheckpointFigures, ModuleFigures, TimeFigures, cell_error
-from marlinq.operations.report.markup import Element, style_sheet
+from marlinq.operations.report.markup import HtmlElement, style_sheet
 from marlinq.operations.report.style import style_rules
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _meaning(figures: CheckpointFigures) -> str:
     return figures.quantity.meaning
 
 
-def _error_map(figures: CheckpointFigures, ramp: Ramp) -> Element:
+def _error_map(figures: CheckpointFigures, ramp: Ramp) -> HtmlElement:
     """A heat map of the errors by projection and block."""
     cells = {}
     for (projection, block), modules in figures.cells().items():
@@ -169,7 +169,7 @@ class ErrorMap(NamedTuple):
     meaning."""
 
     label: str
-    drawing: Element
+    drawing: HtmlElement
     ramp: Ramp
     meaning: str
 
@@ -319,7 +319,7 @@ class ErrorRatios(NamedTuple):
     """Ratios of two checkpoints' errors: in words, as a map, and the places with the largest changes."""
 
     text: str
-    drawing: Element
+    drawing: HtmlElement
     ramp: Ramp
     low: str
     high: str

@@ -35,7 +35,7 @@ from marlinq.operations.verify.background import BackgroundThreads
 from marlinq.operations.verify.dense_modules import dequantized_modules, off_grid
 from marlinq.operations.verify.masks import misplaced_channels
 from marlinq.operations.verify.statistics.evidence import Evidence, find_faults
-from marlinq.operations.verify.statistics.finding import Finding, RunSize
+from marlinq.operations.verify.statistics.finding import RunSize, SuspectPlace
 from marlinq.operations.verify.statistics.float_weights import find_float_faults
 from marlinq.operations.verify.tuned import too_far, tuned_vectors
 from marlinq.operations.verify.verification_report import Check, Findings
@@ -191,7 +191,7 @@ class Comparison:
             self.background.do(lambda: find_faults(weight, q, layout, spec, stored, self._run), take)
 
     @staticmethod
-    def _report(name: str, findings: list[Finding], lines: list[str]) -> None:
+    def _report(name: str, findings: list[SuspectPlace], lines: list[str]) -> None:
         for finding in findings[:_SHOWN_FAULTS]:
             # No evidence ratio for errors beyond what rounding to nearest allows: they are certain damage.
             ratio = f"log-likelihood ratio {finding.evidence:.0f}; {_by_chance(finding)}"
@@ -366,7 +366,7 @@ def _elements(view: QuantizedCheckpoint) -> set[tuple[str, Granularity | None]]:
     }
 
 
-def _by_chance(finding: Finding) -> str:
+def _by_chance(finding: SuspectPlace) -> str:
     """Text on how often an undamaged checkpoint of this size would show the same finding."""
     runs = 1 / max(finding.expected, 1e-99)
     return f"by chance in 1 of {runs:.0e} runs" if runs < 1e12 else "by chance practically never"

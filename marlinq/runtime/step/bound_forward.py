@@ -16,6 +16,7 @@ from marlinq.kernels.contract.device import H200
 from marlinq.kernels.driver.cuda_driver import on_device
 from marlinq.kernels.step import (
     AttentionShape,
+    AttentionWorkspace,
     ConvolutionWeights,
     DeltaWeights,
     Division,
@@ -25,7 +26,6 @@ from marlinq.kernels.step import (
     LatentWorkspace,
     LayerInputWeights,
     MambaWorkspace,
-    Workspace,
     divide,
     divide_latent,
 )
@@ -360,7 +360,7 @@ class BoundForward(Forward):
             for layer, division in zip(self.layers, self.divisions, strict=True)
             if layer.attends
         ]
-        self.workspace = Workspace.of(divided, self.lengths.device)
+        self.workspace = AttentionWorkspace.of(divided, self.lengths.device)
         latents = {index: layer.latent.weights for index, layer in enumerate(self.layers) if layer.latent}
         self.latent_divisions = {index: self._divide_latents(weights) for index, weights in latents.items()}
         self.latent_workspace = LatentWorkspace.of(

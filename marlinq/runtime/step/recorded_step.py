@@ -15,8 +15,7 @@ from marlinq.kernels.contract.whole_rows import Normed, RowWork
 from marlinq.kernels.experts import routed_experts
 from marlinq.kernels.experts.configurations import DirectDecision, ExpertsShape
 from marlinq.kernels.experts.experts_decision import decide_experts
-from marlinq.kernels.experts.launch import Workspace as ExpertsWorkspace
-from marlinq.kernels.experts.launch import layer_steps, shape_of
+from marlinq.kernels.experts.launch import ExpertsWorkspace, layer_steps, shape_of
 from marlinq.kernels.step import Gather, Prepared, RoutedRows, RowNorm
 from marlinq.runtime.step.bound import BoundMixture, BoundMLP
 from marlinq.runtime.step.bound_forward import BoundForward

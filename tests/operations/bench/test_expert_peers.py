@@ -11,16 +11,16 @@ from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.experts import reference_experts
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.experts import even_routings
-from marlinq.operations.bench.peers.dense import CublasExperts, GroupedExperts
+from marlinq.operations.bench.peers.dense import CublasExperts, TorchGroupedExperts
 from marlinq.operations.bench.synthetic_experts import random_experts
 
 LAYER = ExpertsLayer("small", 8, 3, 128, 64)
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("peer", [CublasExperts, GroupedExperts])
+@pytest.mark.parametrize("peer", [CublasExperts, TorchGroupedExperts])
 @pytest.mark.parametrize("m", [1, 5])
-def test_dense_peers_compute_the_layer(peer: type[CublasExperts] | type[GroupedExperts], m: int) -> None:
+def test_dense_peers_compute_the_layer(peer: type[CublasExperts] | type[TorchGroupedExperts], m: int) -> None:
     torch.manual_seed(0)
     weights = random_experts(
         LAYER, Granularity.group(32), asymmetric=True, dtype=torch.bfloat16, device=CPU, weight_format=INT4
@@ -41,4 +41,4 @@ def test_the_grouped_product_refuses_float16() -> None:
         LAYER, Granularity.group(32), asymmetric=False, dtype=torch.float16, device=CPU, weight_format=INT4
     )
     with pytest.raises(UnsupportedError, match="--dtype bfloat16"):
-        GroupedExperts().load(LAYER, weights)
+        TorchGroupedExperts().load(LAYER, weights)

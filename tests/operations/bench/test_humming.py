@@ -13,7 +13,7 @@ from marlinq.kernels.experts.experts_reference import expert_matrix
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.kernels import SCHEMES, scale_dtype_of
 from marlinq.operations.bench.peers.humming import Given, experts_given, given
-from marlinq.operations.bench.shapes import Layer
+from marlinq.operations.bench.shapes import LinearSize
 from marlinq.operations.bench.synthetic_experts import gate_then_up, random_experts
 from marlinq.operations.bench.weights import random_weight
 
@@ -70,7 +70,7 @@ def test_a_weight(scheme: str, asymmetric: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight_format, size = SCHEMES[scheme]
     weight = random_weight(
-        Layer("small", N, K),
+        LinearSize("small", N, K),
         Granularity.from_group_size(size or 64),
         asymmetric=asymmetric,
         dtype=dtype,

@@ -20,7 +20,7 @@ from marlinq.operations.bench import Cell, KernelBench, bench_kernels, contest, 
 from marlinq.operations.bench.peers import PEERS
 from marlinq.operations.bench.peers.contenders import Run
 from marlinq.operations.bench.peers.own import Marlinq
-from marlinq.operations.bench.shapes import MODELS, Layer, dividing_group_size, layers_of
+from marlinq.operations.bench.shapes import MODELS, LinearSize, dividing_group_size, layers_of
 from marlinq.operations.bench.weights import Weight, random_weight
 from tests.testing.architectures import QUICK_FIRST
 
@@ -31,7 +31,7 @@ def weight_of(group_size: int, *, asymmetric: bool = False, dtype: torch.dtype =
     torch.manual_seed(0)
     granularity = Granularity.from_group_size(group_size)
     return random_weight(
-        Layer("small", 192, 256),
+        LinearSize("small", 192, 256),
         granularity,
         asymmetric=asymmetric,
         dtype=dtype,
@@ -48,7 +48,10 @@ def test_shapes_follow_from_dimensions() -> None:
     assert [(layer.n, layer.k) for layer in layers_of(["llama-3-70b"], [], 128)] == [
         (10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)
     ]  # fmt: skip
-    assert layers_of([], ["64x128", "mine=128x64"], 64) == (Layer("64x128", 64, 128), Layer("mine", 128, 64))
+    assert layers_of([], ["64x128", "mine=128x64"], 64) == (
+        LinearSize("64x128", 64, 128),
+        LinearSize("mine", 128, 64),
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -252,7 +255,7 @@ def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch
         lambda graphs, expected, sustained: dict.fromkeys(graphs, (4 if sustained else 2) * expected),
     )
     setting = kernels._Setting(CPU, torch.float16, INT4, Granularity.group(64), True, explain=False)
-    found = kernels._on_gpu(setting, (Layer("l", 64, 128),), (1, 20), faults, no_progress)
+    found = kernels._on_gpu(setting, (LinearSize("l", 64, 128),), (1, 20), faults, no_progress)
     assert found.contenders == ("marlinq", "none")
     assert [each.floor_seconds for each in found.cells] == [1e-6, 1e-6]
     assert [each.ratio("none") for each in found.cells] == pytest.approx([3, 3])
@@ -265,7 +268,7 @@ def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch
     assert "no cell is more than 3% behind" in text
     assert "as long at rest after each" in text
     sustained = replace(setting, sustained=True)
-    found = kernels._on_gpu(sustained, (Layer("l", 64, 128),), (1,), ("none",), no_progress)
+    found = kernels._on_gpu(sustained, (LinearSize("l", 64, 128),), (1,), ("none",), no_progress)
     assert found.cells[0].ratio("none") == pytest.approx(6)
     assert "no rests: at the power limit" in found.render()
 

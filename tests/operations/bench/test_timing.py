@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from marlinq.operations.bench import timing
-from marlinq.operations.bench.timing import Recording, capture, time_in_turn
+from marlinq.operations.bench.timing import GraphRecording, capture, time_in_turn
 
 
 class Machine:
@@ -49,7 +49,7 @@ class Machine:
         clock = types.SimpleNamespace(sleep=sleep, perf_counter=lambda: machine.now)
         monkeypatch.setattr(timing, "time", clock)
 
-    def recording(self, name: str, seconds: float, launches: int) -> Recording:
+    def recording(self, name: str, seconds: float, launches: int) -> GraphRecording:
         def replay() -> None:
             took = seconds * (2 if self.busy > self.heated_after else 1)
             self.now += took
@@ -57,7 +57,7 @@ class Machine:
             self.log.append(name)
 
         graph = types.SimpleNamespace(replay=replay)
-        return Recording(graph, launches, lambda index: None)  # type: ignore[arg-type]
+        return GraphRecording(graph, launches, lambda index: None)  # type: ignore[arg-type]
 
 
 def test_rests_are_as_long_as_replays_and_keep_it_cool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_rests_are_never_slower() -> None:
 
 @pytest.mark.gpu
 def test_what_a_graph_reads_lives_as_long_as_it() -> None:
-    def recorded() -> tuple[Recording, weakref.ref[torch.Tensor]]:
+    def recorded() -> tuple[GraphRecording, weakref.ref[torch.Tensor]]:
         ones = torch.ones(1024, device="cuda")
         return capture(lambda index: out.copy_(ones), 1), weakref.ref(ones)
 

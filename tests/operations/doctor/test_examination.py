@@ -18,8 +18,8 @@ from marlinq.cli import main
 from marlinq.operations.doctor import Finding, State, examination, gpu, packages
 from tests.testing import forks
 
-HOPPER = gpu.Device("a Hopper", (9, 0), 140 * 2**30)
-TURING = gpu.Device("a Turing", (7, 5), 15 * 2**30)
+HOPPER = gpu.DriverDevice("a Hopper", (9, 0), 140 * 2**30)
+TURING = gpu.DriverDevice("a Turing", (7, 5), 15 * 2**30)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "run_apart", run)
 
 
-def driver(major: int, *devices: gpu.Device) -> gpu.Driver:
+def driver(major: int, *devices: gpu.DriverDevice) -> gpu.Driver:
     return gpu.Driver((major, 0), devices)
 
 
@@ -106,7 +106,7 @@ def test_nvrtc_compiles_for_the_first_device() -> None:
 
 
 def test_nvrtc_that_does_not_know_the_device() -> None:
-    unknown = gpu.Device("from the future", (77, 7), 2**30)
+    unknown = gpu.DriverDevice("from the future", (77, 7), 2**30)
     finding = gpu.nvrtc_finding(driver(13, unknown))
     assert finding.state is State.PROBLEM
     assert "sm_777" in finding.found

@@ -12,7 +12,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, INT8
 from marlinq.core.schemes import SCHEMES, named_scheme
 from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
-from marlinq.operations.inspect.parallel import Layer, Split, fused, split, split_head, unknown_axes
+from marlinq.operations.inspect.parallel import LinearFacts, Split, fused, split, split_head, unknown_axes
 from marlinq.operations.inspect.servers import Server, Vocabulary, built_plain, servers
 from marlinq.runtime.kernel_operand import operand_refusal
 from tests.testing.layouts import INTEGERS
@@ -22,14 +22,16 @@ from tests.testing.schemes import quantized, scheme
 sized = Granularity.from_group_size
 
 UP = "model.layers.0.mlp.fc1"
-PLAIN = Layer("gptq", 512, 512, INT4, Granularity.group(128), declared_symmetric=True, symmetric=True)
+PLAIN = LinearFacts("gptq", 512, 512, INT4, Granularity.group(128), declared_symmetric=True, symmetric=True)
 AWQ = replace(PLAIN, layout="awq", declared_symmetric=False)
 CT = replace(PLAIN, layout="compressed-tensors")
 MARLIN = replace(PLAIN, layout="marlin")
 VLLM, SGLANG = Vocabulary(64, grows=False), Vocabulary(64, grows=True)
 
 
-def judge(layer: Layer, *, rules: bool = False, tp: int = 1, name: str = UP) -> dict[str, ServerVerdict]:
+def judge(
+    layer: LinearFacts, *, rules: bool = False, tp: int = 1, name: str = UP
+) -> dict[str, ServerVerdict]:
     whole = Whole(layer.layout, rules, (), 8, 4)
     return {found.server: found for found in verdicts({name: layer}, whole, tensor_parallel=tp)}
 
@@ -187,7 +189,7 @@ def test_how_heads_are_split(case: str) -> None:
         assert isinstance(found, str)
         assert expected in found
     else:
-        assert isinstance(found, Layer)
+        assert isinstance(found, LinearFacts)
         assert (found.in_features, found.out_features) == (512, expected)
 
 
@@ -202,7 +204,7 @@ def test_the_head_takes_part_in_tensor_parallelism() -> None:
     assert first(judge(wide, tp=2, name="lm_head")["SGLang"]) == "Marlin"
 
 
-def judge_experts(layer: Layer, odd: Layer | None = None) -> dict[str, ServerVerdict]:
+def judge_experts(layer: LinearFacts, odd: LinearFacts | None = None) -> dict[str, ServerVerdict]:
     parent = "model.layers.0.mlp.experts"
     names = [f"{parent}.{expert}.{part}_proj" for expert in range(3) for part in ("gate", "up", "down")]
     layers = dict.fromkeys(names, layer)
@@ -313,7 +315,7 @@ def test_our_own_verdict_is_the_operands(case: str) -> None:
         g_idx = q.g_idx.clone()
         g_idx[0] = 1
         q = quantized(q.codes, q.scales, q.zeros, g_idx, q.channels_per_group, q.element)
-    layer = Layer(
+    layer = LinearFacts(
         "gptq", q.in_features, q.out_features, q.element, q.scheme.granularity,
         declared_symmetric=True, symmetric=True, in_order=q.has_trivial_g_idx, sortable=case != "unsortable",
     )  # fmt: skip
@@ -380,7 +382,7 @@ def test_experts_of_usual_sizes_need_smaller_groups_on_eight_gpus(k: int, size: 
         assert isinstance(found, str)
         assert found.endswith(f"group size 128; groups of {size} would be")
         smallest = split(f"experts.3.{name}", replace(layer, granularity=sized(32)), Split(8))
-        assert isinstance(smallest, Layer)
+        assert isinstance(smallest, LinearFacts)
         assert smallest.in_features == k // 8
 
 
@@ -393,7 +395,7 @@ def test_splits(case: str) -> None:
 
 def test_one_group_is_kept_on_every_gpu() -> None:
     found = split("a.down_proj", replace(PLAIN, granularity=sized(-1)), Split(8))
-    assert isinstance(found, Layer)
+    assert isinstance(found, LinearFacts)
     assert (found.in_features, found.granularity) == (64, Granularity.channel())
 
 
@@ -486,7 +488,7 @@ FLOAT_CASES = {
 }
 
 
-def float_layer(name: str, layout: str) -> Layer:
+def float_layer(name: str, layout: str) -> LinearFacts:
     named = SCHEMES[name]
     sized = named.granularity or Granularity.channel()
     return replace(PLAIN, layout=layout, element=named.element, granularity=sized, named=name)

@@ -21,7 +21,7 @@ from marlinq.operations.quantize.budget import (
     tuning_budget,
     tuning_rates,
 )
-from marlinq.operations.quantize.estimate import Estimate
+from marlinq.operations.quantize.estimate import RunEstimate
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.pace import Pace
 from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL
@@ -105,7 +105,7 @@ def test_an_output_that_no_server_loads_is_told(tmp_path: Path, recwarn: pytest.
     loaded = recipe.replace(format="compressed-tensors")
     plan = plan_quantize(source, tmp_path / "out", recipe=loaded, device="cpu")
     # A run of no time has no part whose time is worth naming.
-    instant = replace(plan, estimate=Estimate(**dict.fromkeys(asdict(plan.estimate), 0.0)))
+    instant = replace(plan, estimate=RunEstimate(**dict.fromkeys(asdict(plan.estimate), 0.0)))
     assert "on cpu in float32\n" in instant.render()
     assert not [each for each in recwarn if "no server" in str(each.message)]
 

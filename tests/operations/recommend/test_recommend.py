@@ -22,7 +22,7 @@ from marlinq.operations.recommend import Recommendation, gpus, recommend, save_p
 from marlinq.operations.recommend.divergence import known_quality
 from marlinq.operations.recommend.gpus import find_gpu
 from marlinq.operations.recommend.server_verdicts import loaders
-from marlinq.operations.recommend.shape import ModelShape, Product, shape_of
+from marlinq.operations.recommend.shape import ModelShape, ProductSize, shape_of
 from marlinq.operations.recommend.weight_types import compared
 from tests.runtime.test_generation import wide_model
 from tests.testing.mixtures import random_mixture
@@ -110,8 +110,8 @@ def test_experts_without_a_kernel_of_ours_take_what_peaks_allow() -> None:
 def test_layers_of_known_shapes() -> None:
     ((layer, count),) = shape("llama-3-8b").layers
     assert count == 32
-    assert Product((4096, 1024, 1024), 4096) in layer.products
-    assert Product((14336, 14336), 4096) in layer.products
+    assert ProductSize((4096, 1024, 1024), 4096) in layer.products
+    assert ProductSize((14336, 14336), 4096) in layer.products
     assert (layer.norms, layer.cached, layer.window, layer.routed) == (2, 2048, None, None)
     gemma = shape("gemma-3-4b")
     assert {layer.window for layer, _ in gemma.layers} == {1024, None}

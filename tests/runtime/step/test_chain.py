@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
-from marlinq.kernels.step import AttentionShape, Division, Workspace, divide
+from marlinq.kernels.step import AttentionShape, AttentionWorkspace, Division, divide
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import recognise
 from marlinq.runtime import QuantLinear, marlin_operand
@@ -333,7 +333,7 @@ def test_a_workspace_serves_the_largest_attention() -> None:
         (AttentionShape(2, 16, 1, 64, 100), Division(3, warps=8)),
         (AttentionShape(1, 4, 4, 256, 100), Division(2)),
     ]
-    made = Workspace.of(shapes, torch.device("cpu"))
+    made = AttentionWorkspace.of(shapes, torch.device("cpu"))
     assert made.partials.numel() == max(2 * 2 * 3 * 8 * 66, 4 * 2 * 8 * 258)
     assert made.counters.tolist() == [0] * 4
 

@@ -17,6 +17,7 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.step import (
     Addition,
     Arrangement,
+    AttentionWorkspace,
     ConvolutionWeights,
     DeltaWeights,
     Division,
@@ -30,7 +31,6 @@ from marlinq.kernels.step import (
     MambaWorkspace,
     RoutedRows,
     RowNorm,
-    Workspace,
 )
 from tests.kernels.step_problems import (
     expected_activation,
@@ -224,7 +224,7 @@ def attend(
     out: Tensor,
     lengths: Tensor,
     work: HeadWork,
-    workspace: Workspace,
+    workspace: AttentionWorkspace,
     *,
     scale: float,
     division: Division,

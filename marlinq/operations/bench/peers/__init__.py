@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from marlinq.operations.bench.peers.contenders import Contender, ExpertsContender
-from marlinq.operations.bench.peers.dense import Cublas, CublasExperts, GroupedExperts
+from marlinq.operations.bench.peers.dense import Cublas, CublasExperts, TorchGroupedExperts
 from marlinq.operations.bench.peers.humming import Humming, HummingExperts
 from marlinq.operations.bench.peers.own import ActivationOrder, BatchInvariant
 from marlinq.operations.bench.peers.tinygemm import Tinygemm
@@ -20,6 +20,6 @@ PEERS: dict[str, Contender] = {
 """Contenders of products by name."""
 
 EXPERT_PEERS: dict[str, Callable[[], ExpertsContender]] = {
-    contender.name: contender for contender in (HummingExperts, CublasExperts, GroupedExperts)
+    contender.name: contender for contender in (HummingExperts, CublasExperts, TorchGroupedExperts)
 }
 """Contenders of routed layers by name."""

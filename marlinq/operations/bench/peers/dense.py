@@ -100,7 +100,7 @@ class CublasExperts(_DenseExperts):
         return result
 
 
-class GroupedExperts(_DenseExperts):
+class TorchGroupedExperts(_DenseExperts):
     """torch's grouped product (CUTLASS), one launch for all experts; of bfloat16 alone."""
 
     name = "grouped_mm"

@@ -14,7 +14,7 @@ from torch import Tensor
 from marlinq.formats.packing import pack_rows
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
-from marlinq.kernels.experts.launch import Workspace, shape_of, start, sum_step
+from marlinq.kernels.experts.launch import ExpertsWorkspace, shape_of, start, sum_step
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.peers.contenders import Routing, Run, RunLayer
 from marlinq.operations.bench.synthetic_experts import gate_then_up
@@ -217,7 +217,7 @@ class HummingExperts:
             out = torch.empty_like(x)
             shape = shape_of(x, routing.ids, weights)
             nothing = rows[:0]
-            workspace = Workspace(nothing, nothing, nothing, places, rows, nothing)
+            workspace = ExpertsWorkspace(nothing, nothing, nothing, places, rows, nothing)
             start([sum_step(shape, routing.weights, out, workspace)], x.device.index)
             return out
 

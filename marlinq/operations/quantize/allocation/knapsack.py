@@ -34,7 +34,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AllocationChoice:
     """The best choice.
 
     Attributes:
@@ -52,7 +52,7 @@ class Choice:
     exact: bool
 
 
-def choose(units: Sequence[Sequence[Item]], budget: int) -> Choice | None:
+def choose(units: Sequence[Sequence[Item]], budget: int) -> AllocationChoice | None:
     """The choice of least cost within ``budget`` bytes; among equal costs, the one with the fewest bytes.
 
     Args:
@@ -96,7 +96,7 @@ def choose(units: Sequence[Sequence[Item]], budget: int) -> Choice | None:
         place -= -(-sizes[index] // step)
     chosen.reverse()
     picked = [items[index] for items, index in zip(units, chosen, strict=True)]
-    return Choice(
+    return AllocationChoice(
         items=tuple(chosen),
         nbytes=sum(item.nbytes for item in picked),
         cost=math.fsum(item.cost for item in picked),

@@ -14,7 +14,7 @@ from marlinq.formats import FORMATS
 from marlinq.formats.dialects.name_patterns import expert_layer
 from marlinq.models import Blueprint, Projection, TensorNames
 from marlinq.operations.inspect.eligibility import Whole, loading_refusal, server_named
-from marlinq.operations.inspect.parallel import Layer
+from marlinq.operations.inspect.parallel import LinearFacts
 from marlinq.operations.inspect.servers import Server
 from marlinq.operations.quantize.candidates import CANDIDATES, KEPT
 from marlinq.operations.quantize.planning import PlannedModule, packed_tensors, plan_module, wanted_modules
@@ -184,10 +184,10 @@ def _option(
     )
 
 
-def _layer(planned: PlannedModule, layout: str) -> Layer:
+def _layer(planned: PlannedModule, layout: str) -> LinearFacts:
     spec = planned.spec
     symmetric = not planned.layout.as_stored(spec.scheme).stores_zeros
-    return Layer(
+    return LinearFacts(
         layout=layout,
         in_features=spec.in_features,
         out_features=spec.out_features,

@@ -15,7 +15,14 @@ from torch import Tensor
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import Layout, ModuleSpec
 from marlinq.operations.verify.statistics.exchanged_codes import Exchanges, find_exchanges, word_tile
-from marlinq.operations.verify.statistics.finding import FAILURE, MOST_SAY, WARNING, Finding, RunSize, agreed
+from marlinq.operations.verify.statistics.finding import (
+    FAILURE,
+    MOST_SAY,
+    WARNING,
+    RunSize,
+    SuspectPlace,
+    agreed,
+)
 from marlinq.operations.verify.statistics.groups import FAR, find_odd_groups
 from marlinq.operations.verify.statistics.noise import Noise, distance, log_density, measure_noise
 from marlinq.operations.verify.statistics.tails import (
@@ -55,7 +62,7 @@ class Evidence:
         rounded: whether the weights were rounded to nearest; False only for floating-point modules.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[SuspectPlace, ...]
     words: int
     groups: int
     largest: float
@@ -106,7 +113,7 @@ def find_faults(
     return Evidence(tuple(findings), words, q.scales.numel(), largest, spread, odd_groups)
 
 
-def _codes(q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[Finding]:
+def _codes(q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[SuspectPlace]:
     """Single codes whose distance, in units of the usual distance, stands out from their module's others.
 
     A code is judged by the codes that are nearer to their weights, so that several wrong codes don't hide
@@ -135,10 +142,10 @@ def _codes(q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[Finding]:
         steps = abs(float(noise.r[k, n]))
         what = f"the code of input channel {k} of output channel {n} is {steps:.1f} steps off"
         fails = chance < FAILURE and float(size) > usual + math.log(FAR)
-        yield Finding(what, -float(log_density(size.exp(), torch.ones(()))), chance, fails)
+        yield SuspectPlace(what, -float(log_density(size.exp(), torch.ones(()))), chance, fails)
 
 
-def _words(exchanges: Exchanges, run: RunSize, weights: int) -> Iterator[Finding]:
+def _words(exchanges: Exchanges, run: RunSize, weights: int) -> Iterator[SuspectPlace]:
     tests = run.weights * exchanges.words / weights
     suspects = []
     for suspect in exchanges.suspects:
@@ -146,7 +153,7 @@ def _words(exchanges: Exchanges, run: RunSize, weights: int) -> Iterator[Finding
         if expected >= WARNING:
             break  # they come by falling evidence
         what = f"the word that holds input channel {suspect.k} of output channel {suspect.n}: {suspect.what}"
-        suspects.append((suspect, Finding(what, suspect.evidence, expected, fails=False)))
+        suspects.append((suspect, SuspectPlace(what, suspect.evidence, expected, fails=False)))
     yield from (finding for _, finding in suspects)
     apart = min(len({suspect.k for suspect, _ in suspects}), len({suspect.n for suspect, _ in suspects}))
     if apart >= MANY:
@@ -155,7 +162,7 @@ def _words(exchanges: Exchanges, run: RunSize, weights: int) -> Iterator[Finding
         what = f"{count} words in different input and output channels look exchanged"
         # If a run had one suspect on average (a hundred times what WARNING allows), MANY at once would have
         # about this Poisson probability.
-        yield Finding(what, evidence, 1 / math.factorial(apart), fails=True)
+        yield SuspectPlace(what, evidence, 1 / math.factorial(apart), fails=True)
     for what, where, evidence in exchanges.sums:
         yield from agreed(f"{where}: {what}", evidence, run.weights * exchanges.alternatives)
 
@@ -177,7 +184,7 @@ def _whole_module(
     explanations: Iterable[tuple[str, Tensor, Tensor]],
     noise: Noise,
     run: RunSize,
-) -> Iterator[Finding]:
+) -> Iterator[SuspectPlace]:
     """Faults of a whole tensor, judged on a sample of output channels."""
     step = max(1, q.in_features * q.out_features // _SAMPLED_ELEMENTS)
     columns = torch.arange(0, q.out_features, step, device=w.device)
@@ -194,7 +201,7 @@ def _whole_module(
         yield from agreed(what, evidence, run.weights)
 
 
-def _other_scales(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[Finding]:
+def _other_scales(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[SuspectPlace]:
     """Scales that belong to another weight: in many groups, they fit better after one of the factors.
 
     A group's evidence is the likelihood ratio of a mixture: the stored scale or one of the factors times it,
@@ -244,7 +251,7 @@ def _other_explanations(
         yield f"zero points are one too {word}", q.scales, shifted
 
 
-def _channels(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[Finding]:
+def _channels(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[SuspectPlace]:
     """Input channels whose codes fit another group's scales: an entry of g_idx is wrong."""
     scales, zeros = q.scales.float(), q.zeros.float()
     codes, own = q.codes.float(), q.g_idx.long()

@@ -34,7 +34,7 @@ class RunSize:
 
 
 @dataclass(frozen=True)
-class Finding:
+class SuspectPlace:
     """A place where another explanation fits better than the stored values.
 
     Attributes:
@@ -50,8 +50,8 @@ class Finding:
     fails: bool
 
 
-def agreed(what: str, evidence: float, tests: float) -> Iterator[Finding]:
+def agreed(what: str, evidence: float, tests: float) -> Iterator[SuspectPlace]:
     """A failure, if a sum of limited log-likelihood ratios is expected less often than FAILURE."""
     expected = tests * math.exp(-min(max(evidence, 0.0), 700.0))
     if expected < FAILURE:
-        yield Finding(what, evidence, expected, fails=True)
+        yield SuspectPlace(what, evidence, expected, fails=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from marlinq.core.scheme import Element
 from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.verify.statistics.evidence import Evidence
-from marlinq.operations.verify.statistics.finding import Finding
+from marlinq.operations.verify.statistics.finding import SuspectPlace
 
 _NEAREST = 1.125
 """Largest distance, in half steps, that rounding to nearest leaves (1 + an eighth for bfloat16)."""
@@ -89,17 +89,17 @@ def _steps(element: Element) -> tuple[Tensor, Tensor]:
     return values[1:-1].contiguous(), (values[1:] - values[:-1]) / 2
 
 
-def _damage(beyond: Tensor, size: int) -> list[Finding]:
+def _damage(beyond: Tensor, size: int) -> list[SuspectPlace]:
     """A failure for every piece of a rounded module that has values beyond rounding to nearest."""
     findings = []
     for piece, n in (beyond > 0).nonzero().tolist():
         count = int(beyond[piece, n])
         what = f"{_place(piece, n, size)}: {count} value{'s'[: count > 1]} not nearest to the original's"
-        findings.append(Finding(what, math.inf, 0.0, fails=True))
+        findings.append(SuspectPlace(what, math.inf, 0.0, fails=True))
     return findings
 
 
-def _outliers(squares: Tensor, size: int) -> list[Finding]:
+def _outliers(squares: Tensor, size: int) -> list[SuspectPlace]:
     """A warning for every piece whose error is far above the 99.9 % quantile of its module's pieces."""
     errors = (squares / size).sqrt_()
     count = max(1, errors.numel() // 1000)
@@ -108,7 +108,7 @@ def _outliers(squares: Tensor, size: int) -> list[Finding]:
     for piece, n in (errors > _STANDS_OUT * usual).nonzero().tolist():
         times = float(errors[piece, n]) / usual if usual else math.inf
         what = f"{_place(piece, n, size)}: errors {times:.1f} times those of nearly all others"
-        findings.append(Finding(what, math.inf, 0.0, fails=False))
+        findings.append(SuspectPlace(what, math.inf, 0.0, fails=False))
     return findings
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.weight import QuantizedWeight
-from marlinq.operations.verify.statistics.finding import FAILURE, MOST_SAY, Finding, RunSize, agreed
+from marlinq.operations.verify.statistics.finding import FAILURE, MOST_SAY, RunSize, SuspectPlace, agreed
 from marlinq.operations.verify.statistics.noise import Noise, distance, group_rows, log_density
 from marlinq.operations.verify.statistics.tails import at_least, log_expected, tail_of_others
 
@@ -72,13 +72,15 @@ class _Group:
     largest: int
 
 
-def find_odd_groups(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> tuple[list[Finding], int]:
+def find_odd_groups(
+    w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize
+) -> tuple[list[SuspectPlace], int]:
     """Finds flipped bits of a scale's sign or exponent, zero points that are wrong by one, and whole rows and
     outputs of such zero points; and counts the groups that stand out."""
     odd = _oddness(w, q, noise)
     stores_zeros = q.scheme.stores_zeros
     standing_out = 0
-    findings: list[Finding] = []
+    findings: list[SuspectPlace] = []
     by_output = {step: torch.zeros(q.out_features, device=w.device) for step in (1, -1)}
     for group, rows in group_rows(q):
         sigma = noise.channel[rows]
@@ -108,7 +110,7 @@ def find_odd_groups(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -
 
 def _odd_groups(
     group: _Group, suspects: Tensor, odd: _GroupOddness, stores_zeros: bool, run: RunSize
-) -> Iterator[Finding]:
+) -> Iterator[SuspectPlace]:
     """The suspects that another scale, or one step of the zero point, explains: it makes them no odder than
     the oddest unsuspected output of the group."""
     w, codes, base = group.w[:, suspects], group.codes[:, suspects], group.base[suspects]
@@ -120,7 +122,7 @@ def _odd_groups(
         False: odd.stretch[group.number].where(others, 0.0).max(),
         True: odd.shift[group.number].where(others, 0.0).max(),
     }
-    best: list[Finding | None] = [None] * len(suspects)
+    best: list[SuspectPlace | None] = [None] * len(suspects)
     explanations = [*_scale_bits(scales), _best_scales(w, codes - zeros, scales.float())]
     if stores_zeros:
         for step, word in _STEPS:
@@ -145,7 +147,7 @@ def _odd_groups(
             certain = not of_zero and float(odd.stretch[group.number, n]) > FAR * float(largest[False])
             place = f"group {group.number} of output channel {n}"
             fails = certain and float(expected[i]) < FAILURE
-            best[i] = Finding(f"{place}: {what[i]}", evidence, float(expected[i]), fails)
+            best[i] = SuspectPlace(f"{place}: {what[i]}", evidence, float(expected[i]), fails)
     yield from (finding for finding in best if finding is not None)
 
 
