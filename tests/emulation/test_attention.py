@@ -153,8 +153,10 @@ def test_values_that_are_keys_and_keys_of_another_layer(
             begun[:, :, length:] = torch.nan
     keys, values = (apart(cache) for cache in filled)
     division = Division(splits)
-    room = Workspace.of([(AttentionShape(rows, heads, 1, size, capacity), division)], torch.device("cpu"))
-    workspace = Workspace(apart(room.partials), apart(room.counters))
+    room = AttentionWorkspace.of(
+        [(AttentionShape(rows, heads, 1, size, capacity), division)], torch.device("cpu")
+    )
+    workspace = AttentionWorkspace(apart(room.partials), apart(room.counters))
     out = poisoned(rows, heads, size, dtype=dtype)
     prepared = attend(
         *(x, keys, values, out, lengths, work, workspace),

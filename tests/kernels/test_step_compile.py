@@ -137,7 +137,7 @@ def attentions(*, clusters: bool = False) -> list[Prepared]:
     norm = HeadNorm("RMS_WIDE", empty(512), None, 1e-6)
     table, cache, out = torch.empty(32, 256, 2), empty(1, 8, 32, 512), empty(1, 8, 512)
     division, shape = Division(2), AttentionShape(1, 8, 8, 512, 32)
-    workspace = Workspace.of([(shape, division)], torch.device("cpu"))
+    workspace = AttentionWorkspace.of([(shape, division)], torch.device("cpu"))
     for work in (
         HeadWork(table=table, query_norm=norm, key_norm=norm, value_eps=1e-6, keys_are_values=True),
         HeadWork(table=table, query_norm=norm, shared=True),
