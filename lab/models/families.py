@@ -17,6 +17,8 @@ from transformers.models.auto.modeling_auto import (
 from lab.models.shrink import shrunk
 
 _MOST_PARAMETERS = 12_000_000
+_DRAFTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""model types that read the keys of the model that they draft for, and can't run alone"""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def random_model(family: Family, *, seed: int = 0) -> PreTrainedModel:
     Raises:
         NotBuilt: the shrunk config does not fit the class, or a package is missing.
     """
+    if family.model_type in _DRAFTS:
+        raise NotBuilt("reads the keys of the model that it drafts for")
     torch.manual_seed(seed)
     model_class = _class(family.architecture)
     config_class = CONFIG_MAPPING[family.model_type]

@@ -136,7 +136,11 @@ _SET: dict[str, dict[str, Any]] = {
     "qwen4_exp": {f"text_config.{key}": value for key, value in _INDEXER.items()},
     "reformer": {"axial_pos_embds_dim": [32, 32], "is_decoder": True},
     # Its shared block reads the residual stream and the embedding side by side.
-    "zamba2": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": HIDDEN // 2},
+    "zamba2": {
+        "hybrid_layer_ids": [1],
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": HIDDEN // 2,
+    },
     "zamba": {
         "attention_hidden_size": 2 * HIDDEN,
         "attention_head_dim": HIDDEN // 2,
@@ -169,7 +173,8 @@ _SET: dict[str, dict[str, Any]] = {
     "dots3_note": {
         "text_config.head_dim": 2 * HEAD_DIM,
         "text_config.per_layer_config": {2: _WINDOWED},
-        "vision_config.adapter_input_size": HIDDEN,
+        "audio_config.adapter_input_size": HIDDEN,
+        "audio_config.adapter_out_dim": HIDDEN,
     },
     "granite4_vision": {
         "downsample_rate": "1/2",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -38,9 +39,8 @@ from marlinq.runtime.loading import match_tensors
 
 RESULTS = Path(__file__).with_name("survey.json")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-WORKS, PARTLY, REFUSED, FAILED, NOT_BUILT = "works", "works without text", "refused", "fails", "not built"
+WORKS, PARTLY, REFUSED, FAILED, NOT_BUILT = "works", "works without text", "refused", "fails", "untried"
 _TOKENS = 24
-_CELL = 64
 _TOLERANCE = 2e-4
 """Relative error of float32 logits: sums of a few hundred products in another order."""
 
@@ -52,7 +52,7 @@ class Row:
     Attributes:
         model_type, architecture, wrapper: as in :class:`~lab.models.families.Family`.
         outcome: ``works``; ``works without text`` (all but the logits, which need more than text);
-            ``refused``, by an error of marlinq; ``fails``; ``not built``, by transformers itself.
+            ``refused``, by an error of marlinq; ``fails``; ``untried``, for there is no tiny model.
         reason: one line, empty for what works.
         step: ``own`` decode step, or why not; empty where that was not asked.
         kept: linears inside the decoder blocks that stay in 16 bits.
@@ -229,24 +229,33 @@ def page(rows: Sequence[Row], version: str) -> str:
     for wrapper, title in ((False, "Text"), (True, "Images, video or audio besides text")):
         chosen = [row for row in rows if row.wrapper == wrapper]
         works = [row for row in chosen if row.outcome == WORKS]
-        untried = [row for row in chosen if row.outcome == NOT_BUILT]
         lines += [
             f"## {title}",
             "",
-            f"{len(works)} of {len(chosen) - len(untried)} that could be tried work.",
+            f"{len(works)} of {len(chosen)} work.",
             "",
         ]
         for own, step in ((True, "marlinq's decode step"), (False, "transformers' forward")):
             lines += [f"Work, with {step}: {_names(row for row in works if (row.step == 'own') == own)}.", ""]
-        if untried:
-            lines += [f"Untried, since no tiny model could be built: {_names(untried)}.", ""]
-        lines += ["| type | outcome |", "|---|---|"]
+        lines += ["| types | outcome |", "|---|---|"]
+        causes: dict[tuple[str, str], list[Row]] = {}
         for row in chosen:
-            if row.outcome != NOT_BUILT and (row.outcome != WORKS or row.reason):
-                why = row.reason.replace("|", "/")[:_CELL]
-                lines.append(f"| {row.model_type} | {row.outcome}: `{why}` |")
+            if row.outcome != WORKS:
+                causes.setdefault((row.outcome, _cause(row)), []).append(row)
+        lines += [f"| {_names(same)} | {outcome}: {cause} |" for (outcome, cause), same in causes.items()]
         lines.append("")
     return "\n".join(lines)
+
+
+def _cause(row: Row) -> str:
+    """The reason of a row in a few words: without folder, module, class and shapes, and up to the advice."""
+    if row.outcome == PARTLY:
+        return "its forward pass takes more than text"
+    text = row.reason.removeprefix("model: ")
+    text = re.sub(r"^[a-z_]+(\.\w+)+: ", "", text)
+    text = re.sub(r"^[A-Z]\w+ (?=is )", "", text)
+    text = re.sub(r": \w+ \[.*", "", text.split(";")[0])
+    return text.replace("|", "/")
 
 
 def _names(rows: Iterable[Row]) -> str:

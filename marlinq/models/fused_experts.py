@@ -127,8 +127,8 @@ def find_experts(
     found = ", ".join(f"{each} {list(shape)}" for each, shape in fused.items())
     if set(fused) != {key, _BACK}:
         raise UnsupportedError(
-            f"{name}: holds weights of three axes, {found}, neither linears nor experts as most families "
-            f"store them ({_GATED} or {_PLAIN}, and {_BACK}); they can't be quantised yet"
+            f"{name}: holds weights of three axes that are neither linears nor experts called {_GATED} or "
+            f"{_PLAIN} and {_BACK}: {found}; they can't be quantised yet"
         )
     gated = key == _GATED
     parts = 2 if gated else 1

@@ -355,7 +355,7 @@ def _choose(
         first, *rest = (kept or blueprint.kept).items()
         others = f" (and {len(rest)} more)" if rest else ""
         raise UnsupportedError(
-            f"{checkpoint.path}: every linear stays unquantised; {first[0]}{others}: {first[1].reason}"
+            f"{checkpoint.path}: every linear stays unquantised, {first[0]}{others}: {first[1].reason}"
         )
     _check_experts(blueprint, modules)
     return modules, kept, automatic

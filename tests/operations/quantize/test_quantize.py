@@ -348,7 +348,7 @@ def test_shapes_that_do_not_fit_are_refused_before_any_work(tmp_path: Path) -> N
     with pytest.raises(ConversionRefused, match="group sizes"):
         run(source, tmp_path / "out", format="awq", overrides=(Override.parse("up_proj=group_size=64"),))
     with pytest.raises(
-        UnsupportedError, match=r"every linear stays unquantised; model\.layers\.0\.\S+ \(and \d+ more\): "
+        UnsupportedError, match=r"every linear stays unquantised, model\.layers\.0\.\S+ \(and \d+ more\): "
     ):
         run(source, tmp_path / "out", overrides=(Override(".", skip=True),))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
