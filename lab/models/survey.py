@@ -220,10 +220,8 @@ def page(rows: Sequence[Row], version: str) -> str:
     lines = [
         "# Models",
         "",
-        f"Which decoder types of transformers {version} marlinq takes. Each was tried as a tiny random",
-        "model: plan, quantise (round to nearest), verify, load, logits against the dequantised model,",
-        "inspect.",
-        "`make survey` makes this page.",
+        f"Decoder types of transformers {version}, each tried as a tiny random model: quantised, verified,",
+        "loaded, compared, inspected (`make survey`).",
         "",
     ]
     for wrapper, title in ((False, "Text"), (True, "Images, video or audio besides text")):
@@ -254,7 +252,7 @@ def _cause(row: Row) -> str:
     text = row.reason.removeprefix("model: ")
     text = re.sub(r"^[a-z_]+(\.\w+)+: ", "", text)
     text = re.sub(r"^[A-Z]\w+ (?=is )", "", text)
-    text = re.sub(r": \w+ \[.*", "", text.split(";")[0])
+    text = re.sub(r": \w+ \[.*|, \S+ \(and \d+ more\)", "", text.split(";")[0])
     return text.replace("|", "/")
 
 
