@@ -224,7 +224,7 @@ def page(rows: Sequence[Row], version: str) -> str:
         "loaded, compared, inspected (`make survey`).",
         "",
     ]
-    for wrapper, title in ((False, "Text"), (True, "Images, video or audio besides text")):
+    for wrapper, title in ((False, "Text"), (True, "Images, video, audio")):
         chosen = [row for row in rows if row.wrapper == wrapper]
         works = [row for row in chosen if row.outcome == WORKS]
         lines += [
@@ -248,7 +248,7 @@ def page(rows: Sequence[Row], version: str) -> str:
 def _cause(row: Row) -> str:
     """The reason of a row in a few words: without folder, module, class and shapes, and up to the advice."""
     if row.outcome == PARTLY:
-        return "its forward pass takes more than text"
+        return "it takes more than text"
     text = row.reason.removeprefix("model: ")
     text = re.sub(r"^[a-z_]+(\.\w+)+: ", "", text)
     text = re.sub(r"^[A-Z]\w+ (?=is )", "", text)
