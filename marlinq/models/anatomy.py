@@ -235,16 +235,18 @@ class Router:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A routed MLP: ``sum_s weight_s * expert_s(x)``, plus a shared MLP for every token.
+    """A routed MLP: ``out(sum_s weight_s * expert_s(into(x)))``, plus a shared MLP for every token.
 
     Attributes:
-        router: choice of the experts.
-        experts: full name of the module of gated experts, which takes hidden states [T, hidden], the numbers
-            of the chosen experts [T, top] and their weights.
+        router: choice of the experts, from x.
+        experts: full name of the module of experts, which takes hidden states [T, channels], the numbers of
+            the chosen experts [T, top] and their weights.
         activation: activation between the products of an expert.
         shared: MLP for every token, whose result is added; None without one.
         shared_gate: full name of a linear with one output, whose sigmoid multiplies the result of ``shared``;
             None for a factor of 1.
+        gated: whether an expert's first product has a gate, which the activation is applied to.
+        into, out: full names of linears to the experts' fewer channels and back; None without.
     """
 
     router: Router
@@ -252,6 +254,9 @@ class Mixture:
     activation: ExpertActivation
     shared: MLP | None = None
     shared_gate: str | None = None
+    gated: bool = True
+    into: str | None = None
+    out: str | None = None
 
 
 @dataclass(frozen=True)

@@ -191,18 +191,18 @@ def _declared_width(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _RoutedExperts:
-    """A module of gated experts.
+    """A module of experts.
 
     Attributes:
         count: number of experts.
-        hidden: channels of the input and of the output.
-        activation: activation between an expert's products.
+        gated: whether the first product has a gate.
+        activation: activation between an expert's products, of the gate if there is one.
         routers: full names of the modules beside it that may make the router's logits.
         correction: full name of the buffer beside it with one number per expert; None without one.
     """
 
     count: int
-    hidden: int
+    gated: bool
     activation: ExpertActivation
     routers: tuple[str, ...]
     correction: str | None
@@ -221,9 +221,8 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
             continue  # _check_parameters refuses them
         if experts is None or not experts.routed:
             continue
-        if not experts.gated:
-            raise Refusal(full, "experts that are not gated")
-        activation = _expert_activation(experts.activation(module))
+        between = experts.activation(module)
+        activation = _expert_activation(between) if experts.gated else _plain_activation(between)
         if activation is None:
             raise Refusal(full, "what stands between its products is no known activation")
         parent = inner.rpartition(".")[0]
@@ -236,11 +235,13 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
         routers = []
         for beside, other in around.named_modules():
             shapes = [tuple(value.shape) for value in other.parameters(recurse=False)]
-            weight, bias = (experts.count, experts.hidden), (experts.count,)
-            if not is_linear(other) and shapes in ([weight], [weight, bias]):
+            # Of any number of columns: some experts read fewer channels than their router.
+            weight, bias = (experts.count, *(shapes[0][1:] if shapes else ())), (experts.count,)
+            if not is_linear(other) and len(weight) == 2 and shapes in ([weight], [weight, bias]):
                 routers.append(".".join(part for part in (around_name, beside) if part))
         correction = buffers[0] if buffers else None
-        routed[full] = _RoutedExperts(experts.count, experts.hidden, activation, tuple(routers), correction)
+        found = (experts.count, experts.gated, activation, tuple(routers), correction)
+        routed[full] = _RoutedExperts(*found)
     return routed
 
 
@@ -258,6 +259,14 @@ def _expert_activation(gate: Callable[[Tensor], Tensor]) -> ExpertActivation | N
         if close(given, function(first) * second):
             return activation
     return "clamped_swiglu" if close(given, clamped_swiglu(first, second)) else None
+
+
+def _plain_activation(function: Callable[[Tensor], Tensor]) -> ExpertActivation | None:
+    """The activation that ``function`` is; None if it is unknown."""
+    x = torch.linspace(-9.0, 9.0, 96)
+    with torch.no_grad():
+        given = function(x)
+    return next((name for name, known in ACTIVATIONS.items() if close(given, known(x))), None)
 
 
 def _check_parameters(
@@ -780,23 +789,33 @@ class _Block:
         found = self.experts[call.name]
         router, logits = self._router(call, found)
         self.unexplained.remove(logits)
-        if not torch.equal(logits.input, call.input):
+        # A linear to fewer channels may stand before the experts, and one back behind them.
+        linears = [each for each in self.unexplained if each.kind == "linear"]
+        into = next((each for each in linears if torch.equal(each.output, call.input)), None)
+        out = next((each for each in linears if torch.equal(each.input, call.output)), None)
+        for each in (into, out):
+            if each is not None:
+                self.unexplained.remove(each)
+        given = call.input if into is None else into.input
+        if not torch.equal(logits.input, given):
             raise Refusal(call.name, f"does not read what {logits.name} reads")
-        m, shared, shared_gate = call.output, None, None
+        m, shared, shared_gate = call.output if out is None else out.output, None, None
         gates = [each for each in self.unexplained if each.kind == "linear" and each.output.shape[-1] == 1]
         for gate in gates[:1]:
             self.unexplained.remove(gate)
-            if not torch.equal(gate.input, call.input):
+            if not torch.equal(gate.input, given):
                 raise Refusal(gate.name, f"does not read what {call.name} reads")
             shared_gate = gate.name
         if any(each.kind == "linear" for each in self.unexplained):
             shared, shared_input, always = self._mlp()
-            if not torch.equal(shared_input, call.input):
+            if not torch.equal(shared_input, given):
                 raise Refusal(shared.inputs.modules[0], f"does not read what {call.name} reads")
             m = m + (always if shared_gate is None else torch.sigmoid(gates[0].output) * always)
         elif shared_gate is not None:
             raise Refusal(shared_gate, "its part in the block is not understood")
-        return Mixture(router, call.name, found.activation, shared, shared_gate), call.input, m
+        ends = (None if each is None else each.name for each in (into, out))
+        mixture = Mixture(router, call.name, found.activation, shared, shared_gate, found.gated, *ends)
+        return mixture, given, m
 
     def _router(self, routed: ExpertsCall, found: _RoutedExperts) -> tuple[Router, Call]:
         """(router of the experts' numbers and weights, call that made its logits)."""

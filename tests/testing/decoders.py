@@ -275,6 +275,20 @@ KNOWN |= {
         },
     ),
 }
+_NEMOTRON_EXPERTS: dict[str, Any] = {
+    **KNOWN["nemotron-h"].config,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+}
+KNOWN |= {
+    "nemotron-h-experts": Decoder("nemotron_h", _NEMOTRON_EXPERTS),
+    "nemotron-h-latent-experts": Decoder("nemotron_h", {**_NEMOTRON_EXPERTS, "moe_latent_size": 32}),
+}
 """Name -> decoder with Mamba-2 mixers, or with blocks of a single part."""
 
 _LFM2: dict[str, Any] = {

@@ -189,6 +189,9 @@ def _mlp_refusal(mlp: MLP) -> Unrecognised | None:
 def _mixture_refusal(model: nn.Module, mixture: Mixture, dtype: torch.dtype) -> Unrecognised | None:
     router = mixture.router
     experts = model.get_submodule(mixture.experts)
+    if not mixture.gated or mixture.into is not None or mixture.out is not None:
+        kind = "experts without a gate" if not mixture.gated else "experts of fewer channels"
+        return Unrecognised(mixture.experts, f"{kind}, for which there are no kernels")
     if not isinstance(experts, GroupedExperts):
         return Unrecognised(mixture.experts, f"experts in a {type(experts).__name__}, not packed together")
     weight = model.get_submodule(router.module).get_parameter("weight")

@@ -99,13 +99,16 @@ def mixture_of(model: nn.Module, mixture: Mixture, chosen: Chosen) -> Function:
     correction = None if router.correction is None else model.get_buffer(router.correction).float()
     shared = None if mixture.shared is None else mlp_of(model, mixture.shared)
     gate = None if mixture.shared_gate is None else linear_of(model, mixture.shared_gate)
+    into = None if mixture.into is None else linear_of(model, mixture.into)
+    out = None if mixture.out is None else linear_of(model, mixture.out)
 
     def run(x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         logits = F.linear(rows.float(), weight.float()) if router.wide else F.linear(rows, weight, bias)
         index, counts = route(logits, router, correction)
         chosen(index.view(*x.shape[:-1], -1), counts.view(*x.shape[:-1], -1))
-        m: Tensor = experts(rows, index, counts).view(x.shape)
+        mixed: Tensor = experts(rows if into is None else into(rows), index, counts)
+        m = (mixed if out is None else out(mixed)).view(x.shape)
         if shared is not None:
             always = shared(x)
             m = m + (always if gate is None else torch.sigmoid(gate(x)) * always)
