@@ -216,7 +216,7 @@ def _built(model: PreTrainedModel, view: _View, anatomy: Anatomy, layer: Layer) 
         held.add_module(key, norm)
         norms.append(replace(anatomy.final_norm, module=f"{_HELD}.{key}"))
     weight = view.matrix(head.projection)
-    held.projection = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    held.projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     held.projection.weight = nn.Parameter(weight.to(setting.device, setting.dtype), requires_grad=False)
     for name in _shared(anatomy, layer):
         own.set_submodule(name, model.get_submodule(name))

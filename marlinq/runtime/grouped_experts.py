@@ -166,3 +166,16 @@ def activation_name(gate: Callable[[Tensor], Tensor]) -> str | None:
         if torch.allclose(output, gated_product(_PROBED, up, name), rtol=1e-5, atol=2e-5):
             return name
     return None
+
+
+def gated_name(function: Callable[[Tensor], Tensor]) -> str | None:
+    """Name of the activation by which experts without a gate are gated ones with one matrix as gate and up;
+    None if there is none.
+
+    ``relu(x)^2`` is ``relu(x) * x``. The kernels then read the matrix twice.
+
+    Args:
+        function: function between the products, [T, I] to [T, I]; it is recognised by its results.
+    """
+    expected = _PROBED.relu().square()
+    return "relu" if torch.allclose(function(_PROBED), expected, rtol=1e-5, atol=2e-5) else None

@@ -16,6 +16,7 @@ from marlinq.models.fused_experts import FIRST, run_experts
 from marlinq.runtime.grouped_experts import (
     GroupedExperts,
     activation_name,
+    gated_name,
     group_experts,
     grouping_refusal,
 )
@@ -103,12 +104,13 @@ def _grouped(
     experts: Experts, module: nn.Module, first: Sequence[Sequence[nn.Module]], second: Sequence[nn.Module]
 ) -> GroupedExperts | str:
     """The experts as one module; or text that says why they can't be one."""
-    if not experts.gated or not experts.routed:
-        return "nothing is gated" if experts.routed else "they get their inputs apart"
-    activation = activation_name(experts.activation(module))
+    if not experts.routed:
+        return "they get their inputs apart"
+    between = experts.activation(module)
+    activation = activation_name(between) if experts.gated else gated_name(between)
     if activation is None:
         return "what stands between the products is none of the kernels' activations"
-    gate, up = ([parts[part] for parts in first] for part in (0, 1))
+    gate, up = ([parts[part] for parts in first] for part in (0, experts.parts - 1))
     reason = grouping_refusal(gate, up, second)
     if reason is not None:
         return reason

@@ -15,6 +15,7 @@ from marlinq.kernels.contract.weight_formats import E2M1, INT4, INT8, WeightForm
 from marlinq.runtime.grouped_experts import (
     GroupedExperts,
     activation_name,
+    gated_name,
     group_experts,
     grouping_refusal,
 )
@@ -76,6 +77,25 @@ def test_grouped_experts_compute_what_single_ones_do(group: int, zeros: bool, bi
             inner = nn.functional.silu(gate[expert](x[token])) * up[expert](x[token])
             expected[token] += weights[token, slot].half().double() * down[expert](inner).double()
     # Five roundings to 11 bits in what is expected, one in what is found.
+    assert relative_error(found, expected) < 6 * 2.0**-11
+
+
+def test_experts_without_a_gate_have_one_matrix_twice() -> None:
+    torch.manual_seed(0)
+    _, up, down = experts(3, 128, 64, 64, False)
+    assert gated_name(ACT2FN["relu2"]) == "relu"
+    assert gated_name(ACT2FN["silu"]) is None
+    module = GroupedExperts(group_experts(up, up, down), "relu")
+    x, index = torch.randn(5, 128).half(), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2]])
+    weights = torch.rand(5, 2).half()
+    found = module(x, index, weights)
+    expected = torch.zeros(5, 128, dtype=torch.float64)
+    for token in range(5):
+        for slot in range(2):
+            expert = int(index[token, slot])
+            inner = up[expert](x[token]).relu().square()
+            expected[token] += weights[token, slot].double() * down[expert](inner).double()
+    # As above.
     assert relative_error(found, expected) < 6 * 2.0**-11
 
 

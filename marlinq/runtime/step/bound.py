@@ -189,9 +189,6 @@ def _mlp_refusal(mlp: MLP) -> Unrecognised | None:
 def _mixture_refusal(model: nn.Module, mixture: Mixture, dtype: torch.dtype) -> Unrecognised | None:
     router = mixture.router
     experts = model.get_submodule(mixture.experts)
-    if not mixture.gated or mixture.into is not None or mixture.out is not None:
-        kind = "experts without a gate" if not mixture.gated else "experts of fewer channels"
-        return Unrecognised(mixture.experts, f"{kind}, for which there are no kernels")
     if not isinstance(experts, GroupedExperts):
         return Unrecognised(mixture.experts, f"experts in a {type(experts).__name__}, not packed together")
     weight = model.get_submodule(router.module).get_parameter("weight")
@@ -261,6 +258,7 @@ class BoundMixture:
         shared: expert that every token passes; or None.
         shared_gate: [H]; the sigmoid of its product is the factor of the shared expert. None for a factor of
             1.
+        into, out: products to the experts' fewer channels and back; None without.
     """
 
     router: Router
@@ -270,10 +268,13 @@ class BoundMixture:
     experts: GroupedExperts
     shared: BoundMLP | None
     shared_gate: Tensor | None
+    into: Product | None = None
+    out: Product | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:
-        return () if self.shared is None else self.shared.products
+        shared = () if self.shared is None else self.shared.products
+        return *shared, *(each for each in (self.into, self.out) if each is not None)
 
 
 @dataclass(frozen=True, eq=False)

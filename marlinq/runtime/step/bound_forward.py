@@ -408,7 +408,8 @@ def _bound(model: nn.Module, mlp: MLP | Mixture, apart: dict[str, None]) -> Boun
         if mlp.shared_gate is not None:
             column = model.get_submodule(mlp.shared_gate).get_parameter("weight")
             gate = column.detach().reshape(-1).contiguous()
-        return BoundMixture(mlp.router, weight, bias, correction, experts, shared, gate)
+        ends = (None if name is None else single_product(model, name) for name in (mlp.into, mlp.out))
+        return BoundMixture(mlp.router, weight, bias, correction, experts, shared, gate, *ends)
     return _bound_mlp(model, mlp, apart)
 
 

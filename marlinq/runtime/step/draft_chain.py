@@ -52,7 +52,7 @@ class ChainDraft(BoundForward, DraftForward):
         super().__init__(layer.model, layer.anatomy, batch=1, capacity=capacity)
         self.reason = "a draft head"
         self.known, self.cost = 0, layer.share
-        self._table, self._scale = self.embedding, layer.anatomy.embedding_scale
+        self._tokens, self._scale = self.embedding, layer.anatomy.embedding_scale
         self._project = linear_of(layer.model, layer.projection)
         self._token_norm = norm_of(layer.model, layer.token_norm, self.dtype)
         self._hidden_norm = norm_of(layer.model, layer.hidden_norm, self.dtype)
@@ -93,7 +93,7 @@ class ChainDraft(BoundForward, DraftForward):
         """Inputs of the block, [T, hidden]."""
         assert self._token_norm is not None
         assert self._hidden_norm is not None
-        x = F.embedding(tokens, self._table)
+        x = F.embedding(tokens, self._tokens)
         if self._scale != 1:
             x = x * self._scale
         return self._project(torch.cat((self._token_norm(x), self._hidden_norm(hidden)), -1))

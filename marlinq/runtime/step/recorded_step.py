@@ -197,7 +197,9 @@ class RecordedStep(Walk):
             self._whole[key] = torch.zeros((rows, columns), dtype=dtype, device=self.lengths.device)
         return self._whole[key]
 
-    def experts(self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor | RoutedRows:
+    def experts(
+        self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor, *, summed: bool = False
+    ) -> Tensor | RoutedRows:
         grouped = mixture.experts
         out = self.whole("routed", x.shape[0], x.shape[1], x.dtype)
         if not x.is_cuda:
@@ -214,13 +216,13 @@ class RecordedStep(Walk):
         steps = layer_steps(
             *(shape, decision, x, ids, weights, held, grouped.activation, None, out, workspace),
             dependent=True,
-            summed=False,
+            summed=summed,
         )
         self._recorded += [
             Prepared(step.instantiation, step.grid, step.threads, step.arguments, step.shared_bytes)
             for step in steps
         ]
-        if isinstance(decision, DirectDecision):
+        if summed or isinstance(decision, DirectDecision):
             return out
         return RoutedRows(workspace.rows, workspace.places, weights)
 

@@ -149,8 +149,10 @@ class Walk:
         """Contiguous memory [rows, columns] of any dtype, as :meth:`empty`."""
         return torch.empty((rows, columns), dtype=dtype, device=self.lengths.device)
 
-    def experts(self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor | RoutedRows:
-        """The results of the chosen experts for each row."""
+    def experts(
+        self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor, *, summed: bool = False
+    ) -> Tensor | RoutedRows:
+        """The results of the chosen experts for each row, a tensor if ``summed``."""
         grouped = mixture.experts
         return routed_experts(x, ids, weights, grouped.weights, grouped.activation)
 
@@ -485,7 +487,14 @@ class Walk:
         self, mixture: BoundMixture, normed: Tensor, chosen: Chosen
     ) -> tuple[Tensor | RoutedRows, Tensor | None]:
         shared = None if mixture.shared is None else self._dense(mixture.shared, normed)
-        return self.experts(mixture, normed, chosen.ids, chosen.weights), shared
+        given = normed
+        if mixture.into is not None:
+            given = self.multiply("latent", mixture.into, normed)[:, : mixture.into.features]
+        if mixture.out is None:
+            return self.experts(mixture, given, chosen.ids, chosen.weights), shared
+        mixed = self.experts(mixture, given, chosen.ids, chosen.weights, summed=True)
+        assert isinstance(mixed, Tensor)
+        return self.multiply("from latent", mixture.out, mixed), shared
 
     def _router_adds(self, pending: Pending, norm: RowNorm | None) -> bool:
         """Whether the router's kernel can also do the addition and norm before it."""

@@ -21,7 +21,7 @@ from marlinq.models.fused_experts import find_experts
 from marlinq.models.recognise import recognise
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.synthetic_experts import random_experts
-from marlinq.runtime.grouped_experts import GroupedExperts, activation_name
+from marlinq.runtime.grouped_experts import GroupedExperts, activation_name, gated_name
 from marlinq.runtime.step import functions, recorded_step, walk
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
@@ -30,6 +30,7 @@ from marlinq.runtime.step.probe import compare
 from marlinq.runtime.step.reference_forward import ReferenceForward
 from tests.runtime.step import torch_kernels
 from tests.runtime.step.test_chain import TOLERANCE, differences, halved
+from tests.testing.decoders import KNOWN, random_decoder
 from tests.testing.mixtures import random_mixture
 
 
@@ -372,7 +373,8 @@ def grouped(model: PreTrainedModel) -> None:
                 device=device,
                 weight_format=INT4,
             )
-            activation = activation_name(found.activation(module))
+            between = found.activation(module)
+            activation = activation_name(between) if found.gated else gated_name(between)
             assert activation is not None
             model.set_submodule(name, GroupedExperts(weights, activation))
 
@@ -404,12 +406,16 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 PACKED = (
     *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5", "glm-4.5 in groups"),
-    *("deepseek-v2 in groups", "gpt-oss"),
+    *("deepseek-v2 in groups", "gpt-oss", "nemotron-h-latent-experts"),
 )
 
 
 def sized(name: str) -> PreTrainedModel:
     """A tiny mixture in float32 with experts of 64 channels."""
+    if name in KNOWN:
+        # Experts without a gate, of fewer channels than their router and the shared expert read.
+        sizes = {"moe_latent_size": 128, "moe_intermediate_size": 64}
+        return random_decoder(replace(KNOWN[name], config={**KNOWN[name].config, **sizes}))
     name, changes = _VARIANTS.get(name, (name, {}))
     size = {"moe_intermediate_size" if name in _OWN_SIZE else "intermediate_size": 64}
     return tiny(name, **size, **changes)
