@@ -60,6 +60,11 @@ class DraftLayer:
     share: float
 
 
+def has_draft_head(loaded: LoadedModel) -> bool:
+    """Whether the checkpoint of the model has a draft head, which may be unusable."""
+    return loaded.source is not None and find_draft_head(loaded.source.checkpoint.tensors) is not None
+
+
 def load_draft(loaded: LoadedModel, anatomy: Anatomy) -> DraftLayer | str:
     """The draft head that the model's checkpoint has, or why it can't be used, in one clause. Loaded once.
 

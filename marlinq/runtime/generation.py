@@ -18,7 +18,7 @@ from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.core.safe_text import half_pair
 from marlinq.runtime.decoding import Decoder, StepDecision
-from marlinq.runtime.draft_layer import DraftLayer
+from marlinq.runtime.draft_layer import DraftLayer, has_draft_head
 from marlinq.runtime.loading import LoadedModel
 from marlinq.runtime.operator_choice import summarize
 from marlinq.runtime.operators import OPERATORS
@@ -415,6 +415,9 @@ def _generate(
     finally:
         decoder.stop()
     drafts = Speculated(0, 0, 0, refusal) if speculation is None else speculation.result()
+    notes = [*summarize(loaded.decisions.values()), *loaded.notes]
+    if speculate == "auto" and isinstance(layer, str) and has_draft_head(loaded):
+        notes.append(f"the checkpoint's draft head is not used: {layer}")
     done = [
         Generation(
             text="".join(row.pieces),
@@ -428,7 +431,7 @@ def _generate(
             products=_products(loaded),
             step=decoder.decision,
             drafts=drafts,
-            notes=(*summarize(loaded.decisions.values()), *loaded.notes),
+            notes=tuple(notes),
         )
         for row in rows
     ]

@@ -118,7 +118,9 @@ def test_quantised_heads(tmp_path: Path) -> None:
     assert loaded.decisions
     with pytest.raises(UnsupportedError, match=r"draft head can't be loaded: .*q_proj.*scales"):
         generate(loaded, PROMPT, max_new_tokens=4, speculate="mtp")
-    assert generate(loaded, PROMPT, max_new_tokens=4).drafts.source == "the text so far"
+    drafted = generate(loaded, PROMPT, max_new_tokens=4)
+    assert drafted.drafts.source == "the text so far"
+    assert "the checkpoint's draft head is not used: its draft head can't be loaded" in drafted.notes[-1]
 
 
 def test_refusals_name_the_cause(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class ChainDraft(BoundForward, DraftForward):
     """Computes a draft head on a GPU.
 
     Pairs of the text are appended by a step of several neighbouring tokens, those of a prompt as prompts are
-    read. Each is a replayed CUDA graph, where ``graphs`` are wanted.
+    read. Steps are replayed CUDA graphs, where ``graphs`` are wanted and can be captured.
 
     Args:
         layer: a draft head that :func:`marlinq.runtime.step.bound.chain_refusal` does not refuse.
@@ -50,7 +50,7 @@ class ChainDraft(BoundForward, DraftForward):
         progress: ReportProgress = no_progress,
     ) -> None:
         super().__init__(layer.model, layer.anatomy, batch=1, capacity=capacity)
-        self.reason = "a draft head"
+        self.reason = "drafts of the model's own head"
         self.known, self.cost = 0, layer.share
         self._tokens, self._scale = self.embedding, layer.anatomy.embedding_scale
         self._project = linear_of(layer.model, layer.projection)
@@ -62,8 +62,15 @@ class ChainDraft(BoundForward, DraftForward):
             self._run = _Rows(together, self.lengths, self._inputs, progress)
             self._step = _Rows(self, None, self._inputs, progress)
             if graphs and self.lengths.is_cuda:
-                for rows in (self._run, self._step):
-                    rows.capture()
+                self._capture()
+
+    def _capture(self) -> None:
+        try:
+            for rows in (self._run, self._step):
+                rows.capture()
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:160]
+            self.reason = f"drafts could not be captured into a CUDA graph ({reason})"
 
     def begin(self) -> None:
         self.known = 0
@@ -183,8 +190,8 @@ class _Rows:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._results = self._computed()
-        self._graph = graph
+            results = self._computed()
+        self._graph, self._results = graph, results
 
     def _computed(self) -> tuple[Tensor, Tensor]:
         self._made.copy_(self._inputs(self._tokens, self._hidden))
