@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import MtpModel
+from transformers import AutoModelForCausalLM, modeling_layers
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.operations.verify import verify
@@ -47,6 +46,7 @@ def with_head(folder: Path, layout: str = "mtp", *, block_weight: float = 0.15) 
 
 
 @pytest.mark.parametrize(("name", "layout"), [("deepseek-v3", "layer"), ("qwen3-next", "mtp")])
+@pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="transformers runs no draft heads")
 def test_hidden_states_are_those_of_transformers(name: str, layout: str, tmp_path: Path) -> None:
     save_mixture(tmp_path, name, dtype=torch.float32)
     add_draft_head(tmp_path, 1, layout)
@@ -59,7 +59,7 @@ def test_hidden_states_are_those_of_transformers(name: str, layout: str, tmp_pat
     ids = torch.arange(3, 12)
     with torch.no_grad():
         hidden = main.model(ids[None, :-1]).last_hidden_state
-        head = MtpModel.from_pretrained(main).eval()
+        head = modeling_layers.MtpModel.from_pretrained(main).eval()
         expected = head.forward_layer(0, hidden, torch.arange(1, 9)[None], None, input_ids=ids[None, 1:])[0]
     ours = ReferenceDraft(layer, capacity=12)
     found = torch.cat([ours._append(ids[1:6], hidden[0, :5]), ours._append(ids[6:], hidden[0, 5:])])
