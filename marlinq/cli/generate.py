@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     "--speculate",
     type=click.Choice(["auto", "mtp", "lookup", "off"]),
     default="auto",
-    help="What guesses the next tokens, of which several are checked at once; the text stays the same. mtp: "
-    "the model's own draft head, always; lookup: earlier text that repeats itself; auto: the draft head if "
-    "there is one, else lookup, while it pays.",
+    help="What guesses next tokens, several of which are checked at once; the text stays the same. mtp: the "
+    "model's own draft head; lookup: text that repeats itself; auto: the head if there is one, else lookup, "
+    "while it pays.",
 )
 @model_options
 def command(
