@@ -23,6 +23,9 @@ from marlinq.runtime.step.prompts import MOST_ROWS, read_prompts
 from marlinq.runtime.step.recorded_step import RecordedStep
 from marlinq.runtime.step.walk import Walk, finish
 
+_BEYOND = 64
+"""Places in the cache beyond a text's tokens: :data:`MOST_TOGETHER`, rounded up as capacities are."""
+
 
 class ChainDraft(BoundForward, DraftForward):
     """Computes a draft head on a GPU.
@@ -49,7 +52,8 @@ class ChainDraft(BoundForward, DraftForward):
         graphs: bool = True,
         progress: ReportProgress = no_progress,
     ) -> None:
-        super().__init__(layer.model, layer.anatomy, batch=1, capacity=capacity)
+        # A step of neighbouring tokens appends all its rows, of which the last may not count.
+        super().__init__(layer.model, layer.anatomy, batch=1, capacity=capacity + _BEYOND)
         self.reason = "drafts of the model's own head"
         self.known, self.cost = 0, layer.share
         self._tokens, self._scale = self.embedding, layer.anatomy.embedding_scale
