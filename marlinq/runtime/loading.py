@@ -23,7 +23,7 @@ from marlinq.checkpoint import (
 )
 from marlinq.core import boundaries
 from marlinq.core.dtypes import dtype_name, holds
-from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
 from marlinq.models import (
     Blueprint,
@@ -48,6 +48,7 @@ from marlinq.runtime.operator_choice import AUTO, Decision, decide, require_oper
 from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.packed_experts import check_experts, expert_bias, install_experts
 from marlinq.runtime.placement import place
+from marlinq.runtime.quant_linear import QuantLinear
 from marlinq.runtime.remembered import recognise_once
 from marlinq.runtime.timings import LoadTimings
 from marlinq.runtime.tokenizer import tokenizer_of
@@ -142,6 +143,7 @@ def load(
     trust_remote_code: bool = False,
     operator: str = AUTO,
     exact: bool | None = None,
+    activations: str | None = None,
     compile_kernels: bool = True,
     only_decodes: bool = False,
     progress: Progress = True,
@@ -165,6 +167,9 @@ def load(
         exact: products with quantised weights round no more than the dtype makes them, where a CPU has a
             faster one in bfloat16, and a CPU's head is torch's plain product; None: True where ``dtype`` is
             given, False where it is ``auto``.
+        activations: ``fp8`` rounds the activations of INT4 weights to FP8 E4M3 in large batches, such as
+            prompts, on a GPU of compute capability 9.0; each decision says whether its weight allows it. None
+            leaves activations as the checkpoint wants them.
         compile_kernels: compile what the model's products need on a GPU now, instead of at their first use.
         only_decodes: the model is for :func:`marlinq.runtime.generate` alone. It is then recognised while its
             tensors are read; the kernels of a model that is, on a GPU, are left to the first decoder, because
@@ -176,11 +181,14 @@ def load(
     Raises:
         CheckpointError: a tensor is missing, unexpected or of the wrong shape, or a file changed meanwhile.
         UnsupportedError: the architecture or the quantisation method, or a scale that overflows ``dtype``.
-        UsageError: no operator has that name.
+        UsageError: no operator, or no type of activations, has that name.
+        UnsupportedError: no weight of the checkpoint can be multiplied by such activations.
         EnvironmentProblem: the device is not there, or a kernel does not compile.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
     require_operator(operator)
+    if activations not in (None, "fp8"):
+        raise UsageError(f"activations {activations!r}: expected fp8")
     timings = LoadTimings()
     with timings.stage("open"):
         checkpoint = with_dense_weights(Checkpoint.open(path, revision=revision, progress=progress))
@@ -191,7 +199,7 @@ def load(
         placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)
     if exact is None:
         exact = dtype not in (None, "auto")
-    setting = Setting(placement.device, placement.dtype, exact)
+    setting = Setting(placement.device, placement.dtype, exact, fp8_activations=activations is not None)
     keeps = only_decodes and _keeps(placement.device)
     with ReadAhead(checkpoint, placement.device, budget=_budget(quantized, setting)) as reader:
         with timings.stage("first reads"):
@@ -252,6 +260,8 @@ def load(
             torch.cuda.empty_cache()
     warn_about_dense(decisions, placement.device)
     model = instance.model
+    if activations is not None:
+        _check_rounding(model, decisions, checkpoint.path, activations)
     if decisions or type(model.get_output_embeddings()) is HalfWeightLinear:
         _refuse_saving(model, checkpoint.path)
     if generation_config is not None:
@@ -267,6 +277,19 @@ def load(
         timings=timings,
         anatomy=anatomy,
         source=LoadedFrom(checkpoint, quantized, blueprint, setting),
+    )
+
+
+def _check_rounding(
+    model: PreTrainedModel, decisions: Mapping[str, Decision], path: Path, activations: str
+) -> None:
+    """Refuse a model none of whose products rounds activations."""
+    if any(isinstance(module, QuantLinear) and module.rounds for module in model.modules()):
+        return
+    reasons = [f"{name}: {decision.reason}" for name, decision in decisions.items()]
+    raise UnsupportedError(
+        f"{path}: activations {activations}: no product can round them; "
+        f"{reasons[0] if reasons else 'no weight is quantised'}; load it without"
     )
 
 

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from marlinq.kernels import GEMMS, Operand, device_numbers
 from marlinq.kernels.choose.eight_bit_decision import decide_eight_bits
 from marlinq.kernels.contract.demands import Demands, demands
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.launch import eight_bit_product, w4a8_product
 from marlinq.kernels.ops.fp8_a8 import fp8_a8_gemm
+from marlinq.kernels.ops.w4a8 import w4a8_gemm
 
 
 def _least_rows(operand: Operand) -> int | None:
@@ -24,10 +28,9 @@ def _least_rows(operand: Operand) -> int | None:
     return decide_eight_bits(operand.problem(1), operand.activations, device).least_rows
 
 
-def _may_round(x: Tensor) -> bool:
-    """Whether activations may be quantised: they are of the decision's dtype, and no context demands a kernel
-    or batch invariance."""
-    return x.dtype == torch.bfloat16 and demands()._replace(dependent=False) == Demands()
+def _may_round() -> bool:
+    """Whether no context demands a kernel or batch invariance."""
+    return demands()._replace(dependent=False) == Demands()
 
 
 class QuantLinear(nn.Module):
@@ -85,6 +88,14 @@ class QuantLinear(nn.Module):
         """Whether it quantises the activations of large batches."""
         return self._least_rows is not None
 
+    def rounding_instantiations(self) -> list[Instantiation]:
+        """The kernels of large batches whose activations are quantised; none where none are."""
+        if not self.rounds:
+            return []
+        if self.format is INT4:
+            return w4a8_product.instantiations(self.operand, self.words.get_device())
+        return eight_bit_product.instantiations(self.operand)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As a module's; the power of two that scales are stored with follows their dtype."""
         self.scales = self.format.rescaled(self.scales, fn)
@@ -99,11 +110,12 @@ class QuantLinear(nn.Module):
         if order is None and self._padding:
             x = F.pad(x, (0, self._padding))
         least = self._least_rows
-        if least is not None and x.numel() >= least * x.shape[-1] and _may_round(x):
-            return fp8_a8_gemm(
-                *(x, held["words"], held["scales"], held["bias"], held["input_scale"]),
-                *(self._group_size, self.out_features),
-            )
+        if least is not None and x.numel() >= least * x.shape[-1] and _may_round():
+            given = x, held["words"], held["scales"], held["bias"]
+            if self.format is INT4:
+                return w4a8_gemm(*given, self.out_features)
+            if x.dtype == torch.bfloat16:
+                return fp8_a8_gemm(*given, held["input_scale"], self._group_size, self.out_features)
         return GEMMS[self.format.name](
             x,
             held["words"],

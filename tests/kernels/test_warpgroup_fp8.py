@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Activations
+from marlinq.kernels.choose.eight_bit_decision import BESIDE_INT4, decide_eight_bits
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.weight_formats import INT8
 from marlinq.kernels.driver.compiler import compile_kernel
+from marlinq.kernels.ops.w4a8 import w4a8_gemm
 from marlinq.kernels.variants.warpgroup_fp8 import configuration, refusal
-from tests.kernels.problems import int4_problem
+from tests.kernels.problems import int4_problem, random_operands, relative_error
 
 WANTED = int4_problem(1024, 6144, 4096, 128, zeros=False, bfloat16=True)
 
@@ -55,3 +59,42 @@ def test_they_compile_without_spills(bfloat16: bool, chunk_scales: bool) -> None
     compiled = compile_kernel(config.instantiation(problem), "sm_90a")
     assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
     assert "C75" not in compiled.log
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_operator_rounds_activations_to_e4m3(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    made = random_operands(256, 128, 128, dtype, bias=True, device="cpu")
+    x = torch.randn(2, 3, 256).to(dtype)
+    given = x, made.words, made.scales, made.bias, 128
+    found = w4a8_gemm(*given)
+    error = relative_error(found.view(6, 128), made.reference(x.view(6, 256)))
+    # E4M3 has three bits behind the first: a rounding of at most 2^-4, 2^-4 / sqrt(3) / 1.44 in the mean.
+    assert 2.0**-7 < error < 2.0**-4
+    torch.library.opcheck(
+        torch.ops.marlinq.w4a8_gemm.default, given, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_operands_that_do_not_fit_are_named() -> None:
+    made = random_operands(256, 64, 128, torch.bfloat16, device="cpu")
+    x = torch.randn(2, 256).bfloat16()
+    with pytest.raises(ValueError, match="x: expected 256 columns"):
+        w4a8_gemm(x[:, :128], made.words, made.scales, None, 64)
+    with pytest.raises(ValueError, match=r"scales: expected torch.bfloat16 \[2, 64\]"):
+        w4a8_gemm(x, made.words, made.scales[:1], None, 64)
+    with pytest.raises(ValueError, match=r"bias: expected torch.bfloat16 \[64\]"):
+        w4a8_gemm(x, made.words, made.scales, torch.zeros(64), 64)
+
+
+def test_they_are_decided_for_where_the_caller_asks() -> None:
+    found = decide_eight_bits(WANTED, BESIDE_INT4, H200)
+    assert found.least_rows is not None
+    assert f"from {found.least_rows} rows on" in found.reason
+    # A checkpoint's own scheme is none that the kernel follows, nor is any without one.
+    per_token = Activations(BESIDE_INT4.element, Granularity.channel(), dynamic=True)
+    for activations in (None, per_token):
+        assert decide_eight_bits(WANTED, activations, H200).least_rows is None
+    refused = decide_eight_bits(replace(WANTED, zeros=True), BESIDE_INT4, H200)
+    assert refused.least_rows is None
+    assert "found stored zero points" in refused.reason

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.schemes import SCHEMES
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS, ModuleSpec, StoredWeight
+from marlinq.kernels.choose.eight_bit_decision import BESIDE_INT4, decide_eight_bits
+from marlinq.kernels.contract.device import H200
 from marlinq.kernels.ops.fp8_a8 import fp8_a8_gemm
-from marlinq.runtime import OPERATORS, Setting
+from marlinq.runtime import OPERATORS, Setting, load
 from marlinq.runtime import quant_linear as runtime_linear
 from marlinq.runtime.quant_linear import QuantLinear
 from marlinq.runtime.step.join import join_operands
 from tests.kernels.problems import relative_error
+from tests.testing.runnable_folders import random_quantizer, save_quantized
 from tests.testing.schemes import scheme
+from tests.testing.tiny_models import tiny_model
 
 K, N = 256, 128
 ROUNDING = Setting(torch.device("cpu"), torch.bfloat16, exact=False)
@@ -90,3 +98,50 @@ def test_joined_products_keep_activations_and_hold_the_largest_input() -> None:
     assert joined.input_scale == 2.0**-5
     mixed = join_operands([first, built(stored("fp8"), ROUNDING).operand], interleave=False)
     assert (mixed.activations, mixed.input_scale) == (None, None)
+
+
+@pytest.mark.parametrize(("asymmetric", "allowed"), [(False, True), (True, False)])
+def test_int4_weights_round_activations_where_the_setting_asks(asymmetric: bool, allowed: bool) -> None:
+    weight = int4_weight(asymmetric)
+    asked = replace(EXACT, fp8_activations=True)
+    module = OPERATORS["w4a16"].build(weight, None, asked)
+    assert isinstance(module, QuantLinear)
+    assert module.operand.activations == BESIDE_INT4
+    plain = OPERATORS["w4a16"].build(weight, None, EXACT)
+    assert isinstance(plain, QuantLinear)
+    assert plain.operand.activations is None
+    # A CPU never rounds by itself.
+    assert not module.rounds
+    assert not module.rounding_instantiations()
+    assert (decide_eight_bits(module.operand.problem(1), BESIDE_INT4, H200).least_rows is not None) == allowed
+    if not allowed:
+        return
+    module._least_rows = 4
+    x = torch.randn(5, K).bfloat16()
+    few, many = module(x[:3]), module(x)
+    dense = weight.weight().dequantize(torch.float64)
+    assert relative_error(few, x[:3].double() @ dense.t()) < 2.0**-8
+    assert 2.0**-7 < relative_error(many, x.double() @ dense.t()) < 2.0**-4
+
+
+def int4_weight(asymmetric: bool) -> StoredWeight:
+    """A random weight of groups of 128, as compressed-tensors stores it."""
+    wanted = scheme(128, symmetric=not asymmetric)
+    shape = wanted.granularity.scales_shape(K, N)
+    weight = QuantizedWeight.from_codes(
+        wanted,
+        torch.randint(0, 16, (K, N), dtype=torch.uint8),
+        scales=(torch.rand(shape) + 0.5).half(),
+        zeros=torch.randint(0, 16, shape).to(torch.uint8) if asymmetric else None,
+    )
+    layout = LAYOUTS["compressed-tensors"]
+    return StoredWeight("a.linear", layout, ModuleSpec(K, N, wanted), layout.pack(weight))
+
+
+def test_a_model_that_no_product_rounds_for_is_refused(tmp_path: Path) -> None:
+    save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer(symmetric=True))
+    for operator in ("auto", "w4a16"):
+        with pytest.raises(UnsupportedError, match="activations fp8: no product can round them; model"):
+            load(tmp_path, device="cpu", activations="fp8", operator=operator)
+    with pytest.raises(UsageError, match="activations 'int8': expected fp8"):
+        load(tmp_path, device="cpu", activations="int8")

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from marlinq.core.float_elements import E4M3
+from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Activations
 from marlinq.kernels.choose import dequantized_estimate
 from marlinq.kernels.choose.decision import decide
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.variants import warpgroup_fp8
 
 _ROWS = (256, 512, 1024, 2048, 4096)
 # Measured on an H200 (lab/kernels/eight_bits.py): seconds of launch overhead; share of the memory bandwidth
@@ -24,6 +27,10 @@ _MULTIPLE = {False: 1.95, True: 1.40}
 _MARGIN = 0.95
 _ADA, _HOPPER = 89, 90
 _GROUP = 128
+BESIDE_INT4 = Activations(E4M3, Granularity.group(warpgroup_fp8.GROUP), dynamic=True)
+"""FP8 activations of INT4 weights, which no checkpoint names: callers ask for them."""
+# Rows from which they are taken.
+_LEAST_INT4 = 512
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ def refusal(problem: Problem, activations: Activations | None, device: Device) -
     can."""
     if activations is None:
         return "the checkpoint wants 16-bit activations"
+    if problem.format == INT4 and activations == BESIDE_INT4:
+        return warpgroup_fp8.refusal(problem, device)
     if activations.element != E4M3 or problem.format.name != E4M3.name:
         return f"{problem.format.name} weights with {activations.describe()}"
     if device.capability < _ADA:
@@ -84,6 +93,8 @@ def decide_eight_bits(problem: Problem, activations: Activations | None, device:
     reason = refusal(problem, activations, device)
     if reason is not None:
         return EightBitDecision(None, reason)
+    if problem.format == INT4:
+        return EightBitDecision(_LEAST_INT4, f"FP8 activations from {_LEAST_INT4} rows on")
     least, gain = None, 0.0
     for rows in reversed(_ROWS):
         batch = replace(problem, m=rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
@@ -68,11 +67,13 @@ def _configuration(problem: Problem, device_index: int, chunk_scales: bool) -> W
     return configuration(problem, device, chunk_scales=chunk_scales)
 
 
-def instantiations(problem: Problem, device_index: int, group: int = GROUP) -> list[Instantiation]:
-    """The kernels that a product launches."""
-    dtype = torch.bfloat16 if problem.bfloat16 else torch.float16
-    config = _configuration(problem, device_index, group == GROUP)
-    return [row_instantiation(dtype, group, fragments=True), config.instantiation(problem)]
+def instantiations(weight: Operand, device_index: int) -> list[Instantiation]:
+    """The kernels that products with ``weight`` launch; they are the same for all shapes."""
+    config = _configuration(weight.problem(1), device_index, True)
+    return [
+        row_instantiation(weight.scales.dtype, GROUP, fragments=True),
+        config.instantiation(weight.problem(1)),
+    ]
 
 
 def w4a8_product(

@@ -11,7 +11,8 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.weight_formats import E4M3
-from marlinq.kernels.launch.eight_bit_product import GROUP, eight_bit_gemm, quantize_rows
+from marlinq.kernels.launch.eight_bit_product import GROUP, eight_bit_gemm
+from marlinq.kernels.ops.gemm_reference import reference_rounded_gemm
 
 _NAME = "fp8_a8_gemm"
 _LIBRARY = torch.library.Library("marlinq", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -96,18 +97,8 @@ def _cuda(*given: Any) -> Tensor:
 
 def _cpu(*given: Any) -> Tensor:
     arguments = _Arguments(*given)
-    weight = _operand(arguments)
-    x, bias = arguments.x, arguments.bias
-    k, n = weight.padded_shape
-    group = weight.granularity.for_channels(k).channels
-    codes, of_rows = quantize_rows(x.reshape(-1, k), group, arguments.input_scale)
-    rounded = (codes.float().view(len(codes), -1, group or k) * of_rows[..., None]).view(-1, k)
-    out = rounded @ weight.dequantize(torch.float32)
-    if bias is not None:
-        out[:, : len(bias)] += bias.float()
-    memory = x.new_empty((*x.shape[:-1], n))
-    memory.copy_(out.view(memory.shape))
-    return memory[..., : arguments.out_features]
+    x, bias, columns = arguments.x, arguments.bias, arguments.out_features
+    return reference_rounded_gemm(x, _operand(arguments), bias, columns, arguments.input_scale)
 
 
 def _meta(*given: Any) -> Tensor:

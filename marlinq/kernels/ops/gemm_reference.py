@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels.contract.operand import Operand
+from marlinq.kernels.launch.eight_bit_product import quantize_rows
 
 
 def reference_gemm(x: Tensor, weight: Operand, bias: Tensor | None, out_features: int) -> Tensor:
@@ -24,3 +25,23 @@ def reference_gemm(x: Tensor, weight: Operand, bias: Tensor | None, out_features
     if bias is not None:
         out = out + bias.to(torch.float32)
     return out.to(x.dtype)
+
+
+def reference_rounded_gemm(
+    x: Tensor, weight: Operand, bias: Tensor | None, out_features: int, input_scale: Tensor | None = None
+) -> Tensor:
+    """As :func:`reference_gemm` with activations rounded to E4M3.
+
+    They have a scale of each row, or of each row and group where the weight has groups; or all of them have
+    ``input_scale``, float32 []. The weight has no order.
+    """
+    k, n = weight.padded_shape
+    group = weight.granularity.for_channels(k).channels
+    codes, of_rows = quantize_rows(x.reshape(-1, k), group, input_scale)
+    rounded = (codes.float().view(len(codes), -1, group or k) * of_rows[..., None]).view(-1, k)
+    out = rounded @ weight.dequantize(torch.float32)
+    if bias is not None:
+        out[:, : len(bias)] += bias.float()
+    memory = x.new_empty((*x.shape[:-1], n))
+    memory.copy_(out.view(memory.shape))
+    return memory[..., :out_features]

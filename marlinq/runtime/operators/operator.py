@@ -28,11 +28,13 @@ class Setting:
         dtype: dtype of activations and results.
         exact: whether products may round operands no further than to ``dtype``. Otherwise an operator may, if
             the reason of its decision says so.
+        fp8_activations: whether INT4 weights multiply large batches rounded to FP8 where a kernel does.
     """
 
     device: torch.device
     dtype: torch.dtype
     exact: bool = True
+    fp8_activations: bool = False
 
 
 @dataclass(frozen=True)

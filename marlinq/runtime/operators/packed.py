@@ -10,24 +10,34 @@ from torch import Tensor, nn
 
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.scheme import Activations
 from marlinq.formats import StoredWeight
 from marlinq.kernels import LayerShape, Problem, device_numbers, explain, precompile_model
-from marlinq.kernels.choose.eight_bit_decision import decide_eight_bits
-from marlinq.kernels.contract.weight_formats import WeightFormat
+from marlinq.kernels.choose.eight_bit_decision import BESIDE_INT4, decide_eight_bits
+from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
 from marlinq.kernels.driver.cache import compile_missing
-from marlinq.kernels.launch.eight_bit_product import instantiations
 from marlinq.runtime.kernel_operand import format_of, operand_refusal, operand_shape, stored_operand
 from marlinq.runtime.operators.operator import Estimate, Operator, Setting, kernel_refusal
 from marlinq.runtime.quant_linear import QuantLinear
 
 
+def _activations(stored: StoredWeight, setting: Setting) -> Activations | None:
+    """The 8-bit scheme in which large batches may be rounded: the setting's, or the checkpoint's."""
+    if setting.fp8_activations and format_of(stored.scheme) == INT4:
+        return BESIDE_INT4
+    return None if setting.exact else stored.scheme.activations
+
+
 def _eight_bits(problem: Problem, stored: StoredWeight, setting: Setting) -> str:
     """Text that says from how many rows activations are quantised, or why they are not."""
-    if setting.exact:
+    activations = _activations(stored, setting)
+    if activations is None and stored.scheme.activations is None:
+        return f"activations stay in 16 bits: FP8 ones go with {INT4.name} weights"
+    if activations is None:
         return "activations stay in 16 bits: products are to round no more than the dtype"
-    return decide_eight_bits(
-        problem, stored.scheme.activations, device_numbers(setting.device.index or 0)
-    ).reason
+    if stored.scheme.act_order:
+        return "activations stay in 16 bits: the weight has an activation order"
+    return decide_eight_bits(problem, activations, device_numbers(setting.device.index or 0)).reason
 
 
 class Packed(Operator):
@@ -76,14 +86,14 @@ class Packed(Operator):
         problem = Problem(rows, n, k, granularity, zeros, bfloat16, weight_format)
         found = explain(setting.device, problem)
         reason = f"{found.kernel} kernel: {found.reason}"
-        if stored.scheme.activations is not None:
+        if stored.scheme.activations is not None or setting.fp8_activations:
             reason += f"; {_eight_bits(problem, stored, setting)}"
         return Estimate(found.seconds, reason)
 
     def build(self, stored: StoredWeight, bias: Tensor | None, setting: Setting) -> nn.Module:
         operand = stored_operand(stored, setting.dtype, setting.device, self.format_of(stored))
-        activations = stored.scheme.activations
-        if activations is not None and not setting.exact:
+        activations = _activations(stored, setting)
+        if activations is not None:
             scale = stored.grid.input_scale
             if scale is not None:
                 scale = scale.to(device=setting.device, dtype=torch.float32).reshape(())
@@ -101,6 +111,6 @@ class Packed(Operator):
             return 0
         index = setting.device.index or 0
         shapes = {LayerShape.of(module.operand) for module in linears}
-        beside = {one: None for module in linears if module.rounds for one in instantiations(module.operand)}
+        beside = dict.fromkeys(one for module in linears for one in module.rounding_instantiations())
         compiled = compile_missing(device_numbers(index).architecture, list(beside)) if beside else 0
         return compiled + precompile_model(shapes, setting.dtype, index, progress=progress)

@@ -15,6 +15,7 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import LayerShape, Problem, decide, device_numbers, precompile_model
 from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.whole_rows import RowVariant, RowWork
+from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.launch.call import Call, dequantizes, prepare
 from marlinq.kernels.launch.dequantized_product import dequantized_gemm
 from marlinq.kernels.launch.gather import Gathered, gathering
@@ -201,13 +202,13 @@ def precompile_prompts(
     progress: ReportProgress = no_progress,
 ) -> int:
     """Compile the kernels of :meth:`Product.run` for up to ``most_rows`` rows; returns their number."""
-    shapes = {
-        LayerShape.of(module.operand)
-        for product in products
-        for module in product.modules
-        if isinstance(module, QuantLinear)
-    }
-    return precompile_model(shapes, dtype, device_index, most_rows=most_rows, progress=progress)
+    linears = [
+        module for product in products for module in product.modules if isinstance(module, QuantLinear)
+    ]
+    rounding = dict.fromkeys(one for linear in linears for one in linear.rounding_instantiations())
+    compiled = compile_missing(device_numbers(device_index).architecture, list(rounding)) if rounding else 0
+    shapes = {LayerShape.of(linear.operand) for linear in linears}
+    return compiled + precompile_model(shapes, dtype, device_index, most_rows=most_rows, progress=progress)
 
 
 def _bind_packed(
