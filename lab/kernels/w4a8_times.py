@@ -25,7 +25,7 @@ from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.eight_bit_product import quantize_fragments, quantize_rows
 from marlinq.kernels.launch.w4a8_product import launch_product, w4a8_product
 from marlinq.kernels.variants.warpgroup_fp8 import GROUP, configuration
-from marlinq.operations.bench.shapes import Layer, layers_of
+from marlinq.operations.bench.shapes import LinearSize, layers_of
 from marlinq.operations.bench.timing import capture, copies_for, launches_for, time_in_turn
 from marlinq.operations.bench.weights import Weight, random_weight
 
@@ -48,13 +48,13 @@ def error(x: Tensor, weight: Weight, group: int, out: Tensor) -> float:
 class Contest:
     """A layer's random weight, also as copies that no cache holds and dequantised."""
 
-    layer: Layer
+    layer: LinearSize
     weight: Weight
     copies: list[Operand]
     dense: Tensor
 
     @classmethod
-    def of(cls, layer: Layer, dtype: torch.dtype) -> Contest:
+    def of(cls, layer: LinearSize, dtype: torch.dtype) -> Contest:
         """With random codes and scales."""
         groups = Granularity.group(GROUP)
         weight = random_weight(layer, groups, asymmetric=False, dtype=dtype, device=CUDA, weight_format=INT4)
