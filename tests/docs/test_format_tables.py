@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from marlinq.core.granularity import Granularity
@@ -13,6 +13,7 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.schemes import SCHEMES
 from marlinq.formats import FORMATS
 from marlinq.operations.convert.recast import recast
+from marlinq.operations.inspect.servers import Server, servers
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 CT = FORMATS["compressed-tensors"]
@@ -26,34 +27,65 @@ def example(name: str) -> Scheme:
     return CT.layout_of(scheme).as_stored(scheme)
 
 
-def _head(corner: str, names: Iterable[str]) -> list[str]:
-    cells = [corner, *(f"`{name}`" for name in names)]
-    return [f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"]
-
-
 def holders() -> str:
-    """Which schemes each format is written with."""
+    """Which schemes each format is written with, and which of them servers load."""
     # Formats of sparse weights are a section of their own.
     forms = [form for form in FORMATS.values() if form.read_only is None and form.sparsity is None]
-    lines = ["| format | schemes |", "|---|---|"]
+    judges = [server for server in servers() if server.name in ("vLLM", "SGLang", "transformers")]
+    lines = ["| format | schemes | " + " | ".join(server.name for server in judges) + " |", "|---" * 5 + "|"]
     for form in forms:
         held = [
-            f"`{name}`"
+            name
             for name, named in SCHEMES.items()
             if form.scheme_refusal(named.example(example(name))) is None
         ]
-        lines.append(f"| `{form.name}` | {'all' if len(held) == len(SCHEMES) else ', '.join(held)} |")
+        cells = ["all" if len(held) == len(SCHEMES) else _listed(held)]
+        cells += [_share(held, loaded_by(server, form.name)) for server in judges]
+        lines.append(f"| `{form.name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def loaded_by(server: Server, form: str) -> set[str]:
+    """Schemes of a format that a server loads under some settings."""
+    floats = {name for each in server.floats if form in each.names for name in each.schemes}
+    weights = {weight for each in server.formats if form in each.names for weight in each.weights}
+    return floats | {weight.split()[0] for weight in weights}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _share(held: Sequence[str], loaded: Collection[str]) -> str:
+    """Which of a format's schemes a server loads, in few words."""
+    taken, left = ([name for name in held if (name in loaded) == wanted] for wanted in (True, False))
+    if not left or not taken:
+        return "all" if taken else "none"
+    return _listed(taken) if len(taken) <= len(left) else f"all but {_listed(left)}"
 
 
 def pairs() -> str:
-    """What ``convert --scheme`` does between schemes of floats, from that of a row to that of a column."""
+    """What ``convert --scheme`` does between schemes of floats, from that of a row to that of a column.
+
+    Schemes that are exact in each other share a row and a column.
+    """
     floats = [name for name in SCHEMES if name not in INTEGERS]
-    lines = _head("from / to", floats)
-    for source in floats:
-        cells = [_pair(source, target) for target in floats]
-        lines.append(f"| `{source}` | {' | '.join(cells)} |")
+    alike = {(one, other) for one in floats for other in floats if _both_exact(one, other)}
+    groups = list(dict.fromkeys(tuple(b for b in floats if (a, b) in alike or a == b) for a in floats))
+    names = [", ".join(f"`{name}`" for name in group) for group in groups]
+    lines = [f"| from / to | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    for row, sources in zip(names, groups, strict=True):
+        cells = []
+        for targets in groups:
+            found = {_pair(one, other) for one in sources for other in targets if one != other} or {"same"}
+            (cell,) = found
+            cells.append(cell)
+        lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _both_exact(one: str, other: str) -> bool:
+    return one != other and {_pair(one, other), _pair(other, one)} == {"exact"}
 
 
 def _pair(source: str, target: str) -> str:

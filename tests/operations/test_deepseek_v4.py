@@ -151,10 +151,19 @@ def one_bit(codes: Tensor) -> Tensor:
     return flat.reshape(codes.shape)
 
 
+def one_up(scales: Tensor) -> Tensor:
+    flat = scales.flatten().clone()
+    flat[-1] += 1
+    return flat.reshape(scales.shape)
+
+
 FAULTS: dict[str, Callable[[dict[str, Tensor]], object]] = {
     "scale of an expert missing": lambda tensors: tensors.pop(f"{EXPERT}.scale"),
     "scale of a block missing": lambda tensors: tensors.pop(f"{TWO_BLOCKS}.scale"),
     "exponents of an expert off": of_scales(EXPERT, lambda scales: scales + 1),
+    "exponents of an expert turned over": of_scales(EXPERT, lambda scales: 254 - scales),
+    "exponents of an expert transposed": of_scales(EXPERT, lambda x: x.t().reshape(x.shape)),
+    "one exponent up": of_scales(EXPERT, one_up),
     "exponents of blocks turned over": of_scales(TWO_BLOCKS, lambda scales: 254 - scales),
     "a block's exponent is NaN": of_scales(TWO_BLOCKS, lambda x: x.index_fill(1, torch.tensor(1), 255)),
     "last block missing": of_scales(TWO_BLOCKS, lambda scales: scales[:, :-1]),

@@ -181,6 +181,12 @@ def one_sign(stack: Tensor) -> Tensor:
     return flat.reshape(stack.shape)
 
 
+def one_up(scales: Tensor) -> Tensor:
+    flat = scales.flatten().clone()
+    flat[-1] += 1
+    return flat.reshape(scales.shape)
+
+
 FAULTS: dict[str, Plant] = {
     "scales missing": lambda tensors: tensors.pop(SCALES),
     "codes missing": lambda tensors: tensors.pop(f"{DOWN}_blocks"),
@@ -192,6 +198,10 @@ FAULTS: dict[str, Plant] = {
     "gate and up exchanged": change(STACK, lambda x: x.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)),
     "nibbles exchanged": change(STACK, lambda stack: (stack << 4) | (stack >> 4)),
     "two experts exchanged": change(STACK, lambda stack: stack[[1, 0, 2, 3]]),
+    "FP4 as FP8": change(STACK, lambda stack: stack.view(torch.float8_e4m3fn)),
+    "exponents turned over": change(f"{DOWN}_scales", lambda scales: 254 - scales),
+    "scales transposed": change(SCALES, lambda x: x.transpose(1, 2).reshape(x.shape)),
+    "one scale twice what it was": change(f"{DOWN}_scales", one_up),
     "exponents off by the bias": change(f"{DOWN}_scales", lambda scales: scales - 7),
     "a scale is NaN": change(f"{DOWN}_scales", lambda x: x.index_fill(0, torch.tensor([1]), 255)),
     "one bit of a code": change(STACK, one_sign),

@@ -1,27 +1,39 @@
-"""Faults planted in every float scheme and container: none is missed, and what is clean passes."""
+"""Faults planted in every float scheme and container: none is missed, and what is clean passes.
+
+``gpt-oss`` and ``deepseek-v4``, each of one family of models, are in tests/operations/test_stacked_experts.py
+and test_deepseek_v4.py.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import MarlinqError
+from marlinq.core.float_elements import E2M1
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Activations
+from marlinq.formats.dialects import write_quantization_config
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.verify import verify
-from tests.testing.pairs import every_value
+from tests.testing.pairs import every_value, slow_but
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.tiny_models import tiny_model
 
 DOWN = "model.layers.0.mlp.down_proj"
-CASES = (
+WRITTEN = (
+    ("fp8", "compressed-tensors"),
     ("fp8-dynamic", "compressed-tensors"),
     ("fp8-static", "compressed-tensors"),
     ("fp8-static", "fp8"),
@@ -33,6 +45,18 @@ CASES = (
     ("nvfp4", "compressed-tensors"),
     ("nvfp4", "modelopt"),
 )
+INVERSE = "gptqmodel-fp8"
+FOUR_BIT_INPUTS = "nvfp4-a4"
+MADE = {
+    ("fp8", INVERSE): ("fp8", "compressed-tensors"),
+    ("fp8-block", INVERSE): ("fp8-block", "fp8"),
+    (FOUR_BIT_INPUTS, "compressed-tensors"): ("nvfp4", "compressed-tensors"),
+    (FOUR_BIT_INPUTS, "modelopt"): ("nvfp4", "modelopt"),
+}
+"""Cases that are read alone, and those that they are made of: GPTQModel's FP8, whose scales divide, and NVFP4
+with scales for activations of 4 bits."""
+CASES = (*WRITTEN, *MADE)
+INPUTS = ("input_scale", "activation_scale", "input_global_scale")
 Tensors = dict[str, Tensor]
 
 
@@ -54,7 +78,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str] | 
     text = root / "text.txt"
     text.write_text("It is a truth universally acknowledged, that numbers are rounded.\n" * 20)
     found: dict[tuple[str, str] | None, Path] = {None: original}
-    for scheme, form in CASES:
+    for scheme, form in WRITTEN:
         recipe = Recipe(
             method="rtn", scheme=scheme, format=form, calibration=str(text), samples=1, max_length=32
         )
@@ -62,7 +86,56 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str] | 
         quantize(original, out, recipe=recipe, device="cpu", progress=False)
         (out / "marlinq.json").unlink()  # whose hashes would find anything
         found[scheme, form] = out
+    for case, source in MADE.items():
+        found[case] = root / "-".join(case)
+        shutil.copytree(found[source], found[case])
+        (as_gptqmodel if case[1] == INVERSE else with_four_bit_inputs)(found[case])
     return found
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return stored
+
+
+def rewrite(folder: Path, config: dict[str, Any], tensors: Tensors) -> None:
+    whole = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**whole, "quantization_config": config}))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def as_gptqmodel(folder: Path) -> None:
+    """The same weights with scales that divide."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in list(tensors):
+        stem, _, suffix = name.rpartition(".")
+        if suffix in ("weight_scale", "weight_scale_inv"):
+            inverse = tensors.pop(name).float().reciprocal()
+            tensors[f"{stem}.weight_scale_inv"] = inverse.flatten() if inverse.shape[1] == 1 else inverse
+    blocks = config_of(folder).get("weight_block_size")
+    size = {"weight_block_size": blocks} if blocks else {"weight_scale_method": "row"}
+    skipped = {"dynamic": {"-:lm_head": {}}}
+    rewrite(folder, {"quant_method": "fp8", "weight_scale_semantics": "inverse", **size, **skipped}, tensors)
+
+
+def with_four_bit_inputs(folder: Path) -> None:
+    """The same weights for activations of 4 bits, with a scale each."""
+    view = QuantizedCheckpoint.of(Checkpoint.open(folder))
+    assert view is not None
+    inputs = Activations(E2M1, Granularity.group(16), dynamic=False)
+    specs = {
+        name: replace(spec, scheme=replace(spec.scheme, activations=inputs))
+        for name, spec in view.modules.items()
+    }
+    tensors = load_file(folder / "model.safetensors")
+    divides = view.format.name == "compressed-tensors"
+    for name in specs:
+        own = (
+            {"input_global_scale": torch.tensor([300.0])} if divides else {"input_scale": torch.tensor(0.003)}
+        )
+        tensors |= {f"{name}.{suffix}": scale for suffix, scale in own.items()}
+    (folder / "hf_quant_config.json").unlink(missing_ok=True)
+    rewrite(folder, write_quantization_config(view.format, specs, ("lm_head",)), tensors)
 
 
 def scales_of(tensors: Tensors) -> str:
@@ -122,8 +195,11 @@ def fp4_bytes_as_fp8(tensors: Tensors) -> None:
 
 def transposed(tensors: Tensors) -> None:
     """Values in the order of the other axis under the right shape, as a mistaken reader leaves them."""
-    name = scales_of(tensors)
-    tensors[name] = tensors[name].float().t().reshape(tensors[name].shape).to(tensors[name].dtype)
+    stored = tensors[scales_of(tensors)]
+    width = stored.element_size()
+    rows = stored.view(torch.uint8).reshape(*stored.shape, width)
+    turned = rows.transpose(0, 1).reshape(rows.shape).flatten(1).contiguous()
+    tensors[scales_of(tensors)] = turned.view(stored.dtype).reshape(stored.shape)
 
 
 def second_turned_over(tensors: Tensors) -> None:
@@ -136,15 +212,21 @@ def without_last_block(tensors: Tensors) -> None:
     tensors[scales_of(tensors)] = tensors[scales_of(tensors)][:, :-1].contiguous()
 
 
+def inputs_of(tensors: Tensors) -> str:
+    return next(name for name in (f"{DOWN}.{suffix}" for suffix in INPUTS) if name in tensors)
+
+
 def inputs_missing(tensors: Tensors) -> None:
-    for suffix in ("input_scale", "activation_scale"):
-        tensors.pop(f"{DOWN}.{suffix}", None)
+    del tensors[inputs_of(tensors)]
 
 
-def inputs_zero(tensors: Tensors) -> None:
-    for suffix in ("input_scale", "activation_scale"):
-        if f"{DOWN}.{suffix}" in tensors:
-            tensors[f"{DOWN}.{suffix}"] = torch.zeros_like(tensors[f"{DOWN}.{suffix}"])
+def inputs_are(value: float) -> Callable[[Tensors], None]:
+    """The scale of activations is ``value``."""
+
+    def plant(tensors: Tensors) -> None:
+        tensors[inputs_of(tensors)] = torch.full_like(tensors[inputs_of(tensors)], value)
+
+    return plant
 
 
 def one_bit(tensors: Tensors) -> None:
@@ -177,23 +259,33 @@ EVERY: dict[str, Callable[[Tensors], None]] = {
     "one bit of a code": one_bit,
     "one scale twice what it was": of_scales(twice_in_one_place),
 }
-FAULTS = {
-    "fp8": {"code is NaN": nan_code},
-    "fp8-static": {"input scale missing": inputs_missing, "input scale zero": inputs_zero},
-    "fp8-block": {"block scales transposed": transposed, "last block missing": without_last_block},
-    "mxfp4": {"nibbles exchanged": nibbles_exchanged, "FP4 as FP8": fp4_bytes_as_fp8},
-    "nvfp4": {
-        "nibbles exchanged": nibbles_exchanged,
-        "FP4 as FP8": fp4_bytes_as_fp8,
-        "second level turned over": second_turned_over,
-    },
+_FP4 = {"nibbles exchanged": nibbles_exchanged, "FP4 as FP8": fp4_bytes_as_fp8}
+_INPUTS = {
+    "input scale missing": inputs_missing,
+    "input scale zero": inputs_are(0.0),
+    "input scale NaN": inputs_are(torch.nan),
 }
+_TWO_AXES = {"scales transposed": transposed, "last scales missing": without_last_block}
+_SECOND = {"second level turned over": second_turned_over}
+FAULTS: dict[str, dict[str, Callable[[Tensors], None]]] = {
+    "fp8": {},
+    "fp8-dynamic": {},
+    "fp8-static": _INPUTS,
+    "fp8-block": _TWO_AXES,
+    "mxfp8": _TWO_AXES,
+    "mxfp4": _TWO_AXES | _FP4,
+    "nvfp4": _TWO_AXES | _FP4 | _SECOND,
+    FOUR_BIT_INPUTS: _TWO_AXES | _FP4 | _SECOND | _INPUTS,
+}
+"""Faults that not every scheme can have, by scheme."""
 
 
-def faults(scheme: str, form: str) -> dict[str, Callable[[Tensors], None]]:
-    found = EVERY | FAULTS.get(scheme, {}) | (FAULTS["fp8"] if "fp8" in scheme else {})
-    if "mx" not in scheme:
-        found = found | {"scales zero": of_scales(torch.zeros_like)}
+def faults(scheme: str) -> dict[str, Callable[[Tensors], None]]:
+    found = EVERY | FAULTS[scheme]
+    if "fp8" in scheme:
+        found = found | {"code is NaN": nan_code}  # E2M1 has none
+    if not scheme.startswith("mx"):
+        found = found | {"scales zero": of_scales(torch.zeros_like)}  # E8M0 has none
     return found
 
 
@@ -213,7 +305,7 @@ def test_no_fault_is_missed(
     original, case = folders[None], (scheme, form)
     assert passes(folders[case], original)
     missed = []
-    for name, plant in faults(*case).items():
+    for name, plant in faults(scheme).items():
         faulty = tmp_path / name
         shutil.copytree(folders[case], faulty)
         tensors = load_file(faulty / "model.safetensors")
@@ -224,15 +316,39 @@ def test_no_fault_is_missed(
     assert not missed
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[1] == "compressed-tensors"], ids="-".join)
+def other_config(case: tuple[str, str]) -> tuple[str, str]:
+    """A case whose config says another scheme of the same container, or whose scales mean the reverse."""
+    container = "fp8" if case[1] == INVERSE else case[1]
+    # These two differ in what servers do with activations alone.
+    alike = {case[0], *({"fp8", "fp8-dynamic"} if case[0] in ("fp8", "fp8-dynamic") else ())}
+    return next(each for each in WRITTEN if each[1] == container and each[0] not in alike)
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(CASES, ("mxfp4", "compressed-tensors"), ("fp8-block", INVERSE), ("nvfp4", "modelopt")),
+    ids="-".join,
+)  # fmt: skip
 def test_the_scheme_of_another_group_is_found(
     folders: dict[tuple[str, str] | None, Path], tmp_path: Path, case: tuple[str, str]
 ) -> None:
-    other = next(each for each in CASES if each[1] == case[1] and each[0] != case[0])
     faulty = tmp_path / "faulty"
     shutil.copytree(folders[case], faulty)
-    config = json.loads((faulty / "config.json").read_text())
-    groups = json.loads((folders[other] / "config.json").read_text())["quantization_config"]
-    config["quantization_config"] = groups
-    (faulty / "config.json").write_text(json.dumps(config))
+    (faulty / "hf_quant_config.json").unlink(missing_ok=True)
+    rewrite(faulty, config_of(folders[other_config(case)]), load_file(faulty / "model.safetensors"))
+    assert not passes(faulty, folders[None])
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_the_two_meanings_of_one_name_are_told_apart(
+    folders: dict[tuple[str, str] | None, Path], tmp_path: Path, inverse: bool
+) -> None:
+    """``weight_scale_inv`` multiplies in one container and divides in another, as the config alone says."""
+    faulty = tmp_path / "faulty"
+    shutil.copytree(folders["fp8-block", INVERSE if inverse else "fp8"], faulty)
+    config = config_of(faulty)
+    if inverse:
+        del config["weight_scale_semantics"]
+    else:
+        config["weight_scale_semantics"] = "inverse"
+    rewrite(faulty, config, load_file(faulty / "model.safetensors"))
     assert not passes(faulty, folders[None])
