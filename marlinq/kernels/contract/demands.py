@@ -48,8 +48,8 @@ def batch_invariant() -> Iterator[None]:
     """Sum in the same order whatever the batch, inside: a row's result has the same bits in any batch.
 
     Without it the result has the same bits whenever shapes and inputs are the same. The order is chosen for
-    speed over a range of batches, so single ones are slower than they could be (docs/kernels.md, "Which
-    kernel at which batch").
+    speed over a range of batches, so single ones are slower than they could be (docs/kernels.md, "Same
+    bits").
     """
     with _demanding(demands()._replace(batch_invariant=True)):
         yield

@@ -23,10 +23,13 @@ from marlinq.core.errors import MarlinqError
 from marlinq.core.float_elements import E2M1
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Activations
+from marlinq.core.schemes import SCHEMES
+from marlinq.formats import FORMATS
 from marlinq.formats.dialects import write_quantization_config
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.verify import verify
+from tests.docs.test_format_tables import INTEGERS, example
 from tests.testing.pairs import every_value, slow_but
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.tiny_models import tiny_model
@@ -57,6 +60,7 @@ MADE = {
 with scales for activations of 4 bits."""
 CASES = (*WRITTEN, *MADE)
 INPUTS = ("input_scale", "activation_scale", "input_global_scale")
+FLOATS = [name for name in SCHEMES if name not in INTEGERS]
 Tensors = dict[str, Tensor]
 
 
@@ -295,6 +299,18 @@ def passes(folder: Path, original: Path) -> bool:
         return verify(folder, against=original, device="cpu", progress=False).ok
     except MarlinqError:
         return False
+
+
+def test_every_scheme_and_container_is_here() -> None:
+    """So that a new one can't be forgotten."""
+    for form in FORMATS.values():
+        if form.sparsity is not None or form.name in ("gpt-oss", "deepseek-v4"):
+            continue
+        if form.read_only is not None:
+            assert any(case[1] == form.name for case in MADE), form.name
+            continue
+        held = {name for name in FLOATS if form.scheme_refusal(SCHEMES[name].example(example(name))) is None}
+        assert held == {scheme for scheme, container in WRITTEN if container == form.name}, form.name
 
 
 # Every time: each scheme and each container.
