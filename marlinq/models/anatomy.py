@@ -209,13 +209,17 @@ class Router:
 
     Attributes:
         module: full name of the module whose ``weight`` [experts, hidden] makes the logits, in its dtype.
+        norm: norm of the residual stream that the router reads; None if it reads what the experts read.
+        input_scale: full name of the parameter [hidden] that multiplies the norm's result; None without one.
+        input_factor: factor on that result.
+        expert_scale: full name of the parameter [experts] that multiplies experts' weights; None without one.
         experts: number of experts.
         top: number of experts per token.
         scoring: ``softmax`` over all experts, or ``sigmoid`` of each.
         normalised: whether weights are divided by their sum.
         scale: factor on the weights.
-        correction: full name of the buffer [experts] that is added to scores for the choice; None without
-            one.
+        correction: full name of the buffer or parameter of ``experts`` numbers that is added to scores for
+            the choice; None without one.
         groups: groups that limit the choice; None without groups.
         wide: whether logits are computed and kept in float32, without rounding to the activations' dtype.
         bias: full name of the parameter [experts] that is added to the logits; None without one.
@@ -231,6 +235,10 @@ class Router:
     groups: Groups | None = None
     wide: bool = False
     bias: str | None = None
+    norm: Norm | None = None
+    input_scale: str | None = None
+    input_factor: float = 1.0
+    expert_scale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -247,6 +255,10 @@ class Mixture:
             None for a factor of 1.
         gated: whether an expert's first product has a gate, which the activation is applied to.
         into, out: full names of linears to the experts' fewer channels and back; None without.
+        norm: norm of the residual stream that the experts read, where only the shared MLP reads that of the
+            layer; None if both read the same.
+        post_norm, shared_post_norm: norms of the experts' and of the shared MLP's results before their sum;
+            both or none.
     """
 
     router: Router
@@ -257,6 +269,9 @@ class Mixture:
     gated: bool = True
     into: str | None = None
     out: str | None = None
+    norm: Norm | None = None
+    post_norm: Norm | None = None
+    shared_post_norm: Norm | None = None
 
 
 @dataclass(frozen=True)

@@ -82,12 +82,14 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
         experts: dict[str, _RoutedExperts] = {}
         mixers: dict[str, Mixer] = {}
         vectors: dict[str, tuple[int, ...]] = {}
+        routing: dict[str, tuple[int, ...]] = {}
         heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
         for name, block in zip(names, blocks, strict=True):
             experts |= _find_routed(name, block)
             mixers |= find_mixers(name, block)
+            routing |= _routing_vectors(name, block, experts, norms)
             vectors |= _maybe_sinks(name, block, heads, mixers)
-            _check_parameters(name, block, norms, experts, mixers, vectors)
+            _check_parameters(name, block, norms, experts, mixers, {*vectors, *routing})
         rotary = RotaryModules(model)
         far = _far(model, rotary)
         corrections = {
@@ -99,7 +101,7 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
             blocks = [model.get_submodule(name) for name in names]
             widths = {name: norm.width for name, norm in norms.items()}
             counts = {name: routed.count for name, routed in experts.items()}
-            return record(model, blocks, widths, start, counts, randomised, seed, mixers)
+            return record(model, blocks, widths, start, counts, randomised, seed, mixers, routing)
 
         def anatomy_in(recording: Recording) -> Anatomy:
             return _anatomy(model, names, norms, rotary, experts, mixers, groups, recording)
@@ -122,7 +124,11 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
             for layer in anatomy.layers:
                 if isinstance(layer.attention, Attention):
                     vectors.pop(layer.attention.sinks or "", None)
-            _refuse_strange(vectors)
+                if isinstance(layer.mlp, Mixture):
+                    router = layer.mlp.router
+                    for used in (router.correction, router.input_scale, router.expert_scale):
+                        routing.pop(used or "", None)
+            _refuse_strange({**vectors, **routing})
         except FORWARD_ERRORS as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise Refusal(
@@ -228,8 +234,12 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
         parent = inner.rpartition(".")[0]
         around = block.get_submodule(parent) if parent else block
         around_name = ".".join(part for part in (name, parent) if part)
-        buffers = [f"{around_name}.{key}" for key, _ in around.named_buffers()]
-        for key, buffer in around.named_buffers():
+        # A block's own buffers of one number multiply the residual stream.
+        beside_experts = {
+            key: buffer for key, buffer in around.named_buffers() if parent or tuple(buffer.shape) != (1,)
+        }
+        buffers = [f"{around_name}.{key}" for key in beside_experts]
+        for key, buffer in beside_experts.items():
             if tuple(buffer.shape) != (experts.count,) or not buffer.is_floating_point() or len(buffers) > 1:
                 raise Refusal(f"{around_name}.{key}", "a buffer beside routed experts")
         routers = []
@@ -306,6 +316,28 @@ def _maybe_sinks(
         for key, value in module.named_parameters(recurse=False)
         if value.shape == (heads,)
     }
+
+
+def _routing_vectors(
+    name: str, block: nn.Module, experts: Mapping[str, _RoutedExperts], norms: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """Full names and shapes of parameters that a router may use besides its product: a number for each expert
+    or channel, in modules beside the experts or around them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for expert, routed in experts.items():
+        if not expert.startswith(f"{name}."):
+            continue
+        inner = expert.removeprefix(f"{name}.").rpartition(".")[0]
+        around = block.get_submodule(inner) if inner else block
+        prefix = f"{name}.{inner}" if inner else name
+        for beside, module in around.named_modules():
+            full = f"{prefix}.{beside}" if beside else prefix
+            if is_linear(module) or full in norms or full in (*experts, *routed.routers):
+                continue
+            for key, value in module.named_parameters(recurse=False):
+                if value.numel() == max(value.shape) and value.numel() in (routed.count, routed.hidden):
+                    found[f"{full}.{key}"] = tuple(value.shape)
+    return found
 
 
 def _refuse_strange(strange: Mapping[str, tuple[int, ...]]) -> None:
@@ -798,7 +830,7 @@ class _Block:
                 self.unexplained.remove(each)
         given = call.input if into is None else into.input
         if not torch.equal(logits.input, given):
-            raise Refusal(call.name, f"does not read what {logits.name} reads")
+            return self._apart(call, found, router, logits)
         m, shared, shared_gate = call.output if out is None else out.output, None, None
         gates = [each for each in self.unexplained if each.kind == "linear" and each.output.shape[-1] == 1]
         for gate in gates[:1]:
@@ -817,10 +849,73 @@ class _Block:
         mixture = Mixture(router, call.name, found.activation, shared, shared_gate, found.gated, *ends)
         return mixture, given, m
 
+    def _apart(
+        self, call: ExpertsCall, found: _RoutedExperts, router: Router, logits: Call
+    ) -> tuple[Mixture, Tensor, Tensor]:
+        """A mixture whose router, experts and shared MLP read norms of the residual stream: (mixture,
+        input of the shared MLP, sum of the results)."""
+        routing = self._routing_input(logits)
+        norm = next((each for each in self.unexplained if torch.equal(each.output, call.input)), None)
+        if routing is None or norm is None or norm.kind != "norm":
+            raise Refusal(call.name, f"does not read what {logits.name} reads")
+        own, input_scale, input_factor = routing
+        for each in (own, norm):
+            self.unexplained.remove(each)
+        shared, given, always = self._mlp()
+        first = next((each for each in self.calls if torch.equal(each.output, given)), None)
+        if first is None or any(not torch.equal(each.input, first.input) for each in (own, norm)):
+            raise Refusal(call.name, "experts, their router and the MLP beside them don't read one stream")
+        router = replace(
+            router, norm=self.norms[own.name], input_scale=input_scale, input_factor=input_factor
+        )
+        m, post_norm = self._post_norm(call.output)
+        always, shared_post_norm = self._post_norm(always)
+        if (post_norm is None) != (shared_post_norm is None):
+            raise Refusal(call.name, "a norm behind the experts or the MLP beside them, not behind both")
+        mixture = Mixture(
+            *(router, call.name, found.activation, shared),
+            gated=found.gated,
+            norm=self.norms[norm.name],
+            post_norm=post_norm,
+            shared_post_norm=shared_post_norm,
+        )
+        return mixture, given, m + always
+
+    def _routing_input(self, logits: Call) -> tuple[Call, str | None, float] | None:
+        """(norm, parameter that multiplies its result, factor) that make what the router reads."""
+        names = [None, *(name for name in self.corrections if name.startswith(f"{self.name}."))]
+        for call, name in product(self.unexplained, names):
+            if call.kind != "norm" or call.output.shape != logits.input.shape:
+                continue
+            values = None if name is None else self.corrections[name]
+            if values is not None and values.numel() != logits.input.shape[-1]:
+                continue
+            scale = factor(logits.input, call.output if values is None else call.output * values)
+            if scale is not None:
+                return call, name, scale
+        return None
+
     def _router(self, routed: ExpertsCall, found: _RoutedExperts) -> tuple[Router, Call]:
-        """(router of the experts' numbers and weights, call that made its logits)."""
+        """(router of the experts' numbers and weights, call that made its logits).
+
+        Of several explanations by chance the one with most of the router's parameters is right."""
+        own = [name for name, values in self.corrections.items() if values.numel() == found.count]
+        vectors = [name for name in own if name.startswith(f"{self.name}.") and name != found.correction]
+        explained = list(self._routers(routed, found, vectors))
+        if not explained:
+            raise Refusal(
+                routed.name, "its numbers and weights are no top-k of a softmax or sigmoid of known logits"
+            )
+        used = [len({router.correction, router.expert_scale} & {*vectors}) for router, _ in explained]
+        return explained[used.index(max(used))]
+
+    def _routers(
+        self, routed: ExpertsCall, found: _RoutedExperts, vectors: Sequence[str]
+    ) -> Iterator[tuple[Router, Call]]:
+        """Every explanation of the experts' numbers and weights; ``vectors`` are parameters with a number for
+        each expert."""
         count, top = found.count, routed.index.shape[-1]
-        corrections = (None,) if found.correction is None else (found.correction, None)
+        corrections = [*([] if found.correction is None else [found.correction]), *vectors, None]
         for call in self.unexplained:
             if call.kind != "linear" or call.output.shape[-1] != count:
                 continue
@@ -835,22 +930,24 @@ class _Block:
                 if not chosen_by(decisive if groups is None else groups.limited(decisive), routed.index):
                     continue
                 taken = scores.gather(1, routed.index)
-                for normalised in (True, False):
+                scales = [None, *(name for name in vectors if name != correction)]
+                for normalised, expert_scale in product((True, False), scales):
                     share = taken / taken.sum(-1, keepdim=True) if normalised else taken
+                    if expert_scale is not None:
+                        share = share * self.corrections[expert_scale][routed.index]
                     scale = factor(routed.weights.float(), share)
-                    if scale is not None:
-                        # Some models add up to 1e-6 to the sum that they divide by.
-                        short = float(f"{scale:.3g}")
-                        scale = short if abs(short - scale) <= TOLERANCE * scale else scale
-                        kind: Literal["softmax", "sigmoid"] = "softmax" if scoring == "softmax" else "sigmoid"
-                        router = Router(
-                            *(call.name, count, top, kind, normalised, scale, correction, groups, call.wide),
-                            bias=call.bias,
-                        )
-                        return router, call
-        raise Refusal(
-            routed.name, "its numbers and weights are no top-k of a softmax or sigmoid of known logits"
-        )
+                    if scale is None:
+                        continue
+                    # Some models add up to 1e-6 to the sum that they divide by.
+                    short = float(f"{scale:.3g}")
+                    scale = short if abs(short - scale) <= TOLERANCE * scale else scale
+                    kind: Literal["softmax", "sigmoid"] = "softmax" if scoring == "softmax" else "sigmoid"
+                    router = Router(
+                        *(call.name, count, top, kind, normalised, scale, correction, groups, call.wide),
+                        bias=call.bias,
+                        expert_scale=expert_scale,
+                    )
+                    yield router, call
 
     def _mlp(self) -> tuple[MLP, Tensor, Tensor]:
         """(MLP, its input, its output)."""

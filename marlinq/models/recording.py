@@ -165,6 +165,7 @@ def record(
     corrections: Sequence[str] = (),
     seed: int = _SEED,
     mixers: Collection[str] = (),
+    vectors: Mapping[str, Sequence[int]] | None = None,
 ) -> Recording:
     """Runs ``model`` once with stubs and restores it afterwards.
 
@@ -181,6 +182,7 @@ def record(
             show.
         seed: seed of all random numbers.
         mixers: full names of recognised modules in the place of attention, which are replaced as a whole.
+        vectors: full names and shapes of parameters that get random values for the pass, as ``corrections``.
 
     Raises:
         Refusal: a parameter is used by none of the replaced parts, or attention is computed in another way.
@@ -192,7 +194,7 @@ def record(
         stack.enter_context(recorder.attention())
         stack.enter_context(recorder.watched_blocks())
         stack.enter_context(recorder.corrected(corrections))
-        stack.enter_context(_Parameters(recorder))
+        stack.enter_context(_Parameters(recorder, recorder.random_vectors(vectors or {})))
         stack.enter_context(torch.no_grad())
         output = model(input_ids=recorder.recording.ids, use_cache=False, **positions)
     recorder.recording.logits = output.logits.float()
@@ -337,13 +339,23 @@ class _Recorder:
                 buffer = self.model.get_buffer(name)
                 before.append((buffer, buffer.clone()))
                 lowest = 0.5 if buffer.numel() == 1 else -2.0 if self.seed % 2 else -0.5
-                values = (self.random((buffer.numel(),)) * 8).remainder(64) / 64 + lowest
+                values = self._sixty_fourths((buffer.numel(),)) + lowest
                 buffer.copy_(values)
                 self.recording.corrections[name] = values
             yield
         finally:
             for buffer, values in before:
                 buffer.copy_(values)
+
+    def random_vectors(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """Random values in the place of parameters with these names, noted as corrections are."""
+        made = {name: self._sixty_fourths(tuple(shape)) + 0.5 for name, shape in shapes.items()}
+        self.recording.corrections |= {name: values.flatten() for name, values in made.items()}
+        return made
+
+    def _sixty_fourths(self, shape: tuple[int, ...]) -> Tensor:
+        """Random multiples of 1/64 below one, exact in every dtype."""
+        return (self.random(shape) * 8).remainder(64) / 64
 
     @contextmanager
     def watched_blocks(self) -> Iterator[None]:
@@ -447,11 +459,13 @@ class _Recorder:
 
 
 class _Parameters(TorchFunctionMode):
-    """Handles embedding lookups and refuses every other use of a parameter."""
+    """Handles embedding lookups, exchanges vectors for random ones, and refuses every other use of a
+    parameter."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _Recorder, vectors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._recorder = recorder
+        self._vectors = vectors
         # Weights that were cast to float32, kept alive because they are found by id.
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -462,7 +476,9 @@ class _Parameters(TorchFunctionMode):
         wide = func is F.linear and len(args) == 2 and id(args[1]) in self._casts
         if wide:
             args = (args[0], self._casts[id(args[1])][1])
-        parameters = [value for value in (*args, *kwargs.values()) if id(value) in self._recorder.parameters]
+        names = self._recorder.parameters
+        args = tuple(self._vectors.get(names.get(id(value), ""), value) for value in args)
+        parameters = [value for value in (*args, *kwargs.values()) if id(value) in names]
         # Reading an attribute (weight.dtype) does not use the values.
         if not parameters or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)

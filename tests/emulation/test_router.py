@@ -29,6 +29,7 @@ def route(
     scale: float = 1.0,
     bias: Tensor | None = None,
     correction: Tensor | None = None,
+    factors: Tensor | None = None,
     groups: tuple[int, int, bool] = (1, 1, False),
     wide: bool = False,
     gate: Tensor | None = None,
@@ -47,6 +48,7 @@ def route(
         scale=scale,
         bias=bias,
         correction=correction,
+        factors=factors,
         groups=groups[0],
         kept=groups[1],
         zeroed=groups[2],
@@ -57,7 +59,7 @@ def route(
     )
     memory = [
         *given(x=x),
-        *constants(weight=weight, bias=bias, correction=correction, gate=gate),
+        *constants(weight=weight, bias=bias, correction=correction, factors=factors, gate=gate),
         *results(ids=ids, weights=weights, gates=gates),
     ]
     start(builder, prepared, memory, capability=90 if clusters else 80, planted=planted)
@@ -85,11 +87,13 @@ def test_routers(
     x = apart((2 * torch.randn(3, width + 8)).round().clamp(-3, 3).to(dtype)[:, :width])
     weight = apart((2 * torch.randn(experts, width)).round().clamp(-3, 3).div(64).to(dtype))
     bias = apart(torch.randn(experts).round()) if normalised else None
+    factors = apart(torch.randn(experts)) if scale == 1 else None
     ids, weights = route(
         *(builder, x, weight, top, scoring),
         normalised=normalised,
         scale=scale,
         bias=bias,
+        factors=factors,
         clusters=clusters,
     )
     added = 0.0 if bias is None else bias.double()
@@ -99,6 +103,8 @@ def test_routers(
     expected = scores.gather(1, taken)
     if normalised:
         expected = expected / expected.sum(-1, keepdim=True)
+    if factors is not None:
+        expected = expected * factors[taken].double()
     assert torch.equal(ids.long(), taken)
     # A few hundred terms of float32 and an exponential of 2 ulp.
     assert relative_error(weights, scale * expected) < 1e-6

@@ -77,6 +77,8 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
             named = {*mixer.qkv.modules, mixer.output}
         if isinstance(mlp, Mixture):
             named |= {each.name for each in block.projections if each.name.startswith(f"{mlp.experts}.")}
+            if mlp.shared is not None:
+                named |= {*mlp.shared.inputs.modules, mlp.shared.down}
         elif mlp is not None:
             named |= {*mlp.inputs.modules, mlp.down}
         if layer.input_gate is not None:
@@ -124,6 +126,14 @@ def test_what_gemma_4_has_besides_is_recognised() -> None:
     assert whole.attention.rotary is not None
     assert whole.attention.rotary.channels == 32
     assert whole.stream_scale == "model.layers.1.layer_scalar"
+    mixture = tiny("gemma-4-moe").layers[1].mlp
+    assert isinstance(mixture, Mixture)
+    router = mixture.router
+    assert (router.input_factor, router.scale, router.normalised) == (0.125, 1.0, True)
+    assert router.input_scale == "model.layers.1.router.scale"
+    assert router.expert_scale == "model.layers.1.router.per_expert_scale"
+    assert router.norm is not None
+    assert None not in (mixture.norm, mixture.post_norm, mixture.shared_post_norm)
     edge = tiny("gemma-4-e")
     assert [layer.attention.shared for layer in edge.layers] == [None, None, 0, 1]
     assert [len(layer.attention.qkv.widths) for layer in edge.layers] == [3, 3, 1, 1]

@@ -344,6 +344,18 @@ KNOWN |= {
         },
     ),
 }
+KNOWN["gemma-4-moe"] = Decoder(
+    "gemma4_text",
+    {
+        **KNOWN["gemma-4"].config,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
+)
 """Name -> decoder with heads of several sizes: with keys that are values, and with vectors of layers."""
 
 UNKNOWN: dict[str, tuple[Decoder, str, str]] = {

@@ -46,7 +46,7 @@ class Addition:
 class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("source", "first", "norm_weight", "norm_bias", "stored")),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "gate", "bias", "correction")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "gate", "bias", "correction", "factors")),
         *((name, ctypes.c_void_p) for name in ("ids", "weights", "gates")),
         ("experts", ctypes.c_int),
         ("width", ctypes.c_int),
@@ -66,6 +66,7 @@ def router(
     scale: float = 1.0,
     bias: Tensor | None = None,
     correction: Tensor | None = None,
+    factors: Tensor | None = None,
     groups: int = 1,
     kept: int = 1,
     zeroed: bool = False,
@@ -89,6 +90,7 @@ def router(
         scale: factor on the weights.
         bias: float32 [E], added to logits before they are rounded; or None.
         correction: float32 [E], added to scores to choose experts; weights are made of scores alone. Or None.
+        factors: float32 [E], factors on the experts' weights; or None.
         groups: number of groups of neighbouring experts, equal in size, two experts or more each; 1 without
             groups. A group's score is the sum of its two highest ``score + correction``, or its highest score
             without a correction.
@@ -115,7 +117,7 @@ def router(
     for name, value, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
         if value.shape != (m, top) or value.dtype != dtype or not value.is_contiguous():
             raise ValueError(f"{name}: expected {dtype} {[m, top]}, found {value.dtype} {list(value.shape)}")
-    for name, vector in (("bias", bias), ("correction", correction)):
+    for name, vector in (("bias", bias), ("correction", correction), ("factors", factors)):
         if vector is not None and (
             vector.shape != (experts,) or vector.dtype != torch.float32 or not vector.is_contiguous()
         ):
@@ -162,6 +164,7 @@ def router(
         ("GROUPS", groups),
         ("KEPT", kept),
         ("ZEROED", zeroed),
+        ("FACTORED", factors is not None),
         ("WIDE", wide),
         ("GATED", gate is not None),
         ("NORM", f"Norm::{addition.norm.kind if addition else 'NONE'}"),
@@ -179,6 +182,7 @@ def router(
         address(gate),
         address(bias),
         address(correction),
+        address(factors),
         ids.data_ptr(),
         weights.data_ptr(),
         address(gates),

@@ -409,8 +409,9 @@ def weight_bytes(model: nn.Module, batch: int) -> int:
         if not isinstance(module, nn.Embedding):
             share = 1.0
             if isinstance(module, GroupedExperts):
-                config: Any = model.config
-                chosen = config.get_text_config().num_experts_per_tok
+                config: Any = model.config.get_text_config()
+                # Gemma 4 calls it otherwise.
+                chosen = getattr(config, "top_k_experts", None) or config.num_experts_per_tok
                 share -= (1 - chosen / module.weights.down.shape[0]) ** batch
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 tensors[tensor.data_ptr()] = round(share * tensor.nbytes)

@@ -167,6 +167,14 @@ SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
         "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "chunk_size": 128,
         "max_position_embeddings": 8192, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
     },
+    "gemma-4-26b-a4b": {
+        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112,
+        "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+        "global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+        "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+        "sliding_window": 1024, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 262144,
+    },
     "gemma-4-31b": {
         "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376, "intermediate_size": 21504,
         "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 256,

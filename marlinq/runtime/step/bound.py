@@ -113,11 +113,14 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
         refused = _mlp_refusal(mlp)
     if refused is not None:
         return refused
-    if isinstance(mlp, Mixture) and mlp.shared is not None and (layer.parallel or layer.post_mlp_norm):
-        return Unrecognised(mlp.shared.down, "a shared expert in a parallel block, or before a norm")
+    if isinstance(mlp, Mixture) and mlp.shared is not None:
+        apart = mlp.norm is not None
+        if layer.parallel or (layer.post_mlp_norm is not None and not apart) or (apart and not mlp.post_norm):
+            return Unrecognised(mlp.shared.down, "a shared expert in a parallel block, or before a norm")
     norms = (
         *(layer.attention_norm, layer.mlp_norm, layer.post_attention_norm, layer.post_mlp_norm),
         None if layer.input_gate is None else layer.input_gate.norm,
+        *((mlp.norm, mlp.post_norm, mlp.shared_post_norm) if isinstance(mlp, Mixture) else ()),
         # A Mamba-2 mixer's norm keeps its weight in float32.
         *((attention.norm,) if isinstance(attention, DeltaNet) else ()),
         *(_head_norms(attention) if isinstance(attention, Attention | LatentAttention) else ()),
@@ -199,6 +202,8 @@ def _mixture_refusal(model: nn.Module, mixture: Mixture, dtype: torch.dtype) -> 
             router.module,
             f"{router.top} of {router.experts} experts; the kernel takes {MOST_CHOSEN} of {MOST_EXPERTS}",
         )
+    if router.norm is not None and router.norm.kind == "layer":
+        return Unrecognised(router.norm.module, "a norm before a router that subtracts the mean")
     groups = router.groups
     if groups is not None and groups.count > MOST_GROUPS:
         return Unrecognised(
@@ -254,6 +259,9 @@ class BoundMixture:
         weight: weight of the router, [E, H].
         bias: float32 [E], added to logits; or None.
         correction: float32 [E], added to scores to choose experts; or None.
+        expert_scale: float32 [E], factors on experts' weights; or None.
+        router_norm: norm of the residual stream that the router reads; None if it reads what experts read.
+        norm, post_norm, shared_post_norm: as in :class:`marlinq.models.anatomy.Mixture`.
         experts: packed experts.
         shared: expert that every token passes; or None.
         shared_gate: [H]; the sigmoid of its product is the factor of the shared expert. None for a factor of
@@ -270,6 +278,11 @@ class BoundMixture:
     shared_gate: Tensor | None
     into: Product | None = None
     out: Product | None = None
+    expert_scale: Tensor | None = None
+    router_norm: RowNorm | None = None
+    norm: RowNorm | None = None
+    post_norm: RowNorm | None = None
+    shared_post_norm: RowNorm | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:

@@ -63,6 +63,7 @@ from marlinq.runtime.step.bound import (
 )
 from marlinq.runtime.step.convolution import convolution_weights
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.functions import router_norm_of, vector_of
 from marlinq.runtime.step.latent import absorbed_weights
 from marlinq.runtime.step.mamba import mamba_weights
 from marlinq.runtime.step.products import Product, find_product, single_product
@@ -336,7 +337,7 @@ class BoundForward(Forward):
             anatomy=layer,
             qkv=qkv,
             output=None if layer.attention is None else single_product(model, layer.attention.output),
-            mlp=None if layer.mlp is None else _bound(model, layer.mlp, apart),
+            mlp=None if layer.mlp is None else _bound(model, layer.mlp, apart, self.dtype),
             attention_norm=row_norm(model, layer.attention_norm, self.dtype),
             mlp_norm=row_norm(model, layer.mlp_norm, self.dtype),
             post_attention_norm=row_norm(model, layer.post_attention_norm, self.dtype),
@@ -393,23 +394,28 @@ class BoundForward(Forward):
         return divide(shape, processors, clusters=self.has_clusters)
 
 
-def _bound(model: nn.Module, mlp: MLP | Mixture, apart: dict[str, None]) -> BoundMLP | BoundMixture:
+def _bound(
+    model: nn.Module, mlp: MLP | Mixture, apart: dict[str, None], dtype: torch.dtype
+) -> BoundMLP | BoundMixture:
     if isinstance(mlp, Mixture):
         experts = model.get_submodule(mlp.experts)
         assert isinstance(experts, GroupedExperts)
         weight = model.get_submodule(mlp.router.module).get_parameter("weight").detach().contiguous()
-        bias = correction = None
-        if mlp.router.bias is not None:
-            bias = model.get_parameter(mlp.router.bias).detach().float().contiguous()
-        if mlp.router.correction is not None:
-            correction = model.get_buffer(mlp.router.correction).detach().float().contiguous()
+        router = mlp.router
+        vectors = (vector_of(model, name) for name in (router.bias, router.correction))
         shared = None if mlp.shared is None else _bound_mlp(model, mlp.shared, apart)
         gate = None
         if mlp.shared_gate is not None:
             column = model.get_submodule(mlp.shared_gate).get_parameter("weight")
             gate = column.detach().reshape(-1).contiguous()
         ends = (None if name is None else single_product(model, name) for name in (mlp.into, mlp.out))
-        return BoundMixture(mlp.router, weight, bias, correction, experts, shared, gate, *ends)
+        norms = (row_norm(model, each, dtype) for each in (mlp.norm, mlp.post_norm, mlp.shared_post_norm))
+        return BoundMixture(
+            *(router, weight, *vectors, experts, shared, gate, *ends),
+            vector_of(model, router.expert_scale),
+            router_norm_of(model, router, dtype),
+            *norms,
+        )
     return _bound_mlp(model, mlp, apart)
 
 

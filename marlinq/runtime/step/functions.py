@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from marlinq.kernels.step import RowNorm
 from marlinq.models.anatomy import MLP, InputGate, LayerInputs, Mixture, Norm, Router, Slices
 from marlinq.models.formulas import ACTIVATIONS
 
@@ -72,10 +73,36 @@ def layer_inputs_of(
     return run
 
 
-def route(logits: Tensor, router: Router, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def vector_of(model: nn.Module, name: str | None) -> Tensor | None:
+    """The parameter or buffer ``name`` as a contiguous float32 vector; None without a name."""
+    if name is None:
+        return None
+    module, _, key = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(module), key)
+    return found.detach().float().flatten().contiguous()
+
+
+def router_norm_of(model: nn.Module, router: Router, dtype: torch.dtype) -> RowNorm | None:
+    """The norm of the residual stream that the router reads, with its scale and factor in the weight; None if
+    it reads what the experts read."""
+    if router.norm is None:
+        return None
+    held = dict(model.get_submodule(router.norm.module).named_parameters())
+    weight, scale = held.get("weight"), vector_of(model, router.input_scale)
+    total = torch.tensor(router.input_factor, device=next(model.parameters()).device)
+    if weight is not None:
+        total = total * (weight.detach().float() + router.norm.offset)
+    total = total if scale is None else total * scale
+    return RowNorm("RMS_WIDE", total.expand(router.norm.width).to(dtype).contiguous(), None, router.norm.eps)
+
+
+def route(
+    logits: Tensor, router: Router, correction: Tensor | None = None, expert_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Numbers, int64, and weights, float32, of the experts that logits [T, experts] choose: both [T, top].
 
-    ``correction``, float32 [experts], affects the choice but not the weights.
+    ``correction``, float32 [experts], affects the choice but not the weights, which ``expert_scale``, float32
+    [experts], multiplies.
     """
     wide = logits.float()
     scores = wide.softmax(-1) if router.scoring == "softmax" else wide.sigmoid()
@@ -86,31 +113,49 @@ def route(logits: Tensor, router: Router, correction: Tensor | None = None) -> t
     weights = scores.gather(-1, index)
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True)
+    if expert_scale is not None:
+        weights = weights * expert_scale[index]
     return index, weights * router.scale
 
 
-def mixture_of(model: nn.Module, mixture: Mixture, chosen: Chosen) -> Function:
-    """A function of a mixture layer; ``chosen`` is called with the experts' numbers and weights, [B, T,
-    top]."""
+def mixture_of(
+    model: nn.Module, mixture: Mixture, chosen: Chosen, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of a mixture layer, of the layer's norm and of the residual stream before it; ``chosen`` is
+    called with the experts' numbers and weights, [B, T, top]."""
     experts = model.get_submodule(mixture.experts)
     router = mixture.router
     weight = weight_of(model, router.module)
     bias = None if router.bias is None else model.get_parameter(router.bias).detach()
-    correction = None if router.correction is None else model.get_buffer(router.correction).float()
+    correction, expert_scale = vector_of(model, router.correction), vector_of(model, router.expert_scale)
+    router_norm, input_scale = norm_of(model, router.norm, dtype), vector_of(model, router.input_scale)
+    norms = (mixture.norm, mixture.post_norm, mixture.shared_post_norm)
+    norm, post_norm, shared_post_norm = (norm_of(model, each, dtype) for each in norms)
     shared = None if mixture.shared is None else mlp_of(model, mixture.shared)
     gate = None if mixture.shared_gate is None else linear_of(model, mixture.shared_gate)
     into = None if mixture.into is None else linear_of(model, mixture.into)
     out = None if mixture.out is None else linear_of(model, mixture.out)
 
-    def run(x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
+    def routing_input(x: Tensor, stream: Tensor) -> Tensor:
+        if router_norm is None:
+            return x
+        given = router_norm(stream)
+        return (given if input_scale is None else given * input_scale.to(dtype)) * router.input_factor
+
+    def run(x: Tensor, stream: Tensor) -> Tensor:
+        rows = routing_input(x, stream).flatten(0, -2)
         logits = F.linear(rows.float(), weight.float()) if router.wide else F.linear(rows, weight, bias)
-        index, counts = route(logits, router, correction)
+        index, counts = route(logits, router, correction, expert_scale)
         chosen(index.view(*x.shape[:-1], -1), counts.view(*x.shape[:-1], -1))
-        mixed: Tensor = experts(rows if into is None else into(rows), index, counts)
+        given = (x if norm is None else norm(stream)).flatten(0, -2)
+        mixed: Tensor = experts(given if into is None else into(given), index, counts)
         m = (mixed if out is None else out(mixed)).view(x.shape)
+        if post_norm is not None:
+            m = post_norm(m)
         if shared is not None:
             always = shared(x)
+            if shared_post_norm is not None:
+                always = shared_post_norm(always)
             m = m + (always if gate is None else torch.sigmoid(gate(x)) * always)
         return m
 

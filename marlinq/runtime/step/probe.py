@@ -209,7 +209,10 @@ def compare(
         theirs, routes = _theirs(model, anatomy, ids[row : row + 1, : length + steps], length, routed)
         for index, expected_routes in routes.items():
             mlp = anatomy.layers[index].mlp
-            corrected = isinstance(mlp, Mixture) and mlp.router.correction is not None
+            # Exchanged experts then have different weights.
+            corrected = isinstance(mlp, Mixture) and (
+                mlp.router.correction is not None or mlp.router.expert_scale is not None
+            )
             spread = allowed * math.sqrt(index + 1)
             if not _same_routes(routed[index], expected_routes, spread, corrected=corrected):
                 squares.setdefault(index, []).append(torch.full((1,), math.inf, device=ids.device))
@@ -280,8 +283,8 @@ def _same_routes(ours: Routes, theirs: Routes, allowed: float, *, corrected: boo
     Exchanged experts are few and have nearly equal weights, so the sorted weights agree whichever was chosen.
     The error of a logit is its relative error times its size, hence ``_LOGIT_SIZE``.
 
-    With a correction, exchanged experts may have different weights. Then only tokens with the same experts
-    are compared; without any such token the routers count as different.
+    With a correction or scales of experts, exchanged experts may have different weights. Then only tokens
+    with the same experts are compared; without any such token the routers count as different.
     """
     (index, weights), (other_index, other_weights) = ours, theirs
     shared = (index[:, :, None] == other_index[:, None]).any(-1)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.models.anatomy import (
+    MLP,
     Anatomy,
     Attention,
     DeltaNet,
@@ -408,7 +409,7 @@ class _LayerParts:
     qkv: Callable[[Tensor], Sequence[Tensor]] | None
     output: Function | None
     beside_output: Function | None
-    mlp: Function | None
+    mlp: Callable[[Tensor, Tensor], Tensor] | None
     input_gate: Callable[[Tensor, Tensor], Tensor] | None
     sinks: Tensor | None
     stream_scale: Tensor | None
@@ -433,11 +434,7 @@ class _LayerParts:
             qkv=parts_of(model, attention.qkv) if isinstance(attention, Attention) else None,
             output=None if attention is None else linear_of(model, attention.output),
             beside_output=None if layer.beside is None else linear_of(model, layer.beside.output),
-            mlp=mixture_of(model, layer.mlp, chosen)
-            if isinstance(layer.mlp, Mixture)
-            else None
-            if layer.mlp is None
-            else mlp_of(model, layer.mlp),
+            mlp=None if layer.mlp is None else _mlp_of(model, layer.mlp, chosen, dtype),
             input_gate=None if layer.input_gate is None else input_gate_of(model, layer.input_gate, dtype),
             sinks=sinks,
             stream_scale=None if layer.stream_scale is None else model.get_buffer(layer.stream_scale).clone(),
@@ -474,18 +471,18 @@ class _LayerParts:
                 a = self.post_attention_norm(a)
             if layer.parallel:
                 shared = layer.mlp_norm == layer.attention_norm
-                m = self._mlp(normed if shared else x if self.mlp_norm is None else self.mlp_norm(x))
+                m = self._mlp(normed if shared else x if self.mlp_norm is None else self.mlp_norm(x), x)
                 return x.add(a + m, alpha=layer.attention_scale)
             x = x.add(a, alpha=layer.attention_scale)
             if beside is not None and self.beside_output is not None:
                 x = x.add(self.beside_output(beside(normed).flatten(-2)), alpha=layer.beside_scale)
         if self.mlp is None:
             return x
-        return x.add(self._mlp(x if self.mlp_norm is None else self.mlp_norm(x)), alpha=layer.mlp_scale)
+        return x.add(self._mlp(x if self.mlp_norm is None else self.mlp_norm(x), x), alpha=layer.mlp_scale)
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def _mlp(self, normed: Tensor, x: Tensor) -> Tensor:
         assert self.mlp is not None
-        m = self.mlp(x)
+        m = self.mlp(normed, x)
         return m if self.post_mlp_norm is None else self.post_mlp_norm(m)
 
     def heads(self, x: Tensor, turns: Turns) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
@@ -517,6 +514,16 @@ def _turned(heads: Tensor, attention: Attention, turns: Turns) -> Tensor:
     turned = heads * cosines
     turned.addcmul_(heads.index_select(-1, partner).to(turned.dtype), sines)
     return turned.to(heads.dtype)
+
+
+def _mlp_of(
+    model: nn.Module, mlp: MLP | Mixture, chosen: Chosen, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of the layer's norm and of the residual stream before it."""
+    if isinstance(mlp, Mixture):
+        return mixture_of(model, mlp, chosen, dtype)
+    run = mlp_of(model, mlp)
+    return lambda normed, _: run(normed)
 
 
 def _gated(x: Tensor, gate: Tensor | None) -> Tensor:

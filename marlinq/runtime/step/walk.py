@@ -263,7 +263,9 @@ class Walk:
             self._leave(index, Pending(mixed, given, None, factor))
             return
         pending = Pending(mixed, beside, layer.post_attention_norm, factor)
-        if isinstance(layer.mlp, BoundMixture) and self._router_adds(pending, layer.mlp_norm):
+        routed = isinstance(layer.mlp, BoundMixture) and layer.mlp.norm is None
+        if routed and self._router_adds(pending, layer.mlp_norm):
+            assert isinstance(layer.mlp, BoundMixture)
             normed = self.empty("normed", mixed.shape[0], self.forward.hidden)
             chosen = self._choose(index, layer.mlp, normed, pending, layer.mlp_norm)
             given, shared = self._mixture(layer.mlp, normed, chosen)
@@ -477,6 +479,8 @@ class Walk:
         if isinstance(layer.mlp, BoundMLP):
             return self._dense(layer.mlp, normed), None, None
         assert layer.mlp is not None
+        if layer.mlp.norm is not None:
+            return self._mixture_apart(index, layer.mlp, normed), None, None
         chosen = self._choose(index, layer.mlp, normed)
         return *self._mixture(layer.mlp, normed, chosen), chosen.gates
 
@@ -495,6 +499,31 @@ class Walk:
         mixed = self.experts(mixture, given, chosen.ids, chosen.weights, summed=True)
         assert isinstance(mixed, Tensor)
         return self.multiply("from latent", mixture.out, mixed), shared
+
+    def _mixture_apart(self, index: int, mixture: BoundMixture, normed: Tensor) -> Tensor:
+        """The sum of the results of experts and of the MLP beside them, which reads ``normed``; experts and
+        router read norms of the residual stream."""
+        assert mixture.shared is not None
+        assert isinstance(self._x, Tensor)
+        always = self._dense(mixture.shared, normed)
+        rows, hidden = normed.shape
+        read = self.normalised("routed", self._x, mixture.norm)
+        routing = read
+        if mixture.router_norm is not None:
+            routing = self.normalised("routing", self._x, mixture.router_norm)
+        chosen = self._choose(index, mixture, routing)
+        if mixture.shared_post_norm is not None:
+            always = self.normalised("always", always, mixture.shared_post_norm)
+        given = self.experts(mixture, read, chosen.ids, chosen.weights)
+        total = self.empty("mixed", rows, hidden)
+        self.launch(kernels.residual(always, stored=total, first=given, post=mixture.post_norm))
+        return total
+
+    def normalised(self, name: str, x: Tensor, norm: RowNorm | None) -> Tensor:
+        """``norm(x)``, in memory of its own."""
+        out = self.empty(name, x.shape[0], self.forward.hidden)
+        self.launch(kernels.residual(x, out=out, norm=norm))
+        return out
 
     def _router_adds(self, pending: Pending, norm: RowNorm | None) -> bool:
         """Whether the router's kernel can also do the addition and norm before it."""
@@ -541,6 +570,7 @@ class Walk:
                 scale=router.scale,
                 bias=mixture.bias,
                 correction=mixture.correction,
+                factors=mixture.expert_scale,
                 groups=groups.count,
                 kept=groups.kept,
                 zeroed=groups.zeroed,

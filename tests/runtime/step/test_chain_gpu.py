@@ -243,6 +243,7 @@ def test_mixtures(name: str, dtype: torch.dtype) -> None:
         ("deepseek-v2-lite", 2),
         ("lfm2-8b-a1b", 3),
         ("gemma-4-31b", 6),
+        ("gemma-4-26b-a4b", 6),
         ("gemma-4-e4b", 14),
     ],
 )

@@ -202,9 +202,10 @@ def test_logits_of_a_cast_weight_are_not_rounded() -> None:
     def error(router: Router) -> float:
         found: list[Tensor] = []
         run = functions.mixture_of(
-            model, replace(mixture, router=router), lambda _, each: found.append(each[0])
+            *(model, replace(mixture, router=router), lambda _, each: found.append(each[0])),
+            torch.bfloat16,
         )
-        run(x)
+        run(x, x)
         return float((found[0].sort(-1).values - expected.sort(-1).values).abs().max())
 
     # Float32's rounding in sums of 64 terms; a bfloat16 logit is off by up to 2**-9 of itself.
@@ -406,15 +407,15 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 PACKED = (
     *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5", "glm-4.5 in groups"),
-    *("deepseek-v2 in groups", "gpt-oss", "nemotron-h-latent-experts"),
+    *("deepseek-v2 in groups", "gpt-oss", "nemotron-h-latent-experts", "gemma-4-moe"),
 )
 
 
 def sized(name: str) -> PreTrainedModel:
     """A tiny mixture in float32 with experts of 64 channels."""
     if name in KNOWN:
-        # Experts without a gate, of fewer channels than their router and the shared expert read.
-        sizes = {"moe_latent_size": 128, "moe_intermediate_size": 64}
+        # Nemotron's have no gate and fewer channels than their router and the shared expert read.
+        sizes = {"moe_intermediate_size": 64} | ({"moe_latent_size": 128} if "latent" in name else {})
         return random_decoder(replace(KNOWN[name], config={**KNOWN[name].config, **sizes}))
     name, changes = _VARIANTS.get(name, (name, {}))
     size = {"moe_intermediate_size" if name in _OWN_SIZE else "intermediate_size": 64}

@@ -362,6 +362,7 @@ def router(
     scale: float = 1.0,
     bias: Tensor | None = None,
     correction: Tensor | None = None,
+    factors: Tensor | None = None,
     groups: int = 1,
     kept: int = 1,
     zeroed: bool = False,
@@ -392,7 +393,8 @@ def router(
         taken = (-decisive).sort(dim=-1, stable=True).indices[:, : ids.shape[1]]
         found = scores.gather(1, taken)
         ids.copy_(taken)
-        weights.copy_(scale * (found / found.sum(-1, keepdim=True) if normalised else found))
+        found = scale * (found / found.sum(-1, keepdim=True) if normalised else found)
+        weights.copy_(found if factors is None else found * factors[taken])
         if gate is not None and gates is not None:
             gates.copy_((x.double() @ gate.double()[:, None]).to(rounding).double().sigmoid())
 

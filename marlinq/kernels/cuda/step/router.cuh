@@ -6,7 +6,8 @@
 //               If CORRECTED, of the highest score(logits[e]) + correction[e]. With GROUPS of neighbouring experts, only those
 //               of the KEPT best groups are chosen from. A group's value is its highest logit; if CORRECTED, the sum of its two
 //               highest corrected scores. If ZEROED, experts of other groups may still be chosen, with a corrected score of 0
-//   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED
+//   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED;
+//               times factors[expert] if FACTORED
 //   gates[m] = sigmoid(sum_k x[m, k] * gate[k])          if GATED: the weight of a shared expert; rounded as logits are
 //
 // Unless NORM is NONE, the kernel first computes x by an addition and a norm (step/residual.cuh with one addend):
@@ -21,7 +22,7 @@
 // holds PER logits a lane, takes the largest TOP times. A warp's first loads of weights are requested before the previous kernel ends.
 //
 // Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, BIASED, CORRECTED, GROUPS,
-// KEPT, ZEROED, WIDE, GATED, NORM, VECTORS (of a row, a thread).
+// KEPT, ZEROED, FACTORED, WIDE, GATED, NORM, VECTORS (of a row, a thread).
 #pragma once
 #include "fault_site.cuh"
 #include "ptx/bits.cuh"
@@ -178,7 +179,8 @@ struct RouterRow {
         return warp_add(lane < C::GROUPS && FAULT_SITE(groups_kept, before < C::KEPT) ? 1u << lane : 0u);
     }
 
-    __device__ __forceinline__ void choose(const float* logits, const float* correction, int* ids, float* weights, float scale) const {
+    __device__ __forceinline__ void choose(const float* logits, const float* correction, const float* factors, int* ids, float* weights,
+                                           float scale) const {
         // The numbers that decide. + 0.f turns -0 into 0: they are equal, but -0 comes first in the order of bits.
         float mine[PER];
 #pragma unroll
@@ -228,6 +230,7 @@ struct RouterRow {
         }
         if (lane < C::TOP) {
             ids[lane] = chosen;
+            if (C::FACTORED) scale *= factors[chosen];
             weights[lane] = FAULT_SITE(chosen_weight, (C::NORMALISED ? kept / sum : kept) * scale);
         }
     }
@@ -235,7 +238,8 @@ struct RouterRow {
 
 template <typename C>
 __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x, const uint4* weight, const uint4* gate,
-                                           const float* logit_bias, const float* correction, int* ids, float* weights, float* gates, int experts, int width, i64 x_stride, float scale) {
+                                           const float* logit_bias, const float* correction, const float* factors, int* ids, float* weights, float* gates,
+                                           int experts, int width, i64 x_stride, float scale) {
     typedef RouterRow<C> Row;
     static_assert(C::TOP <= 32 && C::PER <= 32, "a lane keeps one choice, and a bit for each of its logits");
     static_assert(C::GROUPS <= 32, "a lane looks at a group");
@@ -264,16 +268,16 @@ __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x
         cluster_wait();
     }
     __syncthreads();
-    if (row.rank == 0 && row.warp == 0) row.choose(logits, correction, ids + m * C::TOP, weights + m * C::TOP, scale);
+    if (row.rank == 0 && row.warp == 0) row.choose(logits, correction, factors, ids + m * C::TOP, weights + m * C::TOP, scale);
     if (C::GATED && row.rank == 0 && threadIdx.x == 32 * C::WARPS - 1) FAULT_SITE(gate_value, gates[m] = 1.f / (1.f + expf(-logits[experts]));)
 }
 
 #define INSTANTIATE_STEP_ROUTER(NAME, CONFIGURATION)                                                                    \
     extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, 1) CLUSTER_OF(CONFIGURATION::CLUSTER)       \
     NAME(const uint4* residual, const uint4* first, const uint4* norm_weight, const uint4* norm_bias, uint4* stored, uint4* x,      \
-         const uint4* weight, const uint4* gate, const float* logit_bias, const float* correction, int* ids,            \
+         const uint4* weight, const uint4* gate, const float* logit_bias, const float* correction, const float* factors, int* ids, \
          float* weights, float* gates, int experts, int width, i64 residual_stride, i64 first_stride, i64 x_stride, float factor, float eps,          \
          float offset, float scale) {                                                                                   \
         const RouterAddition given = {residual, first, norm_weight, norm_bias, stored, residual_stride, first_stride, factor, eps, offset}; \
-        route_rows<CONFIGURATION>(given, x, weight, gate, logit_bias, correction, ids, weights, gates, experts, width, x_stride, scale); \
+        route_rows<CONFIGURATION>(given, x, weight, gate, logit_bias, correction, factors, ids, weights, gates, experts, width, x_stride, scale); \
     }
