@@ -83,11 +83,12 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
         mixers: dict[str, Mixer] = {}
         vectors: dict[str, tuple[int, ...]] = {}
         routing: dict[str, tuple[int, ...]] = {}
-        heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
+        config = model.config.get_text_config()
+        heads, hidden = (getattr(config, key, None) for key in ("num_attention_heads", "hidden_size"))
         for name, block in zip(names, blocks, strict=True):
             experts |= _find_routed(name, block)
             mixers |= find_mixers(name, block)
-            routing |= _routing_vectors(name, block, experts, norms)
+            routing |= _routing_vectors(name, block, experts, norms, hidden)
             vectors |= _maybe_sinks(name, block, heads, mixers)
             _check_parameters(name, block, norms, experts, mixers, {*vectors, *routing})
         rotary = RotaryModules(model)
@@ -319,10 +320,14 @@ def _maybe_sinks(
 
 
 def _routing_vectors(
-    name: str, block: nn.Module, experts: Mapping[str, _RoutedExperts], norms: Collection[str]
+    name: str,
+    block: nn.Module,
+    experts: Mapping[str, _RoutedExperts],
+    norms: Collection[str],
+    hidden: int | None,
 ) -> dict[str, tuple[int, ...]]:
     """Full names and shapes of parameters that a router may use besides its product: a number for each expert
-    or channel, in modules beside the experts or around them."""
+    or for each of ``hidden`` channels, in modules beside the experts or around them."""
     found: dict[str, tuple[int, ...]] = {}
     for expert, routed in experts.items():
         if not expert.startswith(f"{name}."):
@@ -335,7 +340,7 @@ def _routing_vectors(
             if is_linear(module) or full in norms or full in (*experts, *routed.routers):
                 continue
             for key, value in module.named_parameters(recurse=False):
-                if value.numel() == max(value.shape) and value.numel() in (routed.count, routed.hidden):
+                if value.numel() == max(value.shape) and value.numel() in (routed.count, hidden):
                     found[f"{full}.{key}"] = tuple(value.shape)
     return found
 

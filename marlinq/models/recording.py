@@ -426,9 +426,9 @@ class _Recorder:
         return torch.full(shape, float(len(self._masks) - 1))
 
     def _attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **told: Any
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **told: Any
     ) -> tuple[Tensor, None]:
-        name = self.names[id(module)]
+        name, mask = self.names[id(module)], attention_mask
         for key, value in told.items():
             if key not in _HARMLESS and key != "s_aux" and value is not None:
                 raise Refusal(name, f"its attention has an argument {key!r}")
@@ -486,6 +486,10 @@ class _Parameters(TorchFunctionMode):
         if func is F.embedding and parameters[0].dim() == 2:
             module = name.rpartition(".")[0]
             return self._recorder.call("embedding", module, args[0], int(parameters[0].shape[1]))
+        if func is Tensor.__getitem__ and parameters[0] is args[0] and self._is_table(name):
+            # The embedding of a token in the place of images. No token of a recording is one.
+            shape = torch.empty(parameters[0].shape, device="meta")[args[1]].shape
+            return self._recorder.random(tuple(shape))
         rows = int(parameters[0].shape[0])
         if func in _CASTS and not kwargs and tuple(args[1:]) == _CASTS[func]:
             cast = torch.empty_like(parameters[0], dtype=torch.float32, device="meta")
@@ -501,3 +505,7 @@ class _Parameters(TorchFunctionMode):
             if key == "weight" and parameters[0].dim() == 2:
                 return self._recorder.logits(module, args[0], rows, wide=wide, bias=bias)
         raise Refusal(name, "is used by neither a linear, a norm nor an embedding")
+
+    def _is_table(self, name: str) -> bool:
+        """Whether the parameter ``name`` is the weight of an embedding."""
+        return isinstance(self._recorder.model.get_submodule(name.rpartition(".")[0]), nn.Embedding)

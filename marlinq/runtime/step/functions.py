@@ -66,7 +66,8 @@ def layer_inputs_of(
     assert norm is not None
 
     def run(ids: Tensor, x: Tensor) -> Tensor:
-        projected = (projection(x) * inputs.projection_scale).unflatten(-1, (-1, inputs.width))
+        projected = projection(x) * inputs.projection_scale
+        projected = projected.view(*projected.shape[:-1], -1, inputs.width)
         looked_up = (F.embedding(ids, table) * inputs.embedding_scale).view(projected.shape)
         return (norm(projected) + looked_up) * inputs.scale
 
