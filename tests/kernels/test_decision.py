@@ -168,7 +168,7 @@ def test_every_model_counts_the_same_launch(kernel: str, monkeypatch: pytest.Mon
     longer = replace(PHYSICS, launch=PHYSICS.launch + 1.0)
     for module in (bulk, stream, warpgroup_costs):
         monkeypatch.setattr(module, "PHYSICS", longer)
-        own = {field.name for field in fields(module.Costs)}
+        own = {field.name for field in fields(module.COSTS)}
         assert own.isdisjoint(field.name for field in fields(PHYSICS)), "what is shared is nobody's own"
     after = [seconds for seconds, _, _ in estimates(problem, H200, kernel)]
     assert before

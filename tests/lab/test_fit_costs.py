@@ -11,7 +11,7 @@ from lab.kernels import fit_costs
 from marlinq.kernels.variants import stream
 from tests.kernels.problems import int4_problem
 
-TRUTH = replace(stream.COSTS, cluster=1.6 * stream.COSTS.cluster, codes=1.4 * stream.COSTS.codes)
+TRUTH = replace(stream.COSTS, step=1.6 * stream.COSTS.step, codes=1.4 * stream.COSTS.codes)
 
 
 def sweep(path: Path) -> list[Path]:
@@ -53,7 +53,7 @@ def test_a_search_chooses_better_than_where_it_began(tmp_path: Path) -> None:
     # Every fourth candidate of each layer: a search estimates all of them at every step.
     measured = fit_costs.read(sweep(tmp_path / "sweep.json"))[0][::4]
     # Far enough off that other candidates are chosen.
-    off = replace(TRUTH, crowding=12 * TRUTH.crowding, cluster=0.1 * TRUTH.cluster)
+    off = replace(TRUTH, crowding=12 * TRUTH.crowding, step=0.1 * TRUTH.step)
     costs = {**{name: entry[2] for name, entry in fit_costs.KERNELS.items()}, "stream": off}
 
     def lost(constants: dict[str, object]) -> float:

@@ -67,10 +67,8 @@ class SortedCosts:
         gathered: seconds per element of sorted activations to gather it and to add it to the result.
         chunk: cycles a warpgroup needs per chunk, whatever it multiplies.
         word: cycles a warpgroup adds per row of 16 channels and 16 columns of a warp.
-        row: cycles a warpgroup adds per row of the tile, 16 channels and 16 columns of a warp.
         issue: issue cycles of a multiprocessor's schedulers per word of a warp.
         end: cycles at a tile's end per 64 rows of the tile and 16 columns of a warp.
-        quantised: share, 0 to 1, by which a partial last wave counts as a whole one; 0: by its fraction.
         saved_by_local_sort: seconds of ``fixed`` saved when blocks sort pairs and no sort kernel is launched.
     """
 
@@ -78,10 +76,8 @@ class SortedCosts:
     gathered: float = 1.61e-12
     chunk: float = 323.0
     word: float = 30.0
-    row: float = 0.13
     issue: float = 16.0
     end: float = 335.0
-    quantised: float = 0.71
     saved_by_local_sort: float = 1.2e-06
 
 
@@ -280,12 +276,11 @@ def sorted_seconds(shape: ExpertsShape, device: Device, tile_m: int, columns: Co
     for gated in (True, False):
         problem = shape.product(gated=gated)
         tile_n = 64 * words * warpgroups
-        waves = shape.experts * tiles * -(-problem.n // tile_n) / slots
-        waves += costs.quantised * (math.ceil(waves) - waves)
+        waves = math.ceil(shape.experts * tiles * -(-problem.n // tile_n) / slots)
         # Tiles of the same expert read its words from device memory once.
         weights = tile_n * 16 * _ROWS * problem.bytes_per_weight * touched / tiles
         memory = slots * weights / device.bandwidth
-        alone = costs.chunk + _ROWS * words * (costs.word + costs.row * tile_m)
+        alone = costs.chunk + _ROWS * words * costs.word
         together = blocks * warpgroups * _ROWS * words * (costs.issue + tile_m / 2)
         chunk = (memory**4 + (alone / device.clock) ** 4 + (together / device.clock) ** 4) ** 0.25
         end = costs.end * (0.3 + words * tile_m / 64) / device.clock

@@ -104,9 +104,6 @@ class StreamCosts:
         scaling: issue cycles to scale weights instead of sums, per row.
         stalls: cycles a row takes, as a multiple of its issue cycles, for the only warp of a scheduler.
         step: cycles of the barrier that ends a step.
-        remote: bytes a second at which a multiprocessor reads sums from shared memory of its cluster.
-        cluster: seconds of two cluster barriers.
-        member: seconds that each block of a cluster adds to the barriers.
         sharpness: exponent p of the p-norm that combines the shares of a launch's time (p = 1: they add; p
             large: the longest counts).
     """
@@ -121,9 +118,6 @@ class StreamCosts:
     scaling: float = 22.3
     stalls: float = 0.616
     step: float = 365
-    remote: float = 4.95e10
-    cluster: float = 8.67e-07
-    member: float = 4.67e-08
     sharpness: float = 39
 
 
@@ -355,9 +349,9 @@ def estimate(
         row += costs.closing * closings * config.blocks_m if config.scale_sums else costs.scaling
     warps = config.warps_n * config.warps_k
     sums = batch * config.tile_n * 4 * config.warps_k
-    meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
+    meeting = PHYSICS.meeting(config.cluster)
     # A block alone reads its sums from its own shared memory, about as fast as its port.
-    meeting_rate = costs.remote if config.cluster > 1 else PHYSICS.port
+    meeting_rate = PHYSICS.remote if config.cluster > 1 else PHYSICS.port
     seconds, busiest = PHYSICS.launch, ""
     resident = _resident(problem, device, config)
     for load in device.loads(config.grid(problem), config.cluster, resident):

@@ -36,10 +36,7 @@ class WarpgroupCosts:
         collision: share of a queue that a newcomer waits for
             (:func:`marlinq.kernels.variants.costs.round_trip`).
         tile: seconds at the end of an unsplit tile, unless the producer warpgroup stores it during the next.
-        remote: bytes a second at which a multiprocessor reads sums from shared memory of its cluster.
         turn: seconds a thread waits for a read from shared memory of its cluster, once per four sums.
-        cluster: seconds of two cluster barriers.
-        member: seconds that each block of a cluster adds to the barriers.
         handover: seconds of a stream-K launch besides its chunks and the transfer of sums through L2.
         scattered: share of the time of :func:`_displaced` that is added: reads of stream-K tiles that miss L2
             since neighbours work elsewhere in K.
@@ -55,10 +52,7 @@ class WarpgroupCosts:
     sharing: float = 10
     collision: float = 1.6
     tile: float = 1.3e-06
-    remote: float = 3.3e10
     turn: float = 6.9e-08
-    cluster: float = 7.1e-07
-    member: float = 1.3e-07
     handover: float = 8.5e-07
     scattered: float = 0.082
     sharpness: float = 4
@@ -132,10 +126,10 @@ def estimate(
     handed = (costs.chunk + costs.sharing * (config.warpgroups_n - 1)) / device.clock
     # Bytes of sums that are added at the end of a tile.
     ends = batch * config.tile_n * 4 * config.parts_k if split else 0
-    meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
+    meeting = PHYSICS.meeting(config.cluster)
     if config.cluster > 1 and not config.pushes:
         meeting += costs.turn * math.ceil(batch * config.tile_n / 4 / (config.cluster * config.threads))
-    rate = costs.remote if config.cluster > 1 else PHYSICS.reduction
+    rate = PHYSICS.remote if config.cluster > 1 else PHYSICS.reduction
     seconds, busiest = PHYSICS.launch + PHYSICS.first_bytes * (not split), ""
     loads = device.loads(config.tiles(problem) * config.cluster, config.cluster, resident)
     if config.stream_k:
