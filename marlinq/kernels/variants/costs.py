@@ -27,8 +27,8 @@ class Physics:
         latency: seconds from a request to its bytes once the ring is full.
         reduction: bytes of sums a second that a multiprocessor moves through shared memory and adds.
         remote: bytes a second at which a multiprocessor reads sums from shared memory of its cluster.
-        cluster: seconds of two cluster barriers.
-        member: seconds that each block of a cluster adds to the barriers.
+        barriers: seconds of two cluster barriers, at which blocks wait for each other's sums.
+        barriers_block: seconds that each block of a cluster adds to them.
     """
 
     launch: float = 7.8e-07
@@ -37,12 +37,12 @@ class Physics:
     latency: float = 7.4e-07
     reduction: float = 2.3e10
     remote: float = 3.3e10
-    cluster: float = 8.67e-07
-    member: float = 4.67e-08
+    barriers: float = 8.67e-07
+    barriers_block: float = 4.67e-08
 
     def meeting(self, blocks: int) -> float:
         """Seconds in which a cluster of ``blocks`` blocks meets twice; 0 for one block."""
-        return self.cluster + self.member * blocks if blocks > 1 else 0.0
+        return self.barriers + self.barriers_block * blocks if blocks > 1 else 0.0
 
 
 PHYSICS = Physics()
