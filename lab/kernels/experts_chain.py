@@ -54,7 +54,7 @@ def listed(shape: ExpertsShape, device: Device) -> dict[str, ExpertsDecision]:
 
 def graph_of(recording: RecordedStep, tokens: Tensor) -> torch.cuda.CUDAGraph:
     """A step of ``tokens`` without the head."""
-    recording._first.arguments.tokens = tokens.data_ptr()
+    recording.read_from(tokens)
 
     def start() -> None:
         for launch in recording.starts[:-1]:

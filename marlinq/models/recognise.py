@@ -850,8 +850,11 @@ class _Block:
             m = m + (always if shared_gate is None else torch.sigmoid(gates[0].output) * always)
         elif shared_gate is not None:
             raise Refusal(shared_gate, "its part in the block is not understood")
-        ends = (None if each is None else each.name for each in (into, out))
-        mixture = Mixture(router, call.name, found.activation, shared, shared_gate, found.gated, *ends)
+        mixture = Mixture(
+            *(router, call.name, found.activation, shared, shared_gate, found.gated),
+            into=None if into is None else into.name,
+            out=None if out is None else out.name,
+        )
         return mixture, given, m
 
     def _apart(

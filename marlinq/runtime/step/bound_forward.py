@@ -241,8 +241,10 @@ class BoundForward(Forward):
         gate = layer.input_gate
         if gate is None:
             return None
-        products = (single_product(model, name) for name in (gate.gate, gate.output))
-        return BoundInputGate(gate, *products, row_norm(model, gate.norm, self.dtype))
+        norm = row_norm(model, gate.norm, self.dtype)
+        return BoundInputGate(
+            gate, single_product(model, gate.gate), single_product(model, gate.output), norm
+        )
 
     def _table(self, model: nn.Module, rotary: Rotary, tables: dict[Rotary, torch.Tensor]) -> torch.Tensor:
         """Cosines and sines of a rotation, shared by the layers that have it."""

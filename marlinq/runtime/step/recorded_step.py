@@ -84,15 +84,16 @@ class RecordedStep(Walk):
         kernels.precompile_prepared(prepared, forward.device_index, progress)
         self.starts: list[Start] = []
         # Kernels that read the tokens, whose address may change.
-        self._readers: list[Any] = []
+        readers: list[Any] = []
         for item in self._recorded:
             if isinstance(item, kernels.Prepared):
                 launch = kernels.bind(item, forward.device_index, dependent=bool(self.starts))
                 if not self.starts or getattr(item.arguments, "tokens", 0):
-                    self._readers.append(launch)
+                    readers.append(launch)
                 self.starts.append(launch.start)
             else:
                 self.starts.append(item)
+        self._readers = tuple(readers)
         # The forward owns this object; a cycle of references would keep the cache until garbage collection.
         del self.forward, self._recorded
 
@@ -117,10 +118,14 @@ class RecordedStep(Walk):
         """Append a launch that is not made by :meth:`launch`."""
         self._recorded.append(start)
 
-    def start(self, tokens: Tensor) -> Tensor:
-        """A step; returns logits [B, vocabulary]."""
+    def read_from(self, tokens: Tensor) -> None:
+        """Make further launches read ``tokens``, int64 [B]."""
         for reader in self._readers:
             reader.arguments.tokens = tokens.data_ptr()
+
+    def start(self, tokens: Tensor) -> Tensor:
+        """A step; returns logits [B, vocabulary]."""
+        self.read_from(tokens)
         for start in self.starts:
             start()
         return self.logits
