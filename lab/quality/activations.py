@@ -2,9 +2,8 @@
 
     python -m lab.quality.activations MODEL CKPT --text FILE [--text FILE] [--json OUT]
 
-CKPT is MODEL quantised to INT4. Its products run on the device's reference, and activations are rounded in
-front of every quantised linear as the kernels do: to E4M3, with a scale of each token and 128 channels, or of
-each token alone.
+CKPT is MODEL quantised to INT4. Activations are rounded in front of every quantised linear as the kernels do:
+to E4M3, with a scale of each token and 128 channels, or of each token alone.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from marlinq import evaluate, load
 from marlinq.kernels.launch.eight_bit_product import GROUP, quantize_rows
 from marlinq.operations.bench.hardware import hardware_line
-from marlinq.runtime.quant_linear import QuantLinear
+from marlinq.runtime import LoadedModel
 
 ROWS = {"16-bit activations": None, "FP8, scale of token and 128 channels": GROUP, "FP8, scale of token": 0}
 """Title of a row -> channels that share a scale: 0 for all of a token's, None where nothing is rounded."""
@@ -37,13 +36,13 @@ def rounded(x: Tensor, group: int) -> Tensor:
     return values.view(len(flat), -1)[:, :k].reshape(x.shape).to(x.dtype)
 
 
-def round_inputs(model: nn.Module, group: int) -> list[torch.utils.hooks.RemovableHandle]:
+def round_inputs(loaded: LoadedModel, group: int) -> list[torch.utils.hooks.RemovableHandle]:
     """Round what every quantised linear is given, until the handles are removed."""
 
     def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return rounded(inputs[0], group), *inputs[1:]
 
-    linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    linears = [loaded.model.get_submodule(name) for name in loaded.decisions]
     return [linear.register_forward_pre_hook(hook) for linear in linears]
 
 
@@ -56,7 +55,7 @@ def main() -> None:
     rows = []
     for text in options.text:
         for title, group in ROWS.items():
-            handles = [] if group is None else round_inputs(quantized.model, group)
+            handles = [] if group is None else round_inputs(quantized, group)
             measured = evaluate(
                 quantized,
                 against=original,

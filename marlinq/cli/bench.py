@@ -100,7 +100,8 @@ def command() -> None:
 @_against_option(
     "cublas,humming",
     "Peers to measure in the same process: cublas, humming, tinygemm; one that is not installed is left "
-    "out with a note. batch-invariant and act-order measure marlinq's own kernel in these modes.",
+    "out with a note. batch-invariant, act-order and fp8-activations measure marlinq's own kernels in these "
+    "modes.",
 )
 @_group_size_option(
     "Input channels that share a scale; -1 is all of them, auto the largest number that divides every layer."

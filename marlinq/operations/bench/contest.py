@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -43,6 +44,7 @@ def check_and_time(
     floor: float,
     notes: list[str],
     sustained: bool = False,
+    roundings: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(seconds of a launch, relative error) of every contender whose result is right.
 
@@ -55,6 +57,7 @@ def check_and_time(
         tolerance: largest relative error of marlinq's kernel.
         floor: least seconds of a launch.
         notes: list that notes about wrong or failing peers are added to.
+        roundings: name -> largest relative error of a contender that rounds activations.
         sustained: measure without pauses, as in :func:`marlinq.operations.bench.timing.time_in_turn`.
     """
     launches = launches_for(1.5 * floor)
@@ -64,7 +67,7 @@ def check_and_time(
     def checked(name: str, ready: Callable[[], Launch]) -> tuple[float, GraphRecording] | None:
         launch = ready()
         error = relative_error(launch, rows, expected, shape)
-        limit = tolerance * (1.0 if name == OURS else _PEER_SLACK)
+        limit = roundings.get(name, tolerance * (1.0 if name == OURS else _PEER_SLACK))
         if error < limit:
             return error, capture(launch, launches)
         notes.append(

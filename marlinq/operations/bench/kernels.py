@@ -26,7 +26,7 @@ from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.kernel_bench import OURS, Cell, KernelBench
 from marlinq.operations.bench.peers import PEERS
 from marlinq.operations.bench.peers.contenders import Contender, Run
-from marlinq.operations.bench.peers.own import Marlinq
+from marlinq.operations.bench.peers.own import Fp8Activations, Marlinq
 from marlinq.operations.bench.peers.sparse import SparseContender
 from marlinq.operations.bench.shapes import LinearSize, dividing_group_size, layers_of
 from marlinq.operations.bench.timing import cold_read_seconds, copies_for, peak_rate
@@ -65,6 +65,8 @@ def scheme_named(name: str, *, asymmetric: bool) -> tuple[WeightFormat, int | No
 DEFAULT_BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
+# The largest relative rounding to E4M3, three bits behind the first.
+_E4M3_ROUNDING = 2.0**-4
 _CHECKED_ROWS = 8
 _CPU_BATCH, _CPU_REPEATS = 16, 3
 
@@ -291,6 +293,7 @@ def _cell(
         floor=floor,
         notes=notes,
         sustained=setting.sustained,
+        roundings={Fp8Activations.name: _E4M3_ROUNDING},
     )
     return setting.cell(weight, m, floor, seconds, errors)
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from marlinq.operations.bench.peers.contenders import Contender, ExpertsContender
 from marlinq.operations.bench.peers.dense import Cublas, CublasExperts, TorchGroupedExperts
 from marlinq.operations.bench.peers.humming import Humming, HummingExperts
-from marlinq.operations.bench.peers.own import ActivationOrder, BatchInvariant
+from marlinq.operations.bench.peers.own import ActivationOrder, BatchInvariant, Fp8Activations
 from marlinq.operations.bench.peers.tinygemm import Tinygemm
 
 PEERS: dict[str, Contender] = {
-    peer.name: peer for peer in (Cublas(), Humming(), Tinygemm(), BatchInvariant(), ActivationOrder())
+    peer.name: peer
+    for peer in (Cublas(), Humming(), Tinygemm(), BatchInvariant(), ActivationOrder(), Fp8Activations())
 }
 """Contenders of products by name."""
 

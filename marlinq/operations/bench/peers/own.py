@@ -8,9 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from marlinq.core.granularity import Granularity
 from marlinq.formats.layouts.marlin import pack_tiles
-from marlinq.kernels import GEMMS, batch_invariant, precompile
+from marlinq.kernels import GEMMS, Problem, batch_invariant, device_numbers, precompile
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.experts import ExpertWeights, routed_experts
+from marlinq.kernels.ops.w4a8 import w4a8_gemm
+from marlinq.kernels.variants.warpgroup_fp8 import refusal
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.peers.contenders import Routing, Run, RunLayer
 from marlinq.operations.bench.weights import Weight
@@ -59,6 +63,22 @@ class BatchInvariant(Marlinq):
             with batch_invariant():
                 precompile(problems, weight.words.device.index)
         return invariant
+
+
+class Fp8Activations(Marlinq):
+    """The product whose activations are rounded to FP8, with the launch that rounds them."""
+
+    name = "fp8-activations"
+    any_format = False
+
+    def unavailable(self, dtype: torch.dtype, group_size: int, asymmetric: bool) -> str | None:
+        groups = Granularity.from_group_size(group_size)
+        problem = Problem(1, 128, 128, groups, asymmetric, dtype == torch.bfloat16, INT4)
+        return refusal(problem, device_numbers(torch.cuda.current_device()))
+
+    def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
+        operands = [(weight.words.clone(), weight.scales.clone()) for _ in range(copies)]
+        return lambda copy, x: w4a8_gemm(x, *operands[copy], None, weight.layer.n)
 
 
 class ActivationOrder(Marlinq):
