@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from marlinq.core.kept import cache_folder
 from marlinq.kernels.choose.decision import KernelDecision, decide
 from marlinq.kernels.contract.demands import batch_invariant, dependent_launches, forced_kernel
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.problem import GRANULARITIES, GROUP_SIZES, Problem
-from marlinq.kernels.contract.product_tensors import ProductTensors
 from marlinq.kernels.contract.weight_formats import WeightFormat
-from marlinq.kernels.driver.cache import DamagedCache, KernelSpills
 from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
 from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.precompile import LayerShape, precompile, precompile_model
@@ -38,17 +35,13 @@ __all__ = [
     "GRANULARITIES",
     "GROUP_SIZES",
     "KERNELS",
-    "DamagedCache",
     "Device",
     "KernelDecision",
-    "KernelSpills",
     "LayerShape",
     "Operand",
     "Problem",
-    "ProductTensors",
     "WeightFormat",
     "batch_invariant",
-    "cache_folder",
     "compile_kernel",
     "decide",
     "dependent_launches",

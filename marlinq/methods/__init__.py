@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from marlinq.methods.gptq import GPTQ, GPTQOptions
-from marlinq.methods.imatrix import Imatrix, ImatrixOptions
+from marlinq.methods.imatrix import Imatrix
 from marlinq.methods.input_range import StaticRTN
 from marlinq.methods.method import Inputs, Method, MethodOptions, SolveReport, Statistics
 from marlinq.methods.rtn import RTN, RTNOptions
@@ -30,7 +30,6 @@ for _method in (GPTQ(), Imatrix(), RTN(), StaticRTN()):
 __all__ = [
     "METHODS",
     "GPTQOptions",
-    "ImatrixOptions",
     "Inputs",
     "Method",
     "MethodOptions",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from marlinq.models.blueprint import Block, Blueprint, build_blueprint, describe
 from marlinq.models.conversion import Conversion, ConvertedTensors, converted, find_conversions
 from marlinq.models.fused_experts import Experts, ExpertTokens, expert_inputs, tapped_layer
-from marlinq.models.instance import ModelInstance, TensorSource
+from marlinq.models.instance import ModelInstance
 from marlinq.models.names import TensorNames, without_false_ties
 from marlinq.models.projection import Projection, fused_experts, shared_inputs, tapped
 from marlinq.models.quantized_linears import check_linears, quantized_linears
@@ -25,7 +25,6 @@ __all__ = [
     "Projection",
     "StreamFinder",
     "TensorNames",
-    "TensorSource",
     "build_blueprint",
     "check_linears",
     "converted",

@@ -5,7 +5,7 @@ Importing this package imports neither torch nor CuPy, so that it also works whe
 
 from __future__ import annotations
 
-from marlinq.operations.doctor.diagnosis import Capability, Diagnosis, Finding, State
+from marlinq.operations.doctor.diagnosis import Diagnosis, Finding, State
 from marlinq.operations.doctor.examination import examine
 
-__all__ = ["Capability", "Diagnosis", "Finding", "State", "examine"]
+__all__ = ["Diagnosis", "Finding", "State", "examine"]

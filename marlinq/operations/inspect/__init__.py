@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from marlinq.operations.inspect.eligibility import KernelVerdict, ServerVerdict
+from marlinq.operations.inspect.eligibility import ServerVerdict
 from marlinq.operations.inspect.inspect_checkpoint import inspect
-from marlinq.operations.inspect.inspection import Inspection, ModuleFacts
+from marlinq.operations.inspect.inspection import Inspection
 
-__all__ = ["Inspection", "KernelVerdict", "ModuleFacts", "ServerVerdict", "inspect"]
+__all__ = ["Inspection", "ServerVerdict", "inspect"]

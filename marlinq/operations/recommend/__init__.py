@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from marlinq.operations.recommend.gpus import Gpu, gpus
+from marlinq.operations.recommend.gpus import gpus
 from marlinq.operations.recommend.plot import save_plot
 from marlinq.operations.recommend.recommend_weights import recommend
 from marlinq.operations.recommend.recommendation import Recommendation, WeightsCandidate
 
-__all__ = ["Gpu", "Recommendation", "WeightsCandidate", "gpus", "recommend", "save_plot"]
+__all__ = ["Recommendation", "WeightsCandidate", "gpus", "recommend", "save_plot"]

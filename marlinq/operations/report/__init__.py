@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from marlinq.operations.report.card import CARD, hub_id, model_card
 from marlinq.operations.report.evaluation import keep_evaluation
-from marlinq.operations.report.figures import CheckpointFigures, ModuleFigures, ScaleFigures, TimeFigures
+from marlinq.operations.report.figures import TimeFigures
 from marlinq.operations.report.written_report import WrittenReport, report, write_report
 
 __all__ = [
     "CARD",
-    "CheckpointFigures",
-    "ModuleFigures",
-    "ScaleFigures",
     "TimeFigures",
     "WrittenReport",
     "hub_id",
