@@ -195,7 +195,7 @@ def work():
         total += (i % 7) * 0.5 if i & 1 else max(i, 3)
     return time.process_time() - start
 found = {{}}
-for m in (1, 4, 16, 48, 64, 256, 1000, 2048, 8192):
+for m in (1, 16, 64, 1000, 8192):
     for n, k in {LLAMA_8B}:
         name = f"M={{m}} N={{n}} K={{k}}"
         for attempt in range(3):
@@ -212,7 +212,7 @@ print(json.dumps(found))
     ended = forks.run(script, modules=forks.TORCH)
     assert ended.returncode == 0, ended.stderr
     seconds = json.loads(ended.stdout)
-    assert len(seconds) == 36
+    assert len(seconds) == 20
     # On a processor that others keep busy, or a slow one, other Python beside it takes as much longer. Each
     # takes 5 ms at most; what is left of noise may double that.
     assert {name: taken for name, taken in seconds.items() if taken > 0.01} == {}

@@ -65,6 +65,7 @@ def test_dict_and_json_round_trip(recipe):
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 
+@hypothesis.settings(max_examples=30)
 @given(recipe=_RECIPES)
 def test_yaml_round_trip(tmp_path_factory, recipe):
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
