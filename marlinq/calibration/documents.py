@@ -7,15 +7,19 @@ import json
 import random
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from marlinq.calibration.chat import Chat, render_chat
+from marlinq.calibration.images import encode_with_images, holds_images
 from marlinq.calibration.sources import Row, Unusable, read_paragraphs
 from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MIN_TOKENS = 16
 """tokens below which a document (a heading, a fragment) is left out, because it has too little context"""
@@ -33,19 +37,27 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of one calibration document, at its natural length."""
+    """One calibration document.
+
+    Attributes:
+        tokens: token ids, at their natural length.
+        beside: other inputs of the model by name, for a document with images; None for text alone.
+    """
 
     tokens: tuple[int, ...]
+    beside: Mapping[str, Tensor] | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 def documents_hash(documents: Sequence[Document]) -> str:
-    """SHA-256 over the token ids of all documents in order."""
+    """SHA-256 over the token ids, and images, of all documents in order."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(json.dumps(document.tokens).encode() + b"\n")
+        for name, value in sorted((document.beside or {}).items()):
+            digest.update(name.encode() + value.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -86,11 +98,13 @@ def read_documents(
     tokens: int | None = None,
     as_messages: bool = False,
     duplicates: Duplicates | None = None,
+    processor: Callable[[], Any] | None = None,
 ) -> list[Document]:
     """Different documents drawn at random from ``source``, each cut to ``max_length`` tokens.
 
-    Unusable rows (without text, invalid JSON, messages that the chat template refuses, token ids beyond the
-    vocabulary) are skipped with a warning; if all rows are unusable, an error is raised.
+    Conversations with images (:mod:`marlinq.calibration.images`) are taken whole or not at all. Unusable rows
+    (without text, invalid JSON, messages that the chat template refuses, token ids beyond the vocabulary) are
+    skipped with a warning; if all rows are unusable, an error is raised.
 
     Args:
         source: file or dataset, as :mod:`marlinq.calibration.sources` describes; a dataset's split is
@@ -104,6 +118,8 @@ def read_documents(
         tokens: largest number of tokens of all documents; the last one is cut. None for no limit.
         as_messages: put every text into the model's chat template, as a user's message.
         duplicates: documents of other sources so far; the drawn documents are added.
+        processor: function that makes the model's processor of images; called only if there are any. None
+            skips rows with images.
 
     Raises:
         UsageError: the source does not exist, is of an unknown kind, or has no usable row.
@@ -123,9 +139,20 @@ def read_documents(
     documents: list[Document] = []
     unusable: list[tuple[int, Unusable | MarlinqError]] = []
     usable = 0
-    for number, text, ids in _encoded(candidates, tokenizer, source, max_length, as_messages=as_messages):
+    encoded = _encoded(candidates, tokenizer, processor, source, max_length, as_messages=as_messages)
+    for number, text, ids in encoded:
         if text is None and isinstance(ids, list):
             ids = _known(ids, vocabulary, source)
+        if isinstance(ids, Document):
+            check_tokens(ids.tokens, vocabulary, source)
+            usable += 1
+            # Images tell documents apart that have the same words.
+            if len(ids) <= room:
+                documents.append(ids)
+                room -= len(ids)
+            if len(documents) == samples or room < shortest:
+                break
+            continue
         if not isinstance(ids, list):
             unusable.append((number, ids))
             if not usable and len(unusable) == min(_MOST_UNUSABLE, len(candidates)):
@@ -214,23 +241,36 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
 def _encoded(
     rows: Sequence[tuple[int, Row | Unusable]],
     tokenizer: Callable[[], Any],
+    processor: Callable[[], Any] | None,
     source: str,
     max_length: int,
     *,
     as_messages: bool,
-) -> Iterator[tuple[int, str | None, list[int] | Unusable | MarlinqError]]:
-    """(number, text, token ids) of each row in turn, or why it has none; rows of token ids have no text."""
+) -> Iterator[tuple[int, str | None, list[int] | Document | Unusable | MarlinqError]]:
+    """(number, text, token ids) of each row in turn, or why it has none; rows of token ids have no text, and
+    one with images is a document."""
     encoder: Any = None
+    reader: Any = None
     for start in range(0, len(rows), _AT_ONCE):
         part = rows[start : start + _AT_ONCE]
         texts: dict[int, str] = {}
-        ids: dict[int, list[int] | Unusable | MarlinqError] = {}
+        ids: dict[int, list[int] | Document | Unusable | MarlinqError] = {}
         chats = set()
         for place, (_, row) in enumerate(part):
             if isinstance(row, list | Unusable):
                 ids[place] = row[:max_length] if isinstance(row, list) else row
                 continue
             encoder = encoder or tokenizer()
+            if isinstance(row, Chat) and holds_images(row):
+                if processor is None:
+                    ids[place] = Unusable("holds images; the model is run on text alone here")
+                    continue
+                reader = reader or processor()
+                try:
+                    ids[place] = _with_images(row, encoder, reader, source, max_length)
+                except CheckpointError as error:
+                    ids[place] = error
+                continue
             if as_messages and isinstance(row, str):
                 row = Chat(({"role": "user", "content": row},))
             try:
@@ -253,6 +293,18 @@ def _encoded(
                     ids |= zip(places, encoded["input_ids"], strict=True)
         for place, (number, _) in enumerate(part):
             yield number, texts.get(place), ids[place]
+
+
+def _with_images(
+    row: Chat, tokenizer: Any, processor: Any, source: str, max_length: int
+) -> Document | Unusable:
+    encoded = encode_with_images(row, tokenizer, processor, source)
+    if isinstance(encoded, Unusable):
+        return encoded
+    tokens, beside = encoded
+    if len(tokens) > max_length:
+        return Unusable(f"{len(tokens)} tokens with its images, more than --max-length {max_length}")
+    return Document(tuple(tokens), beside)
 
 
 def _draw(rows: Iterable[Row | Unusable], count: int, seed: int) -> list[tuple[int, Row | Unusable]]:

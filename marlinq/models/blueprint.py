@@ -77,6 +77,8 @@ class Blueprint:
         base_prefix: prefix of names that some checkpoints leave out; may be empty.
         replay_root_name: full name of the smallest module that takes token ids and runs the blocks (the model
             without its head); empty for the model itself.
+        seeing_root_name: full name of the smallest module that takes token ids and images and runs towers and
+            blocks; empty for the model itself.
         text_root_name: full name of the smallest module that takes token ids and returns logits (a language
             model without vision or audio towers); empty for the model itself.
         renamings: transformers' rules from names in files to names in memory, in order.
@@ -103,6 +105,7 @@ class Blueprint:
     ignored: tuple[str, ...]
     base_prefix: str
     replay_root_name: str
+    seeing_root_name: str
     text_root_name: str
     renamings: tuple[Any, ...]
     converters: tuple[Any, ...]
@@ -247,6 +250,7 @@ def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], sour
         ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), *_COMPUTED),
         base_prefix=model.base_model_prefix,
         replay_root_name=_replay_root(model, blocks_name),
+        seeing_root_name=_innermost(model, blocks_name, _table_of(model), *towers(model)),
         text_root_name=_text_root(model),
         renamings=tuple(rule for rule in rules if isinstance(rule, WeightRenaming)),
         converters=tuple(rule for rule in rules if isinstance(rule, WeightConverter)),

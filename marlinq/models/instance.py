@@ -221,13 +221,16 @@ class ModelInstance:
         self.release(self.blueprint.blocks[index].name)
 
     @contextmanager
-    def outer(self, *, whole: bool = False) -> Iterator[nn.Module]:
+    def outer(self, *, whole: bool = False, seeing: bool = False) -> Iterator[nn.Module]:
         """Inside, all modules except blocks and head have their weights in memory.
 
-        Yields the module that takes token ids and runs the blocks (:attr:`Blueprint.replay_root_name`), or
-        with ``whole`` the one that also returns logits (:attr:`Blueprint.text_root_name`).
+        Yields the module that takes token ids and runs the blocks (:attr:`Blueprint.replay_root_name`), with
+        ``whole`` the one that also returns logits (:attr:`Blueprint.text_root_name`), and with ``seeing`` the
+        one that also runs vision and audio towers (:attr:`Blueprint.seeing_root_name`).
         """
         root_name = self.blueprint.text_root_name if whole else self.blueprint.replay_root_name
+        if seeing:
+            root_name = self.blueprint.seeing_root_name
         names = self._outer_modules(root_name)
         try:
             for name in names:

@@ -13,10 +13,12 @@ its right. Attention therefore takes its fast causal path, and no length x lengt
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -78,11 +80,15 @@ class BlockReplay:
         other._handed = HandedOn(self._instance.device)
         return other
 
-    def record(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    def record(
+        self, batches: Iterable[Tensor], beside: Sequence[Mapping[str, Tensor] | None] = ()
+    ) -> Iterator[Tensor]:
         """Runs the outer forward once per batch and stores every block's arguments.
 
         Args:
             batches: token ids, int64 [B, T], padded on the right.
+            beside: other inputs of each batch by name, of images; None where there are none, empty if none
+                has any.
 
         Yields:
             the inputs of block 0 for each batch, on the instance's device: [B, T, hidden], or
@@ -93,15 +99,20 @@ class BlockReplay:
             UnsupportedError: the model changes hidden states between its blocks, or blocks exchange values of
                 an unknown kind.
         """
-        with self._instance.outer() as root, torch.no_grad():
+        seeing = any(each is not None for each in beside)
+        with self._instance.outer(seeing=seeing) as outermost, torch.no_grad():
             wrap = None
-            for ids in batches:
+            text = self._instance.model.get_submodule(self._instance.blueprint.replay_root_name)
+            for ids, inputs in zip_longest(batches, beside):
+                root = text if inputs is None else outermost
                 recorder = _Recorder(self._instance, ids.shape, self._keep, wrap)
                 if wrap is None:
                     first = self._instance.block(0)
                     recorder.learn_from = first.forward
                 with recorder.installed(), suppress(_StopForward), boundaries.forward(self._instance.source):
-                    root(input_ids=ids.to(self._instance.device), use_cache=False)
+                    root(
+                        input_ids=ids.to(self._instance.device), use_cache=False, **self._taken(root, inputs)
+                    )
                 if wrap is None:
                     wrap = self._wrap = recorder.wrap
                     self._instance.release_block(0)
@@ -109,6 +120,16 @@ class BlockReplay:
                 self._returned |= recorder.markers.returned
                 self._streams_first = recorder.streams_first
                 yield self._outside(recorder.finished())
+
+    def _taken(self, root: nn.Module, inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Those of ``inputs`` that the forward of ``root`` names, on the device and in its dtype."""
+        named = inspect.signature(root.forward).parameters
+        instance = self._instance
+        return {
+            key: value.to(instance.device, instance.dtype if value.is_floating_point() else value.dtype)
+            for key, value in (inputs or {}).items()
+            if key in named
+        }
 
     def run(self, block: int, batch: int, hidden: Tensor) -> Tensor:
         """The output of block ``block`` for ``hidden``, both in the shape that :meth:`record` yields.

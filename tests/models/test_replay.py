@@ -23,7 +23,7 @@ def batches() -> list[Tensor]:
     return made
 
 
-def block_outputs(model: torch.nn.Module, names: list[str], ids: Tensor) -> list[Tensor]:
+def block_outputs(model: torch.nn.Module, names: list[str], ids: Tensor, **images: Tensor) -> list[Tensor]:
     seen: dict[str, Tensor] = {}
 
     def keep(name: str):
@@ -34,7 +34,7 @@ def block_outputs(model: torch.nn.Module, names: list[str], ids: Tensor) -> list
 
     handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
     with torch.no_grad():
-        model(input_ids=ids, use_cache=False)
+        model(input_ids=ids, use_cache=False, **images)
     for handle in handles:
         handle.remove()
     return [seen[name] for name in names]
@@ -93,6 +93,32 @@ def test_streams_in_front_of_the_batch_are_replayed() -> None:
         with instance.loaded(names[index]):
             hidden = replay.run(index, 0, hidden)
         assert (hidden - expected.movedim(0, 2)).abs().max() <= 2e-5 * expected.abs().max(), index
+
+
+def test_blocks_behind_images_are_replayed() -> None:
+    """The projected image takes the place of its tokens; a batch of text beside it runs as alone."""
+    model = random_model(Family("llava", "LlavaForConditionalGeneration", wrapper=True))
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    blueprint = build_blueprint(config, source="llava")
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
+    vision = model.config.vision_config
+    places = (vision.image_size // vision.patch_size) ** 2
+    ids = torch.tensor([[5, *[model.config.image_token_id] * places, 6, 7, 8]])
+    text = torch.tensor([[5, 6, 7, 8]])
+    pixels = torch.randn(1, 3, vision.image_size, vision.image_size)
+    replay = BlockReplay(instance)
+    names = [block.name for block in blueprint.blocks]
+    hidden = list(replay.record([ids, text], [{"pixel_values": pixels, "unknown": ids}, None]))
+    whole = [
+        block_outputs(model, names, ids, pixel_values=pixels),
+        block_outputs(model, names, text),
+    ]
+    for index, name in enumerate(names):
+        with instance.loaded(name):
+            hidden = [replay.run(index, number, states) for number, states in enumerate(hidden)]
+        for found, expected in zip(hidden, whole, strict=True):
+            assert (found - expected[index]).abs().max() <= 2e-5 * expected[index].abs().max(), name
+    assert all(parameter.is_meta for parameter in instance.model.parameters())
 
 
 @pytest.mark.parametrize(

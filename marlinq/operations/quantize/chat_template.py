@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from marlinq.calibration import load_tokenizer
+from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.files import read_regular
 from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe
@@ -32,6 +33,26 @@ def own_tokenizer(folder: Path, recipe: Recipe, *, trust_remote_code: bool) -> A
             "or name a file with a Jinja template"
         )
     return tokenizer
+
+
+def own_processor(folder: Path, *, trust_remote_code: bool) -> Any:
+    """The model's processor of images.
+
+    Raises:
+        UnsupportedError: the folder has none.
+        CheckpointError: it can't be read.
+        EnvironmentProblem: a package that it needs is missing.
+    """
+    from transformers import AutoProcessor
+
+    with boundaries.foreign(str(folder), "no usable processor of images", "restore its files"):
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if getattr(processor, "image_processor", None) is None:
+        raise UnsupportedError(
+            f"{folder}: the text holds images, and the model has no processor that reads them; leave rows "
+            "with images out, or restore preprocessor_config.json and processor_config.json"
+        )
+    return processor
 
 
 def read_template(recipe: Recipe) -> str | None:

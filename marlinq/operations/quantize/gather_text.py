@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from marlinq.calibration import Document
+from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportProgress
 from marlinq.operations.quantize.calibration_text import add_drawn_anew, note_text
 from marlinq.operations.quantize.prepare import PreparedRun
@@ -40,6 +41,7 @@ def gather_text(prepared: PreparedRun, output: Output, *, progress: ReportProgre
 
     Raises:
         OutputError: the interrupted run had other text.
+        UsageError: the run tunes, and every document holds images.
     """
     decisions, writer, ranks = prepared.decisions, output.writer, prepared.ranks
     if not decisions.calibrated or not (output.unsolved or output.untuned):
@@ -48,7 +50,14 @@ def gather_text(prepared: PreparedRun, output: Output, *, progress: ReportProgre
     held_out: list[Document] = []
     text = prepared.gatherer.gather(writer) if ranks.first else None
     if text is not None and decisions.tuning is not None:
-        learning, held_out = hold_out([*text.documents, *text.tuned])
+        # Tuning cuts rows anew out of the text, which rows with images don't allow.
+        words = [each for each in (*text.documents, *text.tuned) if each.beside is None]
+        if not words:
+            raise UsageError(
+                "tuning reads text without images, and there is none; add some with --calibration, or pass "
+                "--tune-steps 0"
+            )
+        learning, held_out = hold_out(words)
         drawing = partial(
             draw_calibration,
             prepared.instance,

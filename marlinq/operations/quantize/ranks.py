@@ -36,7 +36,7 @@ from marlinq.checkpoint.source import SourceFile
 from marlinq.core.boundaries import reason
 from marlinq.core.devices import beside
 from marlinq.core.dtypes import torch_dtype
-from marlinq.core.errors import EnvironmentProblem, MarlinqError, UsageError
+from marlinq.core.errors import EnvironmentProblem, MarlinqError, UnsupportedError, UsageError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 
@@ -358,10 +358,16 @@ def share_state(writer: CheckpointWriter | None, ranks: Ranks) -> dict[str, Any]
 
 
 def share_documents(documents: Sequence[Document] | None, ranks: Ranks) -> list[Document]:
-    """The calibration documents of the first rank, on every rank."""
+    """The calibration documents of the first rank, on every rank.
+
+    Raises:
+        UnsupportedError: there are several ranks, and a document holds images.
+    """
     given = documents or []
     if ranks.size == 1:
         return list(given)
+    if ranks.share_json(any(document.beside is not None for document in given)):
+        raise UnsupportedError("calibration: rows with images are read by one rank alone; start one process")
     lengths = ranks.share_json([len(document) for document in given])
     flat = torch.tensor([token for document in given for token in document.tokens], dtype=torch.int64)
     tokens = iter(ranks.share(flat, (sum(lengths),), torch.int64, 0).tolist())

@@ -29,7 +29,7 @@ def first_states(
     Raises:
         NumericsError: the embeddings hold NaN or infinity.
     """
-    recorded = replay.record(batch.ids for batch in batches)
+    recorded = replay.record([batch.ids for batch in batches], [batch.beside for batch in batches])
     states: HiddenStates | None = None
     for number, hidden in enumerate(recorded):
         if not bool(torch.isfinite(hidden).all()):
