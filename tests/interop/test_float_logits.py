@@ -21,6 +21,8 @@ from marlinq.operations.quantize.recipe import Recipe
 from marlinq.runtime import load
 from tests.interop.conftest import Answers, ask_peers
 from tests.interop.make_peer_checkpoints import calibration_tokens, save_base
+from tests.testing.runnable_folders import save_plain
+from tests.testing.tiny_models import tiny_model
 
 pytestmark = pytest.mark.interop
 
@@ -105,3 +107,27 @@ def test_transformers_says_what_we_say(
     assert float(ours.std()) > 0.1
     assert torch.equal(peer, ours)
     table.append(f"{name:32} by transformers: the same logits in bfloat16, bit for bit")
+
+
+def test_ragged_blocks_are_refused_or_read_wrongly(tmp_path: Path, tokens: Tensor) -> None:
+    """Why ``servers.toml`` asks transformers' checkpoints for whole blocks."""
+    model = tiny_model("llama", seed=3, vocab_size=320, hidden_size=192, intermediate_size=288)
+    original = save_plain(tmp_path / "original", model.bfloat16())
+    jobs, ours = {}, {}
+    for form, loader in LOADERS.items():
+        recipe = Recipe(method="rtn", scheme="fp8-block", format=form)
+        quantize(original, tmp_path / form, recipe=recipe, device="cpu", progress=False)
+        jobs[form] = tmp_path / form, loader
+        loaded = load(tmp_path / form, device="cpu", dtype="bfloat16", operator="dense", progress=False)
+        with torch.no_grad():
+            ours[form] = loaded.model(tokens).logits.float()
+    weights = tmp_path / "weights"
+    shutil.copytree(tmp_path / "compressed-tensors", weights)
+    weights_only(weights)
+    jobs["weights"] = weights, LOADERS["compressed-tensors"]
+    answers = ask_peers(tmp_path, tokens, jobs, dtype="bfloat16", decoded=False)
+    # It cuts 192 inputs into groups of 128; weights alone it reads.
+    assert "unflatten" in (answers.error("compressed-tensors") or "")
+    assert torch.equal(answers.tensors("weights")["logits"], ours["compressed-tensors"])
+    difference = answers.tensors("fp8")["logits"] - ours["fp8"]
+    assert float(difference.norm()) > 0.1 * float(ours["fp8"].norm())
