@@ -121,12 +121,13 @@ def test_captured_verifications_are_steps(name: str, dtype: torch.dtype) -> None
     assert decoder.prepare_drafts() == ""
     assert decoder.most_drafted == 7
     torch.manual_seed(3)
-    prompt = torch.randint(0, 128, (1, 300), device="cuda")
+    vocabulary = half.config.vocab_size
+    prompt = torch.randint(0, vocabulary, (1, 300), device="cuda")
     reference.prefill(prompt, torch.tensor([300], dtype=torch.int32))
     decoder.begin(prompt.tolist())
     last = decoder.read()[0][0]
     for start in (300, 303, 311):
-        draft = torch.randint(0, 128, (7,)).tolist()
+        draft = torch.randint(0, vocabulary, (7,)).tolist()
         chosen = decoder.verify(last, draft)
         assert decoder._verification is not None
         reference.keep(start)
