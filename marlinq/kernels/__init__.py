@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 
 from marlinq.kernels.choose.decision import KernelDecision, decide
-from marlinq.kernels.contract.demands import batch_invariant, dependent_launches, forced_kernel
+from marlinq.kernels.contract.demands import (
+    batch_invariant,
+    dependent_launches,
+    early_launches,
+    forced_kernel,
+)
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.problem import GRANULARITIES, GROUP_SIZES, Problem
@@ -13,6 +18,7 @@ from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
 from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.precompile import LayerShape, precompile, precompile_model
+from marlinq.kernels.ops.early import early_operator
 from marlinq.kernels.ops.gemm_reference import reference_gemm
 from marlinq.kernels.ops.operators import GEMMS, w4a16_gemm
 from marlinq.kernels.variants import KERNELS
@@ -46,6 +52,8 @@ __all__ = [
     "decide",
     "dependent_launches",
     "device_numbers",
+    "early_launches",
+    "early_operator",
     "explain",
     "forced_kernel",
     "precompile",

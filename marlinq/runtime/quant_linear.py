@@ -30,7 +30,7 @@ def _least_rows(operand: Operand) -> int | None:
 
 def _may_round() -> bool:
     """Whether no context demands a kernel or batch invariance."""
-    return demands()._replace(dependent=False) == Demands()
+    return demands()._replace(dependent=False, early=False) == Demands()
 
 
 class QuantLinear(nn.Module):

@@ -23,6 +23,7 @@ from marlinq.kernels import (
     batch_invariant,
     decide,
     dependent_launches,
+    early_launches,
     forced_kernel,
     precompile_model,
 )
@@ -397,6 +398,14 @@ def test_the_blocks_of_a_dependent_decode_step_run_all_at_once() -> None:
                 decision = decide(problem, H200)
             assert decision.config is not None
             assert blocks_together(problem, H200, decision.config) is not None
+
+
+def test_early_launches_are_of_the_kernels_chosen_without() -> None:
+    for n, k in LLAMA_8B:
+        problem = int4_problem(1, n, k, 128, False, False)
+        alone = decide(problem, H200)
+        with early_launches():
+            assert decide(problem, H200) == alone
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.kernels import Device, batch_invariant, decide, dependent_launches, forced_kernel
+from marlinq.kernels import Device, batch_invariant, decide, dependent_launches, early_launches, forced_kernel
 from marlinq.kernels.contract.configuration import register_variant
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.product_tensors import ProductTensors
@@ -157,10 +157,12 @@ def test_large_clusters_do_not_start_before_their_predecessor_ends(
     given = small_operands(16, 1024, 256)
     with dependent_launches():
         inside = call.prepare(given, config)
+    with early_launches():
+        early = call.prepare(given, config)
     behind = call.prepare(given, config, behind_own=True)
-    counts = [one.launches._config.attribute_count for one in (inside, behind)]
-    assert counts == [attributes, 1]
-    assert [one.launches.take().arguments.dependent for one in (inside, behind)] == [attributes, 1]
+    made = inside, early, behind
+    assert [one.launches._config.attribute_count for one in made] == [attributes, attributes, 1]
+    assert [one.launches.take().arguments.dependent for one in made] == [attributes, attributes, 1]
 
 
 def test_a_kernel_registered_in_one_file_is_chosen_and_launched(library: _Driver) -> None:

@@ -181,6 +181,7 @@ def _method_with_kernels(method: Any) -> Any:
         """vLLM's method until weights are loaded, marlinq's kernels afterwards."""
 
         _operands: Operands | None = None
+        _routed_experts: Any = None
 
         def process_weights_after_loading(self, layer: Any) -> None:
             """Replaces the parameters by the kernels' operands; if that fails, does what vLLM does."""
@@ -192,6 +193,9 @@ def _method_with_kernels(method: Any) -> Any:
                 super().process_weights_after_loading(layer)
                 return
             self._operands = put_operands(layer, weights)
+            from marlinq.kernels import early_operator
+
+            self._routed_experts = early_operator("routed_experts")
 
         def get_fused_moe_quant_config(self, layer: Any) -> Any:
             """None, because no kernel of vLLM reads the parameters."""
@@ -203,7 +207,7 @@ def _method_with_kernels(method: Any) -> Any:
             """The weighted sum of routed experts for ``x`` [M, H]; vLLM adds it up over ranks."""
             if self._operands is None:
                 return super().apply(layer, x, topk_weights, topk_ids, *others, **named)
-            return torch.ops.marlinq.routed_experts(
+            return self._routed_experts(
                 x,
                 topk_ids.contiguous(),
                 topk_weights.float().contiguous(),
@@ -219,7 +223,7 @@ def _method_with_kernels(method: Any) -> Any:
 
 
 class Operands(NamedTuple):
-    """Arguments of ``torch.ops.marlinq.routed_experts`` for a layer.
+    """Arguments of ``routed_experts`` for a layer.
 
     Attributes:
         names: names of the layer's parameters: words, scales and zero points of gate with up, then of down.

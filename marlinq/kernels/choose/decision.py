@@ -63,7 +63,7 @@ def decide(problem: Problem, device: Device) -> KernelDecision:
         UnsupportedError: K or N is not a multiple of 64, the granularity is none of GRANULARITIES, or no
             configuration fits the device.
     """
-    return _decide(problem, device, demands(), tuple(VARIANTS.values()))
+    return _decide(problem, device, demands()._replace(early=False), tuple(VARIANTS.values()))
 
 
 @lru_cache(maxsize=8192)

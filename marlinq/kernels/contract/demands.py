@@ -15,11 +15,14 @@ class Demands(NamedTuple):
         kernel: name of the only kernel to choose from, or ``dequantise``; None for all.
         batch_invariant: whether sums are taken in an order that does not depend on M.
         dependent: whether kernels overlap with their neighbours in the stream.
+        early: whether kernels start before their predecessors in the stream have ended; kernels are chosen as
+            for launches that don't.
     """
 
     kernel: str | None = None
     batch_invariant: bool = False
     dependent: bool = False
+    early: bool = False
 
 
 _demands: ContextVar[Demands] = ContextVar("marlinq_kernel_demands", default=Demands())  # noqa: B039
@@ -64,4 +67,12 @@ def dependent_launches() -> Iterator[None]:
     write the weights of a later one.
     """
     with _demanding(demands()._replace(dependent=True)):
+        yield
+
+
+@contextmanager
+def early_launches() -> Iterator[None]:
+    """As :func:`dependent_launches`, but for kernels between those of another library, which never let a
+    successor start before they end: the same kernels are chosen as outside, and only the launch is hidden."""
+    with _demanding(demands()._replace(early=True)):
         yield

@@ -460,11 +460,12 @@ def start(steps: list[Step], device_index: int) -> None:
     """Launch on the current stream, inside :func:`marlinq.kernels.driver.cuda_driver.on_device`.
 
     Each launch may begin before its predecessor of the same layer has ended. The first does so only inside
-    :func:`marlinq.kernels.contract.demands.dependent_launches`.
+    :func:`marlinq.kernels.contract.demands.dependent_launches` or ``early_launches``.
     """
+    first_overlaps = demands().dependent or demands().early
     for number, step in enumerate(steps):
         function = _function(step.instantiation, device_index, step.shared_bytes)
-        overlapping = number > 0 or demands().dependent
+        overlapping = number > 0 or first_overlaps
         Launches(
             function, step.grid, step.threads, step.shared_bytes, step.arguments, dependent=overlapping
         ).take().start()

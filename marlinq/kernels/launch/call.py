@@ -92,9 +92,11 @@ def overlaps(device_index: int, behind_own: bool = False) -> bool:
     Args:
         device_index: index of the GPU.
         behind_own: the predecessor is a kernel of this package that allows it, also outside of
-            :func:`marlinq.kernels.contract.demands.dependent_launches`.
+            :func:`marlinq.kernels.contract.demands.dependent_launches` and ``early_launches``.
     """
-    return (behind_own or demands().dependent) and device_numbers(device_index).has_clusters
+    demanded = demands()
+    asked = behind_own or demanded.dependent or demanded.early
+    return asked and device_numbers(device_index).has_clusters
 
 
 def prepare(
