@@ -6,7 +6,7 @@ returns a :class:`~marlinq.kernels.launch.prepared.Prepared`.
 
 from __future__ import annotations
 
-from marlinq.kernels.launch.prepared import Prepared, bind
+from marlinq.kernels.launch.prepared import Prepared, bind, precompile_prepared
 from marlinq.kernels.step.activate import Arrangement, activate
 from marlinq.kernels.step.append import append
 from marlinq.kernels.step.attend import AttentionShape, AttentionWorkspace, Division, attend, divide
@@ -67,6 +67,7 @@ __all__ = [
     "layer_inputs_refusal",
     "mamba",
     "mamba_refusal",
+    "precompile_prepared",
     "residual",
     "router",
 ]
