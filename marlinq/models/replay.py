@@ -15,9 +15,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -27,29 +26,20 @@ from torch.func import functional_call
 
 from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError
-from marlinq.models.handed_on import HandedOn, Markers, Returned, Shared
+from marlinq.models.block_calls import (
+    HIDDEN,
+    BlockCall,
+    CallRecorder,
+    StopForward,
+    forwards_replaced,
+    unwrapped,
+)
+from marlinq.models.handed_on import HandedOn, Returned, Shared
 from marlinq.models.instance import ModelInstance
 from marlinq.models.narrow import NarrowLinears
 from marlinq.models.projection import Projection, Receive, tapped
 
 _PLACED_BYTES = 256 << 20
-
-
-class _Hidden:
-    """Placeholder for the hidden states in a stored call."""
-
-
-_HIDDEN = _Hidden()
-
-
-class _StopForward(BaseException):
-    """Ends the outer forward after the last block. A BaseException, so that no error handler catches it."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 class BlockReplay:
@@ -64,11 +54,11 @@ class BlockReplay:
     def __init__(self, instance: ModelInstance, products: torch.dtype | None = None) -> None:
         self._instance = instance
         self._products = products
-        self._calls: list[list[_Call]] = []
+        self._calls: list[list[BlockCall]] = []
         self._interned: dict[tuple[object, ...], Tensor] = {}
         self._placed: dict[int, Tensor] = {}
         self._placed_bytes = 0
-        self._wrap: Callable[[Tensor], Any] = _unknown
+        self._wrap: Callable[[Tensor], Any] = unwrapped
         self._handed = HandedOn(instance.device)
         self._returned = False  # a block is called with what the one before returned
         self._streams_first = False  # blocks take [streams, B, T, hidden]
@@ -105,21 +95,30 @@ class BlockReplay:
             text = self._instance.model.get_submodule(self._instance.blueprint.replay_root_name)
             for ids, inputs in zip_longest(batches, beside):
                 root = text if inputs is None else outermost
-                recorder = _Recorder(self._instance, ids.shape, self._keep, wrap)
+                recorder = CallRecorder(
+                    self._instance, ids.shape, self._keep, wrap, adding=inputs is not None
+                )
                 if wrap is None:
                     first = self._instance.block(0)
                     recorder.learn_from = first.forward
-                with recorder.installed(), suppress(_StopForward), boundaries.forward(self._instance.source):
-                    root(
-                        input_ids=ids.to(self._instance.device), use_cache=False, **self._taken(root, inputs)
-                    )
+                self._run_outer(root, recorder, ids, inputs)
                 if wrap is None:
                     wrap = self._wrap = recorder.wrap
                     self._instance.release_block(0)
+                if any(call.added is not None for call in recorder.calls):
+                    again = CallRecorder(self._instance, ids.shape, self._keep, wrap, adding=True, scale=2)
+                    self._run_outer(root, again, ids, inputs)
+                    recorder.compare(again)
                 self._calls.append(recorder.calls)
                 self._returned |= recorder.markers.returned
                 self._streams_first = recorder.streams_first
                 yield self._outside(recorder.finished())
+
+    def _run_outer(
+        self, root: nn.Module, recorder: CallRecorder, ids: Tensor, inputs: Mapping[str, Tensor] | None
+    ) -> None:
+        with recorder.installed(), suppress(StopForward), boundaries.forward(self._instance.source):
+            root(input_ids=ids.to(self._instance.device), use_cache=False, **self._taken(root, inputs))
 
     def _taken(self, root: nn.Module, inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Those of ``inputs`` that the forward of ``root`` names, on the device and in its dtype."""
@@ -145,11 +144,13 @@ class BlockReplay:
         own."""
         hidden = self._inside(hidden)
         call = self._calls[batch][block]
+        if call.added is not None:
+            hidden = hidden + self._place(call.added)
         name = self._instance.blueprint.blocks[block].name
         shared: list[tuple[Shared, Any]] = []
 
         def argument(kept: Any) -> Any:
-            if kept is _HIDDEN:
+            if kept is HIDDEN:
                 return hidden
             if isinstance(kept, Returned):
                 return self._handed.returned(name, block, batch, kept)
@@ -214,7 +215,7 @@ class BlockReplay:
         # Ids other than padding: their values don't matter, but transformers warns of padding without a mask.
         padding = self._instance.blueprint.config.get_text_config().pad_token_id
         ids = torch.full((1, len(hidden)), int(padding == 0), device=self._instance.device)
-        with _replaced(blocks, [stub] * len(blocks)), boundaries.forward(self._instance.source):
+        with forwards_replaced(blocks, [stub] * len(blocks)), boundaries.forward(self._instance.source):
             root = self._instance.blueprint.text_root_name
             inside = {name.removeprefix(f"{root}."): tensor for name, tensor in parameters.items()}
             output = functional_call(
@@ -250,9 +251,9 @@ class BlockReplay:
         def until_done(name: str, x: Tensor) -> None:
             receive(name, x)
             if done is not None and done(name):
-                raise _StopForward
+                raise StopForward
 
-        with tapped(self._instance.model, projections, until_done), suppress(_StopForward):
+        with tapped(self._instance.model, projections, until_done), suppress(StopForward):
             return self.run(block, batch, hidden)
         return None
 
@@ -290,13 +291,13 @@ class BlockReplay:
 
         def stop(name: str, x: Tensor) -> None:
             seen.append(x)
-            raise _StopForward
+            raise StopForward
 
         blocks = [self._instance.model.get_submodule(block.name) for block in self._instance.blueprint.blocks]
         with (
-            _replaced(blocks, [stub] * len(blocks)),
+            forwards_replaced(blocks, [stub] * len(blocks)),
             tapped(self._instance.model, [head], stop),
-            suppress(_StopForward),
+            suppress(StopForward),
             boundaries.forward(self._instance.source),
         ):
             root(input_ids=ids.to(self._instance.device), use_cache=False)
@@ -323,116 +324,9 @@ class BlockReplay:
         return self._interned[key]
 
 
-class _Recorder:
-    """The stubs of one outer forward."""
-
-    def __init__(
-        self,
-        instance: ModelInstance,
-        shape: torch.Size,
-        keep: Callable[[Tensor], Tensor],
-        wrap: Callable[[Tensor], Any] | None,
-    ) -> None:
-        self._instance, self._shape = instance, shape
-        self._keep = keep
-        self._current: Tensor = torch.empty(0)
-        self._initial: Tensor | None = None
-        self.streams_first = False
-        self.wrap: Callable[[Tensor], Any] = wrap or _unknown
-        self.learn_from: Callable[..., Any] | None = None
-        self.calls: list[_Call] = []
-        self.markers = Markers()
-        # Copies by the original's id, because blocks share arguments; the original is kept alive for its id.
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        blocks = [self._instance.model.get_submodule(block.name) for block in self._instance.blueprint.blocks]
-        with _replaced(blocks, [self._stub(index) for index in range(len(blocks))]):
-            yield
-
-    def finished(self) -> Tensor:
-        if self._initial is None or len(self.calls) != len(self._instance.blueprint.blocks):
-            raise UnsupportedError(
-                f"{self._instance.blueprint.blocks_name}: the model ran {len(self.calls)} of its "
-                f"{len(self._instance.blueprint.blocks)} blocks; expected every block once, in order"
-            )
-        return self._initial
-
-    def _stub(self, index: int) -> Callable[..., Any]:
-        def stub(*args: Any, **kwargs: Any) -> Any:
-            name = self._instance.blueprint.blocks[index].name
-            if index != len(self.calls):
-                raise UnsupportedError(
-                    f"{name} ran at place {len(self.calls)}; expected every block once, in order"
-                )
-            if index == 0:
-                self._initial = self._current = _first_hidden(name, self._shape, args, kwargs)
-                self.streams_first = self._current.shape[:2] != self._shape
-            seen = [value for value in (*args, *kwargs.values()) if self._is_current(value)]
-            if len(seen) != 1:
-                raise UnsupportedError(
-                    f"{name}: expected the previous block's hidden states as they were, found them "
-                    f"{'changed' if not seen else 'more than once'}; such models can't run block by block"
-                )
-            self.calls.append(
-                _Call(
-                    tuple(self._freeze(name, value) for value in args),
-                    {key: self._freeze(f"{name}({key})", value) for key, value in kwargs.items()},
-                )
-            )
-            if index == 0 and self.learn_from is not None:
-                self.wrap = _wrapper(name, self.learn_from(*args, **kwargs))
-            if index == len(self._instance.blueprint.blocks) - 1:
-                raise _StopForward
-            output = self.wrap(self._current)
-            return output if isinstance(output, Tensor) else self._marked(output)
-
-        return stub
-
-    def _marked(self, output: tuple[Any, ...]) -> tuple[Any, ...]:
-        """``output`` with marked values, which are recognised when the next block is called with them."""
-        hidden, *others = output
-        marks = self.markers.returns(len(others))
-        known = (each is None or isinstance(each, Tensor) for each in others)
-        chosen = (
-            mark if is_known else each for mark, is_known, each in zip(marks, known, others, strict=True)
-        )
-        return (hidden, *chosen)
-
-    def _is_current(self, value: Any) -> bool:
-        """Whether ``value`` is the previous block's output, or a view of all of it."""
-        return isinstance(value, Tensor) and (
-            value.data_ptr() == self._current.data_ptr()
-            and value.shape == self._current.shape
-            and value.stride() == self._current.stride()
-        )
-
-    def _freeze(self, where: str, value: Any) -> Any:
-        if self._is_current(value):
-            return _HIDDEN
-        marker = self.markers.of(where, value)
-        if marker is not None:
-            return marker
-        if isinstance(value, Tensor):
-            if id(value) not in self._kept:
-                self._kept[id(value)] = (value, self._keep(value))
-            return self._kept[id(value)][1]
-        if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-            return value
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._freeze(where, inner) for inner in value)
-        if isinstance(value, dict) and value:
-            return {key: self._freeze(where, inner) for key, inner in value.items()}
-        raise UnsupportedError(
-            f"{where}: blocks of this model exchange a {type(value).__name__}; expected tensors and plain "
-            "values, so the model can't run block by block"
-        )
-
-
 def _same(one: Any, other: Any) -> bool:
     """Whether two stored arguments are equal; equal tensors are the same object."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor) or one is _HIDDEN:
+    if isinstance(one, Tensor) or isinstance(other, Tensor) or one is HIDDEN:
         return one is other
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(_same, one, other))
@@ -441,56 +335,9 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@contextmanager
-def _replaced(blocks: list[nn.Module], stubs: list[Callable[..., Any]]) -> Iterator[None]:
-    """Inside, every block's ``forward`` is replaced by its stub."""
-    replaced = [block.__dict__.get("forward") for block in blocks]
-    for block, stub in zip(blocks, stubs, strict=True):
-        block.forward = stub
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, replaced, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward
-
-
-def _first_hidden(name: str, shape: torch.Size, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    hidden = args[0] if args else kwargs.get("hidden_states")
-    if (
-        not isinstance(hidden, Tensor)
-        or not hidden.is_floating_point()
-        or shape not in (hidden.shape[:2], hidden.shape[1:-1])
-    ):
-        found = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
-        raise UnsupportedError(
-            f"{name}: expected hidden states of {list(shape)} tokens as its first argument, found {found}; "
-            "such models can't run block by block"
-        )
-    return hidden
-
-
-def _wrapper(name: str, output: Any) -> Callable[[Tensor], Any]:
-    """Function that wraps hidden states as a block returns them, learnt from the first block's real
-    output."""
-    if isinstance(output, Tensor):
-        return lambda hidden: hidden
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-        rest = tuple(output[1:])
-        return lambda hidden: (hidden, *rest)
-    raise UnsupportedError(
-        f"{name}: returns {type(output).__name__}; expected hidden states, or a tuple that starts with them"
-    )
-
-
-def _unknown(hidden: Tensor) -> Any:
-    return hidden
-
-
 def _restore(value: Any, argument: Callable[[Any], Any]) -> Any:
     """A stored argument with tensors and placeholders replaced by ``argument``."""
-    if value is _HIDDEN or isinstance(value, (Tensor, Shared, Returned)):
+    if value is HIDDEN or isinstance(value, (Tensor, Shared, Returned)):
         return argument(value)
     if isinstance(value, (tuple, list)):
         return type(value)(_restore(inner, argument) for inner in value)

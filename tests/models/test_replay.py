@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -119,6 +121,34 @@ def test_blocks_behind_images_are_replayed() -> None:
         for found, expected in zip(hidden, whole, strict=True):
             assert (found - expected[index]).abs().max() <= 2e-5 * expected[index].abs().max(), name
     assert all(parameter.is_meta for parameter in instance.model.parameters())
+
+
+@pytest.mark.parametrize("shift", [lambda x: x + 3, lambda x: 2 * x])
+def test_what_a_model_adds_between_blocks_is_added_in_each(shift: Callable[[Tensor], Tensor]) -> None:
+    """As Qwen3-VL adds features of an image; anything else than adding is refused."""
+    model = tiny_model("llama")
+    blueprint = build_blueprint(model.config.to_dict(), source="llama")
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
+    names = [block.name for block in blueprint.blocks]
+
+    def changed(module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (shift(args[0]), *args[1:])
+
+    handle = instance.model.get_submodule(names[1]).register_forward_pre_hook(changed)
+    replay, ids = BlockReplay(instance), batches()[1]
+    try:
+        if shift(torch.zeros(1)) == 0:
+            with pytest.raises(UnsupportedError, match="by more than adding to them"):
+                list(replay.record([ids], [{}]))
+            return
+        (hidden,) = replay.record([ids], [{}])
+    finally:
+        handle.remove()
+    model.get_submodule(names[1]).register_forward_pre_hook(changed)
+    for index, expected in enumerate(block_outputs(model, names, ids)):
+        with instance.loaded(names[index]):
+            hidden = replay.run(index, 0, hidden)
+        assert (hidden - expected).abs().max() <= 2e-5 * expected.abs().max(), index
 
 
 @pytest.mark.parametrize(
