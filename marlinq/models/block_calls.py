@@ -42,7 +42,7 @@ class CallRecorder:
         instance: the loaded model.
         shape: [B, T] of the token ids.
         keep: function that stores a tensor.
-        wrap: function that wraps hidden states as a block returns them; None to learn it from the first block.
+        wrap: function that wraps hidden states as a block returns them; None: the first block shows it.
         adding: whether the model may add something to hidden states between blocks, as vision-language models
             add features of an image behind the first ones.
         scale: factor of the first block's output over its input.
