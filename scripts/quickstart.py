@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,30 +90,19 @@ STEPS = (
 )
 
 
-def decode_command(folder: Path) -> tuple[str, ...]:
-    """Arguments of the command that measures decoding with the model in ``folder``."""
-    return ("bench", "decode", str(folder), "--context", "64", "--new-tokens", "16", "--json")
-
-
 def main() -> None:
     """Run the tour from the repository's root."""
     os.chdir(ROOT)
     FOLDER.mkdir(exist_ok=True)
     began = time.monotonic()
-    steps = len(STEPS) + 2
+    steps = len(STEPS) + 1
     with still_running(f"step 1 of {steps}, the model"):
         prepare_model(f"[1/{steps}]")
     for number, step in enumerate(STEPS, start=2):
         say(f"[{number}/{steps}, {minutes(time.monotonic() - began)} since the start] {step.why}")
         with still_running(f"step {number} of {steps}, {step.arguments[0]}"):
             run(step)
-    say(
-        f"[{steps}/{steps}, {minutes(time.monotonic() - began)} since the start] "
-        "How fast the original and the 4-bit model decode on this machine."
-    )
-    with still_running(f"step {steps} of {steps}, bench decode"):
-        speeds = {folder: tokens_per_second(folder) for folder in (MODEL, MARLIN)}
-    print_summary(time.monotonic() - began, speeds)
+    print_summary(time.monotonic() - began)
 
 
 @contextmanager
@@ -222,17 +211,6 @@ def run(step: Step) -> None:
     print(f"(took {minutes(time.monotonic() - began)})", flush=True)
 
 
-def tokens_per_second(folder: Path) -> float:
-    """Tokens per second that the model in ``folder`` decodes with one sequence."""
-    arguments = decode_command(folder)
-    show(arguments)
-    found = facts(arguments)
-    (cell,) = found["cells"]
-    speed = float(cell["tokens_per_second"])
-    print(f"{speed:.1f} tokens/s: {found['hardware']}", flush=True)
-    return speed
-
-
 def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
     """The JSON output of a command with ``--json``."""
     found = subprocess.run([sys.executable, "-m", "marlinq", *arguments], capture_output=True, check=False)
@@ -243,8 +221,8 @@ def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
     return values
 
 
-def print_summary(seconds: float, speeds: Mapping[Path, float]) -> None:
-    """Prints the folders with sizes and speeds, and commands to use them."""
+def print_summary(seconds: float) -> None:
+    """Prints the folders with their sizes, and commands to use them."""
     say(f"Done in {minutes(seconds)}. What there is now:\n")
     print(f"{'folder':<20}{'size':>10}{'bits per weight':>18}   what")
     what = {MODEL: "the original", INT4: "4-bit, compressed-tensors", MARLIN: "4-bit, Marlin layout"}
@@ -256,12 +234,8 @@ def print_summary(seconds: float, speeds: Mapping[Path, float]) -> None:
         "\nBits per weight count the embedding table too, which is a third of this small model and stays in\n"
         "16 bits."
     )
-    original, quantised = speeds[MODEL], speeds[MARLIN]
     print(f"Serve it: vllm serve {INT4}")
-    print(
-        f"Decoding here: {original:.1f} tokens/s the original, {quantised:.1f} tokens/s in 4 bits, "
-        f"{quantised / original:.2f} times as fast."
-    )
+    print(f"Time it beside the original: marlinq bench decode {MARLIN} --against transformers")
 
 
 def say(text: str) -> None:

@@ -22,7 +22,6 @@ OPERATIONS = {
     "inspect": ("marlinq.operations.inspect", "inspect"),
     "convert": ("marlinq.operations.convert", "convert"),
     "eval": ("marlinq.operations.evaluate", "evaluate"),
-    "bench": ("marlinq.operations.bench", "bench_decode"),
 }
 
 
@@ -52,13 +51,11 @@ def test_every_step_is_a_command(
     make(quickstart.MODEL)
     (tmp_path / "LICENSE").write_text("text")
     ran = []
-    for step in (*quickstart.STEPS, quickstart.Step("", quickstart.decode_command(quickstart.MARLIN))):
+    for step in quickstart.STEPS:
         name = step.arguments[0]
         if name == "generate":
             continue  # it calls two functions, and its options are tested elsewhere
         recorder = operation(*OPERATIONS[name])
-        if name == "bench":
-            sys.modules["marlinq.operations.bench"].Synthetic = object  # what the command imports beside it
         if name == "eval":
             sys.modules["marlinq.operations.evaluate"].TaskOptions = task_options
         outcome = marlinq(*step.arguments)
@@ -108,28 +105,16 @@ def test_a_failed_command_ends_the_tour(quickstart: ModuleType, monkeypatch: pyt
     assert exit_info.value.code == 7
 
 
-def test_the_last_line_compares_the_speeds(
+def test_the_summary_tells_the_time_and_the_sizes(
     quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values: dict[str, object] = {"bytes_on_disk": 1e6, "model_bits": 6.5}
     answer = subprocess.CompletedProcess([], 0, json.dumps(values).encode(), b"")
     monkeypatch.setattr(quickstart.subprocess, "run", lambda *command, **settings: answer)
-    quickstart.print_summary(100.0, {quickstart.MODEL: 20.0, quickstart.MARLIN: 45.0})
+    quickstart.print_summary(100.0)
     lines = capsys.readouterr().out.splitlines()
     assert "Done in 1 min 40 s. What there is now:" in lines
-    assert (
-        lines[-1] == "Decoding here: 20.0 tokens/s the original, 45.0 tokens/s in 4 bits, 2.25 times as fast."
-    )
-
-
-def test_a_speed_is_that_of_the_only_cell(
-    quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = {"cells": [{"tokens_per_second": 45.0}], "hardware": "a CPU"}
-    answer = subprocess.CompletedProcess([], 0, json.dumps(values).encode(), b"")
-    monkeypatch.setattr(quickstart.subprocess, "run", lambda *command, **settings: answer)
-    assert quickstart.tokens_per_second(quickstart.MARLIN) == 45.0
-    assert "45.0 tokens/s: a CPU" in capsys.readouterr().out
+    assert "quickstart/int4         1.0 MB              6.50   4-bit, compressed-tensors" in lines
 
 
 def test_a_long_step_says_that_it_runs(quickstart: ModuleType) -> None:
@@ -141,9 +126,9 @@ def test_a_long_step_says_that_it_runs(quickstart: ModuleType) -> None:
             return super().write(text)
 
     seen = Seen()
-    with contextlib.redirect_stderr(seen), quickstart.still_running("step 2 of 8, quantize", every=0.001):
+    with contextlib.redirect_stderr(seen), quickstart.still_running("step 2 of 7, quantize", every=0.001):
         assert told.wait(30)
-    assert seen.getvalue().startswith("(step 2 of 8, quantize, has run for 0 s)")
+    assert seen.getvalue().startswith("(step 2 of 7, quantize, has run for 0 s)")
 
 
 @pytest.mark.parametrize(
@@ -153,13 +138,13 @@ def test_durations_are_in_minutes(quickstart: ModuleType, seconds: float, text: 
     assert quickstart.minutes(seconds) == text
 
 
-def test_a_failed_measurement_shows_its_message(
+def test_a_failed_inspection_shows_its_message(
     quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     failed = subprocess.CompletedProcess([], 4, b"", b"error: why\n")
     monkeypatch.setattr(quickstart.subprocess, "run", lambda *command, **settings: failed)
     with pytest.raises(SystemExit) as exit_info:
-        quickstart.tokens_per_second(quickstart.MODEL)
+        quickstart.facts(("inspect", "folder", "--json"))
     assert exit_info.value.code == 4
     sys.stderr.flush()
     assert b"error: why" in capfdbinary.readouterr().err
