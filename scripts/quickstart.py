@@ -235,7 +235,7 @@ def print_summary(seconds: float) -> None:
         "16 bits."
     )
     print(f"Serve it: vllm serve {INT4}")
-    print(f"Time it beside the original: marlinq bench decode {MARLIN} --against transformers")
+    print(f"Time its tokens: marlinq bench decode {MARLIN}")
 
 
 def say(text: str) -> None:
