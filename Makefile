@@ -80,7 +80,9 @@ docs: $(INSTALLED)
 	$(BIN)/python -m marlinq.cli.command_reference docs/cli.md
 	$(BIN)/python -m lab.kernels.resources build/kernel-resources.md
 
+# scipy: Inkling's vision tower plans its shapes with it.
 survey: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt scipy
 	$(BIN)/python -m lab.models.survey
 
 # MARLINQ_FUZZ_CASES, MARLINQ_FUZZ_SEED and MARLINQ_FUZZ_ONLY choose how many, which, and a single one.

@@ -160,5 +160,6 @@ def test_auto_round_says_what_differs() -> None:
     changed = config.rules.scheme(Q)
     assert changed is not None
     assert (changed.element.name, changed.granularity) == ("int8", Granularity.group(32))
+    assert read({**raw, "packing_format": "auto_round:auto_awq", "sym": False}).format == "awq"
     with pytest.raises(UnsupportedError, match="packing_format"):
         read({**raw, "packing_format": "auto_round:fp8"})

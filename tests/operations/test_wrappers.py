@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModel
 
 import marlinq
 from lab.models.families import families, random_model
@@ -77,3 +78,18 @@ def test_the_language_model_is_quantised_and_the_rest_stays(model_type: str, tmp
             marlinq.generate(loaded, [5, 6, 7], max_new_tokens=3)
     else:
         assert len(marlinq.generate(loaded, [5, 6, 7], max_new_tokens=3).tokens) == 3
+
+
+def test_a_model_without_a_head_keeps_its_class(tmp_path: Path) -> None:
+    """An embedding model: quantised, verified and loaded as what its config names."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    source, out = tmp_path / "model", tmp_path / "int4"
+    AutoModel.from_config(CONFIG_MAPPING["qwen3"](**sizes, **heads)).save_pretrained(source)
+    recipe = marlinq.Recipe(method="rtn", group_size=32)
+    marlinq.quantize(source, out, recipe=recipe, device="cpu", progress=False)
+    assert marlinq.verify(out, against=source, device="cpu", progress=False).ok
+    loaded = marlinq.load(out, device="cpu", dtype="float32", exact=True, progress=False)
+    assert type(loaded.model).__name__ == "Qwen3Model"
+    assert loaded.model(torch.tensor([[5, 6, 7]])).last_hidden_state.shape == (1, 3, 64)
