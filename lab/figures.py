@@ -390,6 +390,23 @@ def plugin_requests_table() -> str:
     return _table(rows)
 
 
+def plugin_mixture_table() -> str:
+    """Decode steps of a mixture in vLLM on one and two GPUs, without and with marlinq's kernels."""
+    found = result("decode-plugin-h200")
+    one, two = found["mixture"], found["two_gpus"]["rows"]
+    rows = [["ms a step, without and with", *(f"batch {batch}" for batch in one["batches"])]]
+    for name, pair in (
+        ("one GPU", one["rows"].values()),
+        *(
+            (f"two, {split}", [two[name] for name in two if name.startswith(split)])
+            for split in ("by experts", "by tensors")
+        ),
+    ):
+        without, plugin = pair
+        rows.append([name, *(f"{a:.2f}, {b:.2f}" for a, b in zip(without, plugin, strict=True))])
+    return _table(rows)
+
+
 def shapes_table() -> str:
     """A step of one sequence by model shape, beside a plain read of the step's bytes."""
     rows = [["shape", "step (ms)", "over a plain read of its bytes"]]
@@ -426,6 +443,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode_table,
     "plugin": plugin_table,
     "plugin-requests": plugin_requests_table,
+    "plugin-mixture": plugin_mixture_table,
     "shapes": shapes_table,
 }
 DRAWINGS: dict[str, Callable[[], str]] = {
