@@ -409,7 +409,8 @@ def weight_bytes(model: nn.Module, batch: int) -> int:
         if not isinstance(module, nn.Embedding):
             share = 1.0
             if isinstance(module, GroupedExperts):
-                config: Any = model.config.get_text_config()
+                whole: Any = model.config
+                config = whole.get_text_config()
                 # Gemma 4 calls it otherwise.
                 chosen = getattr(config, "top_k_experts", None) or config.num_experts_per_tok
                 share -= (1 - chosen / module.weights.down.shape[0]) ** batch

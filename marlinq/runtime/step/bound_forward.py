@@ -404,19 +404,26 @@ def _bound(
         assert isinstance(experts, GroupedExperts)
         weight = model.get_submodule(mlp.router.module).get_parameter("weight").detach().contiguous()
         router = mlp.router
-        vectors = (vector_of(model, name) for name in (router.bias, router.correction))
         shared = None if mlp.shared is None else _bound_mlp(model, mlp.shared, apart)
         gate = None
         if mlp.shared_gate is not None:
             column = model.get_submodule(mlp.shared_gate).get_parameter("weight")
             gate = column.detach().reshape(-1).contiguous()
-        ends = (None if name is None else single_product(model, name) for name in (mlp.into, mlp.out))
-        norms = (row_norm(model, each, dtype) for each in (mlp.norm, mlp.post_norm, mlp.shared_post_norm))
         return BoundMixture(
-            *(router, weight, *vectors, experts, shared, gate, *ends),
-            vector_of(model, router.expert_scale),
-            router_norm_of(model, router, dtype),
-            *norms,
+            router=router,
+            weight=weight,
+            bias=vector_of(model, router.bias),
+            correction=vector_of(model, router.correction),
+            experts=experts,
+            shared=shared,
+            shared_gate=gate,
+            into=None if mlp.into is None else single_product(model, mlp.into),
+            out=None if mlp.out is None else single_product(model, mlp.out),
+            expert_scale=vector_of(model, router.expert_scale),
+            router_norm=router_norm_of(model, router, dtype),
+            norm=row_norm(model, mlp.norm, dtype),
+            post_norm=row_norm(model, mlp.post_norm, dtype),
+            shared_post_norm=row_norm(model, mlp.shared_post_norm, dtype),
         )
     return _bound_mlp(model, mlp, apart)
 

@@ -88,7 +88,7 @@ class RecordedStep(Walk):
         for item in self._recorded:
             if isinstance(item, kernels.Prepared):
                 launch = kernels.bind(item, forward.device_index, dependent=bool(self.starts))
-                if not self.starts or getattr(item.arguments, "tokens", 0):
+                if not self.starts or getattr(item.arguments, "tokens", None):
                     readers.append(launch)
                 self.starts.append(launch.start)
             else:
