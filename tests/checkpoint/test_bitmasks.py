@@ -120,7 +120,7 @@ def test_other_formats_are_refused(folders: tuple[Path, Path], tmp_path: Path) -
         ("compressed", lambda kept: kept.to(torch.int32), "compressed: expected floats"),
     ],
 )
-def test_what_does_not_fit_together_is_named(
+def test_masks_and_shapes_that_contradict_are_named(
     folders: tuple[Path, Path],
     tmp_path: Path,
     suffix: str,

@@ -179,7 +179,7 @@ def test_rules_match_the_fused_names_of_whole_sets_only() -> None:
         (("w1", "w3"), "w13"),
     ],
 )
-def test_what_stays_in_16_bits_is_found_by_its_fused_name(parts: tuple[str, ...], fused: str) -> None:
+def test_kept_parts_are_found_by_their_fused_name(parts: tuple[str, ...], fused: str) -> None:
     """A server asks for the layer that it makes of a delta net's gates, or of latent attention's inputs."""
     modules = {f"model.layers.{i}.mixer.out_proj": KINDS["usual"] for i in (0, 1)}
     kept = [f"model.layers.{i}.mixer.{part}" for i in (0, 1) for part in parts]

@@ -246,7 +246,7 @@ def test_the_fixture_itself_reads_back(folder: Path) -> None:
         opened.tensor("c")
 
 
-def test_what_the_header_reader_takes_safetensors_takes(folder: Path) -> None:
+def test_accepted_headers_are_accepted_by_safetensors_too(folder: Path) -> None:
     for header in (
         {"a": entry([2, 3], 0, 6), "__metadata__": {"format": "pt", "ä": "日本"}},
         {"é/日": entry([0, 5], 0, 0), "b": entry([], 0, 1)},

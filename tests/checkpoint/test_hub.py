@@ -82,7 +82,7 @@ def test_files_and_revisions(hub: Hub, tmp_path: Path) -> None:
     assert dict(hub.sent) == sent, "a commit that is in the cache was downloaded again"
 
 
-def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
+def test_absent_models_revisions_and_files_are_named(hub: Hub, tmp_path: Path) -> None:
     home = tmp_path / "home"
     assert_refused(marlinq(hub, home, "inspect", "org/absent"), 3, "org/absent: neither a local folder nor a")
     assert_refused(

@@ -72,7 +72,7 @@ def test_every_change_is_noticed(source: Path, change: Callable[[Path], None], n
         assert Checkpoint.open(source).state() != state
 
 
-def test_what_is_rewritten_is_not_read_on(source: Path) -> None:
+def test_a_rewritten_source_is_not_read_further(source: Path) -> None:
     opened = Checkpoint.open(source)
     rewritten_with_its_time_kept(source / NAME)
     with pytest.raises(CheckpointError, match="was changed while it was read"):

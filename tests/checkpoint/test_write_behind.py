@@ -75,7 +75,7 @@ def test_copies_are_what_writing_gives(
     check(writer.finish(config={}, manifest={}))
 
 
-def test_what_is_there_is_not_copied_again(source: Checkpoint, writer: CheckpointWriter) -> None:
+def test_written_tensors_are_not_copied_again(source: Checkpoint, writer: CheckpointWriter) -> None:
     for name in ("a", "b"):
         writer.write(name, TENSORS[name])
     writer.commit()

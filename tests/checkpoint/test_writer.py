@@ -63,7 +63,7 @@ def reference(tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("shard", [1, SHARD, 10**9])
-def test_what_was_written_is_read_back_by_us_and_by_safetensors(tmp_path: Path, shard: int) -> None:
+def test_a_written_folder_is_read_by_us_and_by_safetensors(tmp_path: Path, shard: int) -> None:
     out = tmp_path / "out"
     with writer(out, shard=shard) as target:
         fill(target)
@@ -189,7 +189,7 @@ def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
         writer(tmp_path / "out", resume=True)
 
 
-def test_what_stands_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_folder_or_foreign_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
     with pytest.raises(OutputError, match="already exists"):
@@ -287,7 +287,7 @@ def test_a_damaged_manifest_of_a_finished_folder_is_said(tmp_path: Path, manifes
 
 
 @pytest.mark.parametrize("call", ["fsync", "open"])
-def test_what_the_system_refuses_is_one_line(
+def test_errors_of_the_file_system_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes], call: str
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> int:

@@ -60,7 +60,7 @@ def test_an_error_is_one_printable_line(capsys: pytest.CaptureFixture[str], as_j
     assert len(text) < 5_000
 
 
-def test_what_a_model_writes_keeps_its_lines_and_joiners(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_a_model_keeps_its_lines_and_joiners(capsys: pytest.CaptureFixture[str]) -> None:
     print_piece("two\nlines\tand 👩\u200d💻, \x1b[31mnot red\ud800")
     assert capsys.readouterr().out == "two\nlines\tand 👩\u200d💻, \\x1b[31mnot red\\ud800"
 
@@ -77,7 +77,7 @@ def test_an_encoding_without_the_character_gets_an_escape(monkeypatch: pytest.Mo
     assert json.loads(text) == Hostile().to_dict()
 
 
-def test_what_a_library_logs_is_one_printable_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_of_libraries_are_printable_lines(caplog: pytest.LogCaptureFixture) -> None:
     before = logging.getLogRecordFactory()
     log_safely()
     try:

@@ -46,12 +46,12 @@ def test_anything_becomes_one_line(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("kind", MarlinqError.__subclasses__())
-def test_what_others_named_stays_on_one_line_from_python_too(kind: type[MarlinqError]) -> None:
+def test_errors_raised_in_python_are_one_line_too(kind: type[MarlinqError]) -> None:
     assert str(kind("--tasks a\nb\x1b[2J.yaml: No such file")) == "--tasks a b\\x1b[2J.yaml: No such file"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), UsageError("ours"), GeneratorExit()])
-def test_what_is_no_fault_of_the_file_passes(error: BaseException) -> None:
+def test_errors_that_no_file_causes_pass_unchanged(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, boundaries.forward("folder"):
         raise error
     assert caught.value is error

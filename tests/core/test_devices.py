@@ -49,7 +49,7 @@ def test_a_device_that_is_not_there(gpus: int) -> None:
 @pytest.mark.parametrize(
     "name", ["", "tpu", "cuda:", "cuda:x", "cuda:-1", "CUDA", "cpu:1", "mps", "cuda:99999"]
 )
-def test_what_names_no_device(name: str) -> None:
+def test_names_that_are_no_device_are_refused(name: str) -> None:
     for check in (check_device_name, resolve_device):
         with pytest.raises(UsageError, match="device: expected auto, cpu, cuda or cuda:N, found"):
             check(name)

@@ -74,7 +74,7 @@ def test_numbers_that_are_no_group_size(group_size: int) -> None:
 
 
 @pytest.mark.parametrize("granularity", [TENSOR, Granularity.block(128, 128)])
-def test_what_is_no_group_size_says_so(granularity: Granularity) -> None:
+def test_a_granularity_without_a_group_size_says_so(granularity: Granularity) -> None:
     with pytest.raises(ValueError, match=f"{granularity.describe()} can't be written as a group size"):
         _ = granularity.group_size
 

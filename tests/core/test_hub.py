@@ -119,7 +119,9 @@ def test_a_model_that_is_nowhere(online: pytest.MonkeyPatch, server: socket.sock
 
 
 @pytest.mark.parametrize("name", ["./nosuch", "../nosuch", "a/b/c", "nosuch", "/nosuch", "a--b/c", "a..b/c"])
-def test_what_names_no_model_is_told_without_asking(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_names_that_are_no_model_are_refused_without_the_network(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "_probe", lambda endpoint: "")
     with pytest.raises(CheckpointError, match="not a folder, and not a Hub id|neither a local folder"):

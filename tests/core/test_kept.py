@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "kernels"
 
 
-def test_what_was_written_is_read(folder: Path) -> None:
+def test_a_written_value_is_read_back(folder: Path) -> None:
     assert read_kept("a", 10) is None
     assert not is_kept("a")
     assert write_kept("a", b"content") == folder / "a"

@@ -44,7 +44,7 @@ def test_honest_patterns_find_what_re_finds(text: str) -> None:
         ("(?x)a{# }\n100000}", "verbose"),
     ],
 )
-def test_what_is_refused_is_refused_at_once(text: str, says: str) -> None:
+def test_bad_patterns_are_refused_at_once(text: str, says: str) -> None:
     start = time.monotonic()
     with pytest.raises(UsageError) as caught:
         Patterns("--override", UsageError).compile(text)

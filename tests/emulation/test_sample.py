@@ -151,7 +151,7 @@ def test_ties_and_extremes(builder: Builder, sampling: Sampling) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), in_turn(("greedy", "drawn", "all"), (float("nan"), -float("nan"), float("inf")))
 )
-def test_what_is_no_number_is_reported(builder: Builder, name: str, value: float) -> None:
+def test_infinite_and_nan_logits_are_reported(builder: Builder, name: str, value: float) -> None:
     logits = normal(2, 3000, torch.float16)
     logits[1, 2222] = value
     sampler = state_of(SAMPLINGS[name], 2, 3000, 0)

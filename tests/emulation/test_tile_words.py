@@ -46,7 +46,7 @@ def test_it_compiles_without_spills(family: str, architecture: str) -> None:
     assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
 
 
-def test_what_it_cannot_take_is_refused() -> None:
+def test_unsupported_words_are_refused() -> None:
     for shape, k, n in (((2, 64), 16, 32), ((2, 64), 32, 64), ((3, 64), 24, 64)):
         with pytest.raises(ValueError, match="words: expected"):
             tile_words.tile_words(torch.zeros(shape, dtype=torch.int32), "gptq", k, n)

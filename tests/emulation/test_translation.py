@@ -65,7 +65,7 @@ def test_families_of_instructions() -> None:
         ("__shared__ Type variable(3);", "__shared__ declaration"),
     ],
 )
-def test_what_is_not_understood_is_named(statement: str, message: str) -> None:
+def test_unknown_statements_are_named(statement: str, message: str) -> None:
     with pytest.raises(UnknownPtx, match=message):
         translate(f'# 1 "/x/a.cu"\n# 11 "/x/b.cuh" 1\n\n{statement}\n', "f")
 

@@ -38,7 +38,7 @@ def chosen(stored: dict[str, Any]) -> str:
         {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     ],
 )
-def test_what_marlinq_reads_is_its_own(stored: dict[str, Any]) -> None:
+def test_configs_that_marlinq_reads_are_taken(stored: dict[str, Any]) -> None:
     assert chosen(stored) == "MarlinqConfig"
     assert auto.AutoHfQuantizer.supports_quant_method(stored)
     config = merged(stored)
@@ -46,7 +46,7 @@ def test_what_marlinq_reads_is_its_own(stored: dict[str, Any]) -> None:
     assert isinstance(auto.AutoHfQuantizer.from_config(config, pre_quantized=True), MarlinqQuantizer)
 
 
-def test_what_it_does_not_read_falls_to_transformers_with_the_reason() -> None:
+def test_other_configs_fall_to_transformers_with_the_reason() -> None:
     with pytest.warns(UserWarning, match="transformers' own quantizer does: quantization_config: .*bits"):
         assert chosen(NOT_READ) == "GPTQConfig"
     # A method that marlinq knows nothing of is no fallback.

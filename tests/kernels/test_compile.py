@@ -273,7 +273,7 @@ def test_host_and_kernel_count_the_same_shared_memory(kernel: str) -> None:
         compile_kernel(replace(right, parameters=tuple(wrong.items())), "sm_90a")
 
 
-def test_what_a_configuration_holds_reaches_the_text() -> None:
+def test_every_field_of_a_configuration_reaches_the_text() -> None:
     parameters = (("Codec", "Int4<Half>"), ("ROWS", 8), ("ZEROS", True), ("SCALING", "Scaling::SUMS"))
     assert Instantiation("kernels/stream.cuh", "w4a16_stream", parameters).text() == (
         '#include "kernels/stream.cuh"\n\n'

@@ -245,9 +245,7 @@ def test_a_batch_is_decided_for_as_a_slightly_larger_one(m: int) -> None:
     assert m.bit_count() > 1 or m == 2 or rows == m, "servers pad to powers of two"
 
 
-def test_what_is_compiled_in_advance_is_all_that_a_model_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precompiling_covers_all_kernels_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path))
     compiled: set[Instantiation] = set()
 
@@ -318,7 +316,9 @@ def test_batch_invariant_decisions_share_one_order(
         (64, -1, False, False, "SUMS"),
     ],
 )
-def test_what_scales_multiply(tile_m: int, group: int, zeros: bool, bfloat16: bool, scaling: str) -> None:
+def test_scales_multiply_sums_codes_or_weights(
+    tile_m: int, group: int, zeros: bool, bfloat16: bool, scaling: str
+) -> None:
     config = WarpgroupConfig(tile_m, 2, 1, 1, 8, 1, 4, 1, 132)
     assert config.scaling(int4_problem(tile_m, 4096, 4096, group, zeros, bfloat16)) == scaling
 
@@ -413,6 +413,6 @@ def test_early_launches_are_of_the_kernels_chosen_without() -> None:
     [(100, 128, 128, "N=100 of 64"), (128, 96, 32, "K=96 must be"), (128, 128, 48, "groups of 48"),
      (128, 192, 128, "groups of 128 with K=192")],
 )  # fmt: skip
-def test_what_no_kernel_takes_is_named(n: int, k: int, group: int, message: str) -> None:
+def test_shapes_without_a_kernel_are_named(n: int, k: int, group: int, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         decide(int4_problem(1, n, k, group, False, False), H200)

@@ -61,7 +61,7 @@ def test_a_slice_is_not_the_whole_gpu() -> None:
     assert not device_of(AN_H200._replace(multiprocessors=60)).measured
 
 
-def test_what_the_driver_does_not_know_is_taken_for_an_h200s() -> None:
+def test_unknown_rates_are_taken_for_an_h200s() -> None:
     device = device_of(AN_H100._replace(clock_khz=0, memory_clock_khz=0, cache_bytes=0))
     assert (device.clock, device.bandwidth, device.cache_bytes) == (
         H200.clock,

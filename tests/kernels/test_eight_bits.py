@@ -50,7 +50,7 @@ def test_activations_that_e4m3_holds_are_not_rounded() -> None:
     assert relative_error(found, made.reference(x)) < 2.0**-8
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_operands_that_do_not_fit_are_named() -> None:
     made = random_operands(128, 64, 64, torch.bfloat16, device="cpu", weight_format=E4M3)
     x = torch.randn(2, 128).bfloat16()
     with pytest.raises(ValueError, match="group_size: expected -1, or 128"):

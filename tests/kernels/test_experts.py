@@ -72,7 +72,7 @@ def test_experts_that_are_elsewhere_are_left_out() -> None:
     assert relative_error(found, expected) < BOUND[shape.dtype]
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_operands_that_do_not_fit_are_named() -> None:
     shape = Shape(4, 2, 64, 64, 64)
     layer = random_layer(shape)
     x, ids, weights = random_routing(shape, 3)

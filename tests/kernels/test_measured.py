@@ -57,7 +57,7 @@ def run_tune(monkeypatch: pytest.MonkeyPatch, folder: Path, *paths: Path) -> int
     return tune.main()
 
 
-def test_what_was_measured_faster_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_measured_faster_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = decide(CELL, H200)
     assert "bound by" in own.reason
     assert run_tune(monkeypatch, folder, sweep(folder / "sweep.json", CELL, factor=0.9)) == 0
@@ -144,9 +144,7 @@ def test_a_file_that_does_not_fit_the_package_is_an_error(folder: Path) -> None:
             decide(CELL, H200)
 
 
-def test_what_was_measured_in_a_chain_holds_there_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choices_measured_in_a_chain_hold_there_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = replace(CELL, m=4, n=8192, activation="silu")
     with dependent_launches():
         own = decide(cell, H200)

@@ -107,7 +107,7 @@ def test_small_scales_keep_their_bits_in_float16() -> None:
     torch.testing.assert_close(found, q.dequantize().t(), rtol=2.0**-11, atol=0)
 
 
-def test_what_has_no_value_is_refused() -> None:
+def test_codes_without_a_value_are_refused() -> None:
     q = random_weight(E4M3, Granularity.channel(), 64, 64)
     q.codes[3, 5] = 0xFF
     with pytest.raises(UnsupportedError, match=r"NaN \(code 0xff of fp8_e4m3\)"):

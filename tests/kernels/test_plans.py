@@ -116,7 +116,7 @@ def test_a_plan_serves_every_shape_that_fits(
     assert [len(call.started) for call in prepared] == [2, 1, 1]
 
 
-def test_what_does_not_fit_goes_back_to_the_checks(
+def test_operands_that_do_not_fit_a_plan_are_checked_again(
     prepared: list[_Call], devices: _Devices, given: plans.Weight, plan: plans.Plan
 ) -> None:
     wide = torch.zeros(4, 2 * K).half()

@@ -42,7 +42,7 @@ def test_the_largest_panel_fits_the_smallest_gpu() -> None:
     assert shared_bytes(PANEL_ROWS) <= 99 << 10
 
 
-def test_what_the_kernel_cannot_read_is_refused() -> None:
+def test_tensors_that_the_kernel_cannot_read_are_refused() -> None:
     rows, n = 32, 8
     wide, vector = torch.zeros(rows, n), torch.zeros(n)
     codes = torch.zeros(rows, n, dtype=torch.uint8)
@@ -77,7 +77,7 @@ def test_no_kernel_of_tuned_weights_spills(architecture: str) -> None:
             assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
 
 
-def test_what_the_kernels_of_tuned_weights_cannot_read_is_refused() -> None:
+def test_tensors_that_tuning_kernels_cannot_read_are_refused() -> None:
     made, wide = tuned(latent=True), torch.zeros(64, 24)
     prepare_weight(made, wide)
     with pytest.raises(ValueError, match=r"out: expected a contiguous \[64, 24\]"):

@@ -70,7 +70,7 @@ def test_shrinkage_leaves_the_diagonal_and_may_change() -> None:
         assert ((found - expected).abs() <= 4 * 2**-24 * whole.abs()).all()
 
 
-def test_what_is_counted_after_a_shrunk_hessian_joins_the_whole_one() -> None:
+def test_inputs_added_after_shrinking_join_the_whole_hessian() -> None:
     generator = torch.Generator().manual_seed(2)
     first, second = (torch.randn(40, 64, generator=generator) for _ in range(2))
 

@@ -135,7 +135,7 @@ def test_of_equal_scores_the_lower_channels_are_kept() -> None:
     assert TWO_OF_FOUR.largest(torch.zeros(8, 3)).int().tolist() == [[1] * 3, [1] * 3, [0] * 3, [0] * 3] * 2
 
 
-def test_what_is_not_sparse_is_named() -> None:
+def test_dense_codes_are_named() -> None:
     used = torch.zeros(12, 5, dtype=torch.bool)
     used[[4, 5, 7], 3] = True
     reason = TWO_OF_FOUR.refusal(used) or ""
@@ -176,7 +176,7 @@ def test_tuning_keeps_the_mask() -> None:
     assert int((tunable.latent != 8).reshape(16, 4, 16).sum(dim=1).min()) == 2
 
 
-def test_what_cannot_be_pruned_is_refused_by_name() -> None:
+def test_weights_that_cannot_be_pruned_are_refused_by_name() -> None:
     assert "does not prune" in (METHODS["imatrix"].scheme_refusal(sparse(32)) or "")
     with pytest.raises(UnsupportedError, match="layer: in_features 6 is not a multiple of 4"):
         round_to_nearest(torch.ones(2, 6), sparse(-1), name="layer")

@@ -26,7 +26,7 @@ def quantized(symmetric: bool = True) -> tuple[torch.Tensor, QuantizedWeight]:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("codes", [True, False])
-def test_what_was_not_moved_stays(symmetric: bool, codes: bool) -> None:
+def test_a_tunable_weight_begins_as_stored(symmetric: bool, codes: bool) -> None:
     weight, q = quantized(symmetric)
     tunable = TunableWeight(q, weight if codes else None)
     assert tunable.quantized().difference(q) is None

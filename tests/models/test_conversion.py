@@ -48,7 +48,7 @@ def test_every_parameter_gets_its_value(model_type: str, tmp_path: Path) -> None
     assert not find_conversions(blueprint, view.tensors, source="model")
 
 
-def test_what_is_quantised_is_written_as_the_model_has_it_and_the_rest_as_it_is(tmp_path: Path) -> None:
+def test_quantised_tensors_take_the_models_names_and_others_keep_theirs(tmp_path: Path) -> None:
     saved("hrm_text", tmp_path / "model")
     recipe = marlinq.Recipe(
         method="rtn", group_size=32, overrides=(Override(r"layers\.0\.mlp\.gate_proj$", skip=True),)

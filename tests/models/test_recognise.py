@@ -117,7 +117,7 @@ def test_windows_are_those_of_the_layers() -> None:
     assert [layer.attention.window for layer in tiny("cohere-2").layers] == [WINDOW] * 3 + [None]
 
 
-def test_what_gemma_4_has_besides_is_recognised() -> None:
+def test_gemma_4s_own_parts_are_recognised() -> None:
     local, whole = tiny("gemma-4").layers[:2]
     assert (local.attention.head_dim, local.attention.keys_are_values) == (16, False)
     assert (whole.attention.head_dim, whole.attention.keys_are_values) == (32, True)

@@ -124,7 +124,7 @@ def test_blocks_behind_images_are_replayed() -> None:
 
 
 @pytest.mark.parametrize("shift", [lambda x: x + 3, lambda x: 2 * x])
-def test_what_a_model_adds_between_blocks_is_added_in_each(shift: Callable[[Tensor], Tensor]) -> None:
+def test_additions_between_blocks_are_replayed_in_each(shift: Callable[[Tensor], Tensor]) -> None:
     """As Qwen3-VL adds features of an image; anything else than adding is refused."""
     model = tiny_model("llama")
     blueprint = build_blueprint(model.config.to_dict(), source="llama")

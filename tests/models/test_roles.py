@@ -56,7 +56,7 @@ def test_a_router_beside_the_block_of_experts_is_found() -> None:
 
 
 @pytest.mark.parametrize("family", GATES)
-def test_what_servers_build_in_16_bits_stays_unless_it_is_named(family: str) -> None:
+def test_modules_that_servers_build_in_16_bits_stay_unless_named(family: str) -> None:
     architecture, gate = GATES[family]
     model = random_model(Family(family, architecture, wrapper=False))
     blueprint = describe(lambda: model)

@@ -234,7 +234,7 @@ def test_planted_faults_are_found(root: Path, tmp_path: Path, name: str) -> None
     assert not found
 
 
-def test_what_no_loader_would_read_is_refused(root: Path, tmp_path: Path) -> None:
+def test_stacks_that_no_loader_reads_are_refused(root: Path, tmp_path: Path) -> None:
     whole = Recipe(method="rtn", scheme="mxfp4", format="gpt-oss")
     with pytest.raises(ConversionRefused, match=r"self_attn.* no linear of an expert"):
         quantize(root / "original", tmp_path / "out", recipe=whole, device="cpu", progress=False)

@@ -89,7 +89,7 @@ def test_rests_are_never_slower() -> None:
 
 
 @pytest.mark.gpu
-def test_what_a_graph_reads_lives_as_long_as_it() -> None:
+def test_tensors_that_a_graph_reads_live_as_long_as_it() -> None:
     def recorded() -> tuple[GraphRecording, weakref.ref[torch.Tensor]]:
         ones = torch.ones(1024, device="cuda")
         return capture(lambda index: out.copy_(ones), 1), weakref.ref(ones)

@@ -265,7 +265,7 @@ def test_the_head_needs_to_be_asked_for(tmp_path: Path) -> None:
     assert "head" not in json.loads((tmp_path / "out" / "marlinq.json").read_text())
 
 
-def test_what_cannot_be_held_is_refused(tmp_path: Path) -> None:
+def test_heads_that_a_layout_cannot_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"quantize_head int8: awq can't hold int8"):
         Recipe(format="awq", symmetric=False, quantize_head="int8")
     with pytest.raises(UsageError, match="expected one of none, int4, int8"):

@@ -238,7 +238,7 @@ def test_tuning_takes_what_was_asked_for_or_what_a_budget_allows() -> None:
     assert on_cpu[0] * on_cpu[1] * 10 * 134e6 == pytest.approx(3e14, rel=0.01)
 
 
-def test_what_is_asked_for_is_what_is_written() -> None:
+def test_requested_amounts_of_text_are_kept() -> None:
     work = Work(10**8, 10**8, 10**6, 10**4, 512)
     recipe = RECIPE.replace(samples="auto", max_length=2048)
     assert text_budget(recipe.replace(samples=200), work, CPU, torch.float32) == TextBudget(

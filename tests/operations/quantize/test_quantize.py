@@ -354,7 +354,7 @@ def test_shapes_that_do_not_fit_are_refused_before_any_work(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def test_what_can_not_be_quantised_is_refused(tmp_path: Path) -> None:
+def test_models_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     run(source, tmp_path / "quantised", method="rtn")
     with pytest.warns(UserWarning, match="is quantised already; its weights are dequantised"):

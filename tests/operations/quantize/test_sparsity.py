@@ -67,7 +67,7 @@ def test_the_card_names_no_server_that_lacks_the_layout(tmp_path: Path) -> None:
         ({"sparsity": "1:4"}, "sparsity: expected one of none, 2:4, found '1:4'"),
     ],
 )
-def test_what_cannot_be_pruned_is_refused(settings: dict[str, str], message: str) -> None:
+def test_settings_that_cannot_be_pruned_are_refused(settings: dict[str, str], message: str) -> None:
     group_size = "auto" if settings.get("scheme") == "fp8" else 32
     with pytest.raises(UsageError, match=message):
         Recipe.from_dict({"group_size": group_size, **settings})
@@ -80,6 +80,6 @@ def test_what_cannot_be_pruned_is_refused(settings: dict[str, str], message: str
         ({"symmetric": False}, "marlin-24 can't hold asymmetric weights"),
     ],
 )
-def test_what_a_sparse_layout_asks_for(changes: dict[str, object], message: str) -> None:
+def test_requirements_of_a_sparse_layout(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         SPARSE.replace(format="marlin-24", **changes)

@@ -400,7 +400,7 @@ def test_only_text_and_elements_make_a_drawing() -> None:
         tag("p", 3)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_reported_are_refused(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     with pytest.raises(UnsupportedError, match="is not quantised; pass the output of marlinq quantize"):
         report(source, out=tmp_path)

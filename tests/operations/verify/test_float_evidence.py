@@ -39,7 +39,7 @@ def rounded(request: pytest.FixtureRequest) -> QuantizedWeight:
     return round_to_nearest(weight(), SCHEMES[request.param])
 
 
-def test_what_was_rounded_to_nearest_is_clean(rounded: QuantizedWeight) -> None:
+def test_weights_rounded_to_nearest_are_clean(rounded: QuantizedWeight) -> None:
     found = find_float_faults(weight(), rounded)
     assert found.findings == ()
     assert found.rounded

@@ -92,7 +92,7 @@ NOT_LOADABLE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", NOT_LOADABLE)
-def test_what_load_refuses_verify_fails(folder: Path, name: str) -> None:
+def test_folders_that_load_refuses_fail_in_verify(folder: Path, name: str) -> None:
     harm, row = NOT_LOADABLE[name]
     harm(folder)
     with pytest.raises(MarlinqError):
@@ -101,7 +101,7 @@ def test_what_load_refuses_verify_fails(folder: Path, name: str) -> None:
     assert row in found if row else found
 
 
-def test_what_safetensors_refuses_verify_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_safetensors_refuses_fail_in_verify(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "model.safetensors"
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])

@@ -304,7 +304,7 @@ def test_every_layer_can_be_observed() -> None:
         assert error(found[0], expected[0]) < TOLERANCE
 
 
-def test_what_the_kernels_lack_is_refused() -> None:
+def test_anatomies_without_kernels_are_refused() -> None:
     model = tiny_model("llama")
     anatomy = recognised(model)
     refused = chain_refusal(model, anatomy)

@@ -37,7 +37,7 @@ def test_a_recognised_model_runs_through_our_forward(tmp_path: Path) -> None:
     assert result.step.reason.endswith("our forward in torch")
 
 
-def test_what_is_not_recognised_runs_through_transformers_and_says_why(tmp_path: Path) -> None:
+def test_unrecognised_models_run_through_transformers_and_say_why(tmp_path: Path) -> None:
     loaded = loaded_of(tmp_path, tiny_model("bloom"))
     forward = choose_forward(loaded, 2, 64)
     assert isinstance(forward, TransformersForward)

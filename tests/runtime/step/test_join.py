@@ -182,7 +182,7 @@ def operand(k: int = 128, n: int = 64, *, group_size: int = 32, **scheme: bool) 
         ({"n": 128}, True, "can't take turns"),
     ],
 )
-def test_what_does_not_fit_stays_apart(other: dict[str, int], interleave: bool, reason: str) -> None:
+def test_projections_that_do_not_fit_stay_apart(other: dict[str, int], interleave: bool, reason: str) -> None:
     found = join_refusal((operand(), operand(**other)), interleave=interleave)
     assert found is not None
     assert reason in found

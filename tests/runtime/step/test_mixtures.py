@@ -125,7 +125,7 @@ def squared(logits: Tensor) -> tuple[Tensor, Tensor]:
         (sigmoid, "sigmoid", True, 1.0),
     ],
 )
-def test_what_a_router_computes_is_found(
+def test_a_routers_formula_is_found(
     forward: Callable[[Tensor], tuple[Tensor, Tensor]], scoring: str, normalised: bool, scale: float
 ) -> None:
     model = tiny("qwen3-moe")
@@ -241,7 +241,7 @@ def grouped_router(
 
 
 @pytest.mark.parametrize("groups", [Groups(4, 2), Groups(4, 2, zeroed=True), None])
-def test_what_becomes_of_other_groups_is_found(groups: Groups | None) -> None:
+def test_the_treatment_of_other_groups_is_found(groups: Groups | None) -> None:
     model = tiny("glm-4.5", n_routed_experts=16)
     grouped_router(
         model,
