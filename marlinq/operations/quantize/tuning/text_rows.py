@@ -132,6 +132,8 @@ def redraw(
     Returns:
         int64 [B, T]
     """
+    if ids.shape[1] == 1:
+        return ids
     rows = hidden[:, :-1].flatten(0, 1)
     drawn = []
     with torch.no_grad():

@@ -283,6 +283,10 @@ def test_redrawn_tokens_follow_the_models_predictions() -> None:
     hidden[:, -1] = 1 - 1e-6
     out = redraw(ids, hidden, logits, share=1.0, noise=0.0, chunk=1000, generator=generator)
     assert out[:, 1:].eq(1).float().mean() > 0.999
+    # A row of one token has none that could be drawn.
+    assert redraw(
+        ids[:, :1], hidden[:, :1], logits, share=1.0, noise=0.3, chunk=17, generator=generator
+    ).equal(ids[:, :1])
     # Strays are any of the three tokens, whatever is drawn.
     out = redraw(ids, hidden, logits, share=1.0, noise=0.3, chunk=1000, generator=generator)
     assert not out[:, 0].any()
