@@ -24,6 +24,7 @@ from marlinq.operations.verify.statistics.finding import (
     agreed,
 )
 from marlinq.operations.verify.statistics.groups import FAR, find_odd_groups
+from marlinq.operations.verify.statistics.kept_codes import KeptCodes
 from marlinq.operations.verify.statistics.noise import Noise, distance, log_density, measure_noise
 from marlinq.operations.verify.statistics.tails import (
     LARGEST_OF_TAIL,
@@ -91,12 +92,15 @@ def find_faults(
         run: sizes of everything that is judged in this run.
     """
     w = weight.t()
-    tile = word_tile(layout, q.element, q.in_features, q.out_features)
+    tile = None if layout.sparsity else word_tile(layout, q.element, q.in_features, q.out_features)
     noise = measure_noise(w, q, 1 if tile is None else tile.rows)
     findings = list(_whole_module(w, q, _other_explanations(q, layout, spec, stored), noise, run))
     odd, odd_groups = find_odd_groups(w, q, noise, run)
     findings += odd
-    exchanges = find_exchanges(q, layout, noise, most=_MOST_SUSPECTS)
+    if layout.sparsity is None:
+        exchanges = find_exchanges(q, layout, noise, most=_MOST_SUSPECTS)
+    else:
+        exchanges = _exchanges_of_kept_codes(w, q, layout)
     words, largest, spread = 0, 0.0, 1.0
     if exchanges is not None:
         findings += _words(exchanges, run, weight.numel())
@@ -111,6 +115,15 @@ def find_faults(
         findings += _codes(q, noise, run)
     findings.sort(key=lambda finding: (not finding.fails, -finding.evidence))
     return Evidence(tuple(findings), words, q.scales.numel(), largest, spread, odd_groups)
+
+
+def _exchanges_of_kept_codes(w: Tensor, q: QuantizedWeight, layout: Layout) -> Exchanges | None:
+    """The exchanges in a sparse layout's words, judged by the noise of kept codes alone: that of pruned
+    weights, which are far from their zeros, would hide them."""
+    kept = KeptCodes.of(w, q)
+    tile = word_tile(layout, q.element, kept.q.in_features, kept.q.out_features)
+    noise = measure_noise(kept.w, kept.q, 1 if tile is None else tile.rows)
+    return find_exchanges(kept.q, layout, noise, most=_MOST_SUSPECTS, channels=kept.channels)
 
 
 def _codes(q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[SuspectPlace]:

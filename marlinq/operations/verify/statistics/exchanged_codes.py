@@ -22,6 +22,7 @@ from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import Layout, ModuleSpec
 from marlinq.operations.verify.statistics.finding import MOST_SAY
+from marlinq.operations.verify.statistics.kept_codes import CHANNELS_PER_CODE
 from marlinq.operations.verify.statistics.noise import DEGREES, Noise, log_density
 from marlinq.operations.verify.statistics.tails import Tail
 
@@ -80,27 +81,36 @@ class WordTile:
 
 @lru_cache(maxsize=64)
 def word_tile(layout: Layout, element: Element, k: int, n: int) -> WordTile | None:
-    """The tile of ``layout``, or None when no tile divides a [k, n] module."""
+    """The tile of ``layout``, or None when no tile divides a matrix [k, n] of stored codes: of all codes, or
+    of the kept ones where the layout is sparse."""
     sides = [1 << power for power in range(8)]
     shapes = sorted(((rows, columns) for rows in sides for columns in sides), key=lambda s: (s[0] * s[1], s))
     for rows, columns in shapes:
-        scheme = Scheme(element, Granularity.channel(), element.zero_point)
-        spec = ModuleSpec(rows, columns, layout.as_stored(scheme))
+        scheme = Scheme(element, Granularity.channel(), element.zero_point, sparsity=layout.sparsity)
+        channels = rows if layout.sparsity is None else rows * CHANNELS_PER_CODE
+        spec = ModuleSpec(channels, columns, layout.as_stored(scheme))
         fits = rows * columns <= _LARGEST_TILE and k % rows == 0 and n % columns == 0
-        if fits and layout.shape_refusal(spec) is None and (tile := _tile_of(layout, spec)) is not None:
-            return tile
+        if fits and layout.shape_refusal(spec) is None:
+            tile = _tile_of(layout, scheme, rows, columns)
+            if tile is not None:
+                return tile
     return None
 
 
-def _tile_of(layout: Layout, spec: ModuleSpec) -> WordTile | None:
-    """Finds the order by packing: a changed code changes the bits of its slot.
+def _tile_of(layout: Layout, scheme: Scheme, k: int, n: int) -> WordTile | None:
+    """Finds the order of [k, n] stored codes by packing: a changed code changes the bits of its slot.
 
     None where the words of so small a block have unused slots, or a single slot.
     """
-    k, n, element = spec.in_features, spec.out_features, spec.scheme.element
+    element, sparsity = scheme.element, layout.sparsity
 
     def stored(codes: Tensor) -> Tensor:
-        scheme = Scheme(element, Granularity.channel(), element.zero_point)
+        if sparsity is not None:
+            # No code below is the midpoint, so that these are kept, in this order.
+            spans = codes.reshape(-1, sparsity.kept, n)
+            codes = torch.full((len(spans), sparsity.span, n), element.midpoint, dtype=torch.uint8)
+            codes[:, : sparsity.kept] = spans
+            codes = codes.flatten(0, 1)
         blank = QuantizedWeight.from_codes(scheme, codes, scales=torch.ones((1, n), dtype=torch.float16))
         return layout.pack(blank)[layout.key].reshape(-1)
 
@@ -161,7 +171,9 @@ class Exchanges:
 class _Module:
     """The words of one module, in chunks of whole rows of tiles."""
 
-    def __init__(self, q: QuantizedWeight, noise: Noise, tile: WordTile) -> None:
+    def __init__(self, q: QuantizedWeight, noise: Noise, tile: WordTile, channels: Tensor | None) -> None:
+        self.channels = channels
+        self.channels_per_row = 1 if channels is None else CHANNELS_PER_CODE
         self.q = q
         self.noise = noise
         self.tile = tile
@@ -350,7 +362,9 @@ def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, slice]]:
             start = index + 1
 
 
-def find_exchanges(q: QuantizedWeight, layout: Layout, noise: Noise, *, most: int) -> Exchanges | None:
+def find_exchanges(
+    q: QuantizedWeight, layout: Layout, noise: Noise, *, most: int, channels: Tensor | None = None
+) -> Exchanges | None:
     """Tries every exchange of two codes of a word, and of the two codes of every byte.
 
     Args:
@@ -358,6 +372,8 @@ def find_exchanges(q: QuantizedWeight, layout: Layout, noise: Noise, *, most: in
         layout: layout that it is stored in, which decides the codes that share a word.
         noise: from :func:`marlinq.operations.verify.statistics.noise.measure_noise`.
         most: largest number of suspects to return.
+        channels: int64 of the shape of the codes, input channel of each, where ``q`` holds the kept codes of
+            a sparse weight; otherwise its rows are the input channels.
 
     Returns:
         The evidence, or None where the module is no whole number of the layout's tiles.
@@ -365,7 +381,7 @@ def find_exchanges(q: QuantizedWeight, layout: Layout, noise: Noise, *, most: in
     tile = word_tile(layout, q.element, q.in_features, q.out_features)
     if tile is None:
         return None
-    module = _Module(q, noise, tile)
+    module = _Module(q, noise, tile, channels)
     suspects: list[Suspect] = []
     controls: list[Tensor] = []
     compared = 0
@@ -398,6 +414,8 @@ def _suspects(module: _Module, chunk: _Chunk, most: int) -> list[Suspect]:
         rest, word = divmod(int(some[index]), chunk.shape[2])
         row, column = divmod(rest, chunk.shape[1])
         k, n = module.tile.place(chunk.first + row, column, word)
+        if module.channels is not None:
+            k = int(module.channels[k, n])
         suspects.append(Suspect(k, n, f"{module.name(int(which[index]))} look exchanged", float(best[index])))
     return suspects
 
@@ -419,7 +437,8 @@ def _sums(module: _Module) -> Iterator[tuple[str, str, float]]:
     yield from _agreed(module, sums.sum(dim=(1, 2)).unsqueeze(1), lambda _: "the whole module")
 
     def of_tile_row(row: int) -> str:
-        first, last = row * tile.rows, (row + 1) * tile.rows - 1
+        step = tile.rows * module.channels_per_row
+        first, last = row * step, (row + 1) * step - 1
         return f"the words that hold input channel {first}" + (f" to {last}" if last > first else "")
 
     yield from _agreed(module, sums.sum(dim=2), of_tile_row)
@@ -428,7 +447,7 @@ def _sums(module: _Module) -> Iterator[tuple[str, str, float]]:
         def of_row(index: int) -> str:
             row, word = divmod(index, tile.words)
             k, _ = tile.place(row, 0, word)
-            return f"the words that begin with input channel {k}"
+            return f"the words that begin with input channel {k * module.channels_per_row}"
 
         yield from _agreed(module, sums.flatten(1), of_row)
     picked = _spaced(module.tile_rows, device)
