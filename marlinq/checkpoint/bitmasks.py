@@ -28,7 +28,7 @@ else:
     from marlinq.core.lazy import torch
 
 BITMASK_FORMAT = "sparse-24-bitmask"
-_KEPT, _MASK, _SHAPE = "compressed", "bitmask", "shape"
+_KEPT, _MASK, _SHAPE = _SUFFIXES = "compressed", "bitmask", "shape"
 
 
 def with_dense_weights(checkpoint: Checkpoint) -> Checkpoint:
@@ -44,12 +44,24 @@ def with_dense_weights(checkpoint: Checkpoint) -> Checkpoint:
     computed: dict[str, Callable[[], Tensor]] = {}
     for name, info in checkpoint.tensors.items():
         stem, _, suffix = name.rpartition(".")
-        if suffix == _KEPT:
+        if suffix in _SUFFIXES and f"{stem}.{_KEPT}" not in checkpoint.tensors:
+            # A model may have a tensor called "shape" of its own.
+            if suffix == _MASK or f"{stem}.{_MASK}" in checkpoint.tensors:
+                raise CheckpointError(
+                    f"{checkpoint.path}: {stem}.{_KEPT}: missing, which a {BITMASK_FORMAT} linear needs"
+                )
+            tensors[name] = info
+        elif suffix == _KEPT:
             n, k = _checked_shape(checkpoint, stem)
             weight = f"{stem}.weight"
+            if weight in checkpoint.tensors:
+                raise CheckpointError(
+                    f"{checkpoint.path}: {weight}: stands beside {stem}.{_KEPT}, which holds the same "
+                    "weight; remove one or the other"
+                )
             tensors[weight] = replace(info, name=weight, shape=(n, k), nbytes=2 * info.nbytes)
             computed[weight] = _reader(checkpoint, stem)
-        elif suffix not in (_MASK, _SHAPE):
+        elif suffix not in _SUFFIXES:
             tensors[name] = info
     if not computed:
         raise CheckpointError(
@@ -70,7 +82,7 @@ def _is_of_bitmasks(config: Mapping[str, Any]) -> bool:
 def _checked_shape(checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
     """(N, K) of a linear whose three tensors fit together."""
     where = f"{checkpoint.path}: {stem}"
-    parts = {suffix: checkpoint.tensors.get(f"{stem}.{suffix}") for suffix in (_KEPT, _MASK, _SHAPE)}
+    parts = {suffix: checkpoint.tensors.get(f"{stem}.{suffix}") for suffix in _SUFFIXES}
     for suffix, info in parts.items():
         if info is None:
             raise CheckpointError(f"{where}.{suffix}: missing, which a {BITMASK_FORMAT} linear needs")
@@ -92,7 +104,7 @@ def _checked_shape(checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
 
 def _reader(checkpoint: Checkpoint, stem: str) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        kept, mask, shape = (checkpoint.tensor(f"{stem}.{suffix}") for suffix in (_KEPT, _MASK, _SHAPE))
+        kept, mask, shape = (checkpoint.tensor(f"{stem}.{suffix}") for suffix in _SUFFIXES)
         n, k = kept.shape[0], 2 * kept.shape[1]
         if shape.flatten().tolist() != [n, k]:
             raise CheckpointError(
@@ -102,8 +114,13 @@ def _reader(checkpoint: Checkpoint, stem: str) -> Callable[[], Tensor]:
         bits = mask.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8) & 1
         used = bits.flatten(1).to(torch.bool)
         counts = used[:, :k].reshape(n, -1, TWO_OF_FOUR.span).sum(dim=2)
+        if bool(used[:, k:].any()):
+            raise CheckpointError(
+                f"{checkpoint.path}: {stem}.{_MASK}: expected {k} channels in a row, found bits of others "
+                "set; the mask is damaged"
+            )
         wrong = counts != TWO_OF_FOUR.kept
-        if bool(wrong.any()) or bool(used[:, k:].any()):
+        if bool(wrong.any()):
             row, span = divmod(int(wrong.flatten().to(torch.uint8).argmax()), counts.shape[1])
             raise CheckpointError(
                 f"{checkpoint.path}: {stem}.{_MASK}: expected 2 kept weights of every 4, found "

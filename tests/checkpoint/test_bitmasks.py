@@ -134,3 +134,44 @@ def test_masks_and_shapes_that_contradict_are_named(
     faults.change(tmp_path / "copy", name, edit)
     with pytest.raises(CheckpointError, match=message):
         with_dense_weights(Checkpoint.open(tmp_path / "copy")).tensor(f"{LINEAR}.weight")
+
+
+def test_channels_past_the_end_of_a_row(tmp_path: Path) -> None:
+    tensors = {f"x.{suffix}": tensor for suffix, tensor in compressed(torch.randn(3, 12)).items()}
+    tensors["x.bitmask"][1, 1] |= 1 << 6
+    save_bitmasks(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=r"x\.bitmask: expected 12 channels in a row, found bits of"):
+        with_dense_weights(Checkpoint.open(tmp_path)).tensor("x.weight")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x.compressed": None}, r"x\.compressed: missing"),
+        ({"x.weight": torch.zeros(3, 12)}, r"x\.weight: stands beside x\.compressed"),
+        ({"y.shape": torch.zeros(2)}, None),
+    ],
+)
+def test_tensors_that_belong_to_none_or_two(
+    tmp_path: Path, changes: dict[str, Tensor | None], message: str | None
+) -> None:
+    tensors = {f"x.{suffix}": tensor for suffix, tensor in compressed(torch.randn(3, 12)).items()}
+    tensors |= {f"z.{suffix}": tensor for suffix, tensor in compressed(torch.randn(4, 8)).items()}
+    found = {**tensors, **changes}
+    save_bitmasks(tmp_path, {name: tensor for name, tensor in found.items() if tensor is not None})
+    if message is None:
+        assert set(with_dense_weights(Checkpoint.open(tmp_path)).tensors) == {
+            "x.weight",
+            "z.weight",
+            "y.shape",
+        }
+        return
+    with pytest.raises(CheckpointError, match=message):
+        with_dense_weights(Checkpoint.open(tmp_path))
+
+
+def save_bitmasks(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """A folder of these tensors whose config names the format."""
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"quantization_config": {"sparsity_config": {"format": "sparse-24-bitmask"}}}
+    (folder / "config.json").write_text(json.dumps(config))
