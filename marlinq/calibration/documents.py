@@ -16,7 +16,7 @@ from marlinq.calibration.chat import Chat, render_chat
 from marlinq.calibration.images import encode_with_images, holds_images
 from marlinq.calibration.sources import Row, Unusable, read_paragraphs
 from marlinq.core import boundaries
-from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
+from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -265,9 +265,12 @@ def _encoded(
                 if processor is None:
                     ids[place] = Unusable("holds images; the model is run on text alone here")
                     continue
-                reader = reader or processor()
                 try:
+                    reader = reader or processor()
                     ids[place] = _with_images(row, encoder, reader, source, max_length)
+                except UnsupportedError as error:
+                    # The model reads no images: no other row with some is tried.
+                    processor, ids[place] = None, error
                 except CheckpointError as error:
                     ids[place] = error
                 continue

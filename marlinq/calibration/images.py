@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 _MOST_BYTES = 64 << 20
 """bytes of the largest image file that is read"""
 _OF_TEXT = ("input_ids", "attention_mask")
+_MEDIA = ("image", "image_url", "video", "audio")
+"""types of parts that are no text; parts of other types are the chat template's business"""
 
 
 def holds_images(chat: Chat) -> bool:
     """Whether a part of a message is an image, a video or a sound."""
-    return any(part["type"] != "text" for part in _parts(chat))
+    return any(part["type"] in _MEDIA for part in _parts(chat))
 
 
 def encode_with_images(
@@ -55,7 +57,7 @@ def encode_with_images(
         return Unusable("holds images, which are read only beside a file of conversations")
     images = []
     for part in _parts(chat):
-        if part["type"] == "text":
+        if part["type"] not in _MEDIA:
             continue
         image = _open(part, path.parent)
         if isinstance(image, Unusable):

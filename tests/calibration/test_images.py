@@ -14,7 +14,7 @@ from torch import Tensor
 import marlinq
 from lab.models.families import Family, random_model
 from marlinq.calibration import Document, documents_hash, images, make_batches, read_documents
-from marlinq.core.errors import UsageError
+from marlinq.core.errors import UnsupportedError, UsageError
 from tests.testing.runnable_folders import save_tokenizer
 
 TEMPLATE = (
@@ -124,6 +124,33 @@ def test_rows_whose_images_cannot_be_read_are_skipped(
         assert len(read(source)) == 1
     skipped = next(str(each.message) for each in warned if "1 of 2 rows were skipped" in str(each.message))
     assert says in skipped
+
+
+def test_a_model_that_reads_no_images_skips_their_rows(tmp_path: Path) -> None:
+    words = {"messages": [{"role": "user", "content": [TEXT, {"type": "thinking", "text": "hm"}]}]}
+    source = save_rows(tmp_path, message(image("0.png"), TEXT), message(image("1.png"), TEXT), words)
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    tokenizer.chat_template = TEMPLATE
+    asked: list[int] = []
+
+    def none() -> Any:
+        asked.append(1)
+        raise UnsupportedError("model: has no processor")
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        documents = read_documents(
+            source,
+            tokenizer=lambda: tokenizer,
+            samples=8,
+            max_length=60,
+            seed=0,
+            vocabulary=300,
+            processor=none,
+        )
+    assert [document.beside for document in documents] == [None]
+    assert asked == [1]
+    assert any("2 of 3 rows were skipped" in str(each.message) for each in warned)
 
 
 def test_a_row_with_images_is_never_cut(tmp_path: Path, opened: None) -> None:
