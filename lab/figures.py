@@ -208,12 +208,19 @@ def floors_table() -> str:
 
 
 def elements_table() -> str:
-    """Times of one model's layers by kind of weight and batch, beside cuBLAS."""
+    """Times of one model's layers by kind of weight and batch, beside cuBLAS and, where measured, Humming."""
     measured = result("elements-h200")
-    rows = [["us; over cuBLAS FP16", *map(str, measured["batches"])]]
+    rows = [["us; over cuBLAS FP16; over Humming", *map(str, measured["batches"])]]
     for row in measured["rows"]:
-        cells = zip(row["marlinq"], row["cublas"], strict=True)
-        rows.append([row["weights"], *(f"{ours:.1f}; {ours / cublas:.2f}" for ours, cublas in cells)])
+        peers = [row[name] for name in ("cublas", "humming") if name in row]
+        cells = zip(row["marlinq"], *peers, strict=True)
+        rows.append(
+            [row["weights"]]
+            + [
+                "; ".join([f"{ours:.1f}", *(f"{ours / peer:.2f}" for peer in beside)])
+                for ours, *beside in cells
+            ]
+        )
     return _table(rows)
 
 
