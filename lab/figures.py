@@ -36,7 +36,7 @@ _COMPARED = (
 )
 """rows of the table of divergences: (recipe, peer that it is divided by, what the row's name adds)"""
 READ_BYTES_PER_SECOND = 4.58e12
-"""What a kernel that only reads device memory reaches on an H200."""
+"""Bandwidth of a kernel that only reads device memory on an H200."""
 
 _STYLE = """
   text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292f }

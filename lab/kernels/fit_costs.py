@@ -221,7 +221,7 @@ class Choice:
 
 
 def choices(measured: list[Measured], costs: Mapping[str, Any]) -> list[Choice]:
-    """What the models choose in every cell."""
+    """The models' choice in every cell."""
     found = []
     for cell, listed in _cells(measured).items():
         live = [one for one in listed if one.live]
@@ -275,7 +275,7 @@ class Search:
         }
 
     def loss(self, times: np.ndarray) -> float:
-        """Of the models' times."""
+        """Loss of choices by the models' ``times``: time lost in the cells, and the times' errors."""
         slower = np.log(self.seconds / self.best)
         lost = 0.0
         for cell in self.cells:

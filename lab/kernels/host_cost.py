@@ -1,4 +1,4 @@
-"""What the host spends on the W4A16 product: calls, the first call of a process, and compiling.
+"""Host time of the W4A16 product: calls, the first call of a process, and compiling.
 
     python lab/kernels/host_cost.py
 

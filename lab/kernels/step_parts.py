@@ -102,7 +102,7 @@ def random_model(depth: int, inner: int = INNER) -> tuple[nn.Module, Anatomy]:
 
 
 def microseconds(launch: Callable[[], object], repeats: int = 21) -> float:
-    """Of a replay of ``launch``, captured once; the median."""
+    """Median time of a replay of ``launch``, captured once."""
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -286,7 +286,7 @@ def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int, *, share
 
 
 def kinds_of(launches: int, layers: int) -> list[str]:
-    """What each launch of a step is, by their number: norms have kernels of their own, or only at the ends.
+    """Kind of each launch of a step, by their number: norms have kernels of their own, or only at the ends.
 
     Raises:
         ValueError: neither is so.
@@ -300,7 +300,7 @@ def kinds_of(launches: int, layers: int) -> list[str]:
 
 
 def bytes_of(batch: int, context: int) -> dict[str, float]:
-    """What each kind of kernel reads from memory, of a layer or of the head."""
+    """Bytes that each kind of kernel reads from memory, of a layer or of the head."""
     word = 0.5 + 2 / GROUP
     return {
         "qkv": word * HIDDEN * (HEADS + 2 * KV) * D,
@@ -314,7 +314,7 @@ def bytes_of(batch: int, context: int) -> dict[str, float]:
 
 
 def step_milliseconds(own: ChainForward, context: int, starts: list[Callable[[], object]]) -> float:
-    """Of a captured step that consists of ``starts``; the median."""
+    """Median time of a captured step that consists of ``starts``."""
     for start in starts:
         start()
     torch.cuda.synchronize()

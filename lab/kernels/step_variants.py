@@ -75,7 +75,7 @@ def force(choices: dict[Problem, Configuration]) -> None:
 
 
 class Rows(NamedTuple):
-    """What a product does with whole rows in the step (:mod:`marlinq.kernels.contract.whole_rows`)."""
+    """Work of a product on whole rows in the step (:mod:`marlinq.kernels.contract.whole_rows`)."""
 
     normed: bool = False
     adds: bool = False
@@ -197,7 +197,7 @@ class Layers:
         }
 
     def demanding(self) -> AbstractContextManager[object]:
-        """What the step demands of decisions."""
+        """Demands of the step on decisions."""
         return dependent_launches() if self.overlapping else nullcontext()
 
     def _products(self, index: int) -> dict[str, Product]:
@@ -253,7 +253,7 @@ class Layers:
         return Step(recording, graph, logits)
 
     def microseconds(self, step: Step) -> float:
-        """Of a layer; the median of a few replays."""
+        """Time of a layer: the median of a few replays."""
         events = []
         for _ in range(_REPLAYS):
             self._own.lengths.fill_(self.context - 1)
@@ -364,7 +364,7 @@ def _difference(times: list[float], base: list[float]) -> str:
 
 
 def _error(step: Step, other: Step) -> float:
-    """Of logits, in the row that differs most."""
+    """Relative error of logits in the row that differs most."""
     return float(((step.logits - other.logits).norm(dim=-1) / other.logits.norm(dim=-1)).max())
 
 
@@ -374,7 +374,7 @@ def _short(config: Configuration) -> str:
 
 
 def _row(problem: Problem, dependent: bool, times: dict[Configuration, list[float]]) -> dict[str, Any]:
-    """What ``tune.py`` reads: seconds of a layer with each variant."""
+    """Input of ``tune.py``: seconds of a layer with each variant."""
     candidates = [
         {
             "kernel": config.variant,

@@ -1,4 +1,4 @@
-"""What ordinary instructions cost the tensor cores of compute capability 9.0, and the reverse.
+"""Time that ordinary instructions cost the tensor cores of compute capability 9.0, and the reverse.
 
     python lab/kernels/tensor_overlap.py
 
@@ -43,7 +43,7 @@ class _Loop:
         self._sink = torch.zeros(self._blocks * 128 * groups, dtype=torch.int32, device=device)
 
     def cycles(self, multiplied: int, executed: int) -> list[int]:
-        """Of every warpgroup, for that many turns of products and of other instructions."""
+        """Cycles of every warpgroup, for that many turns of products and of other instructions."""
         for _ in range(2):
             self._kernel.launch(
                 self._blocks,

@@ -1,4 +1,4 @@
-"""What becomes of every decoder family of transformers: quantised, verified, loaded, compared, inspected.
+"""The fate of every decoder family of transformers: quantised, verified, loaded, compared, inspected.
 
     python -m lab.models.survey [FAMILY ...] [--from FAMILY] [--accept]
 
@@ -47,7 +47,7 @@ _TOLERANCE = 2e-4
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a family.
+    """The fate of a family.
 
     Attributes:
         model_type, architecture, wrapper: as in :class:`~lab.models.families.Family`.
@@ -167,7 +167,7 @@ def read_rows() -> dict[str, Row]:
 
 
 def key_of(row: Row | Family) -> str:
-    """What a row is recorded under."""
+    """Key that a row is recorded under."""
     return f"{row.model_type} {row.architecture}"
 
 

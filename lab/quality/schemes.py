@@ -1,4 +1,4 @@
-"""What each scheme costs a model: mean KL divergence from the original, beside bits a weight.
+"""The cost of each scheme for a model: mean KL divergence from the original, beside bits a weight.
 
     python -m lab.quality.schemes MODEL --calibration FILE --text FILE [--row NAME] [--json OUT]
 

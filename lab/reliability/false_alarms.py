@@ -61,7 +61,7 @@ class LinearLayer:
 
 @dataclass
 class Row:
-    """What was found in one cell of the table."""
+    """Findings in one cell of the table."""
 
     layers: int = 0
     words: int = 0

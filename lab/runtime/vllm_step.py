@@ -73,7 +73,7 @@ def class_of(name: str) -> str:
 
 
 def dissect(ran: Iterable[Ran], milliseconds: float) -> Step:
-    """What the last :data:`MEASURED` steps of a run spent their time on.
+    """Time of the last :data:`MEASURED` steps of a run, by class of kernels.
 
     Time in which kernels overlap counts once, for the kernel that began first.
     """

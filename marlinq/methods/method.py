@@ -80,7 +80,7 @@ class SolveReport:
     Attributes:
         relative_error: tr(D H D^T) / tr(W H W^T) with D = W - Q.
         quantity: meaning of H, an :class:`~marlinq.methods.quantity.ErrorQuantity`.
-        fallback: what was done instead of the method, and why; None where the method succeeded.
+        fallback: sentence on the procedure used instead of the method, and why; None where it succeeded.
         figures: further figures of the method, by name.
         norm: tr(W H W^T), the denominator of ``relative_error``; 1 where the method does not give it.
     """

@@ -132,12 +132,12 @@ class Blueprint:
         )
 
     def with_ties(self, ties: Mapping[str, str]) -> Blueprint:
-        """The same model with further ties: parameter -> parameter whose tensor it shares."""
+        """This model with further ties: parameter -> parameter whose tensor it shares."""
         own = {name: shape for name, shape in self.parameters.items() if name not in ties}
         return replace(self, tied=MappingProxyType({**self.tied, **ties}), parameters=MappingProxyType(own))
 
     def without_ties(self, parameters: set[str]) -> Blueprint:
-        """The same model without ties of ``parameters``, as for a quantised head with a weight of its own."""
+        """This model without ties of ``parameters``, as for a quantised head with a weight of its own."""
         tied = {name: owner for name, owner in self.tied.items() if not {name, owner} & parameters}
         free = {name: self.parameters[owner] for name, owner in self.tied.items() if name not in tied}
         return replace(

@@ -114,7 +114,7 @@ def converted(checkpoint: Checkpoint, conversions: Iterable[Conversion]) -> Chec
 
 
 class ConvertedTensors:
-    """The same view as :func:`converted`, over any function that reads tensors by name.
+    """A view like :func:`converted`'s, over any function that reads tensors by name.
 
     Args:
         path: folder of the checkpoint, for messages.

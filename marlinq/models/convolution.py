@@ -44,7 +44,7 @@ class GatedConvolution:
         return first * second, given[self.gate]
 
     def within(self, name: str) -> GatedConvolution:
-        """The same convolution with names relative to the parent of module ``name``."""
+        """This convolution with names relative to the parent of module ``name``."""
         return replace(
             self,
             inputs=self.inputs.within(name),

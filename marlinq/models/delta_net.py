@@ -63,7 +63,7 @@ class DeltaNet:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def within(self, name: str) -> DeltaNet:
-        """The same net with names relative to the parent of module ``name``."""
+        """This net with names relative to the parent of module ``name``."""
         return replace(
             self,
             inputs=self.inputs.within(name),

@@ -94,7 +94,7 @@ class Mamba:
         return self.width + 2 * self.groups * self.state_dim
 
     def within(self, name: str) -> Mamba:
-        """The same mixer with names relative to the parent of module ``name``."""
+        """This mixer with names relative to the parent of module ``name``."""
         return replace(
             self,
             inputs=self.inputs.within(name),

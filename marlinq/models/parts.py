@@ -57,5 +57,5 @@ class Slices:
         return [part.flatten(-2) for part in parts]
 
     def within(self, name: str) -> Slices:
-        """The same positions with names relative to the parent of module ``name``."""
+        """These positions with names relative to the parent of module ``name``."""
         return replace(self, modules=tuple(f"{name}.{each}" for each in self.modules))

@@ -75,7 +75,7 @@ class RotaryModules:
         return [found.limit for found in self._found if found.limit is not None]
 
     def at(self, positions: Tensor) -> RotaryModules:
-        """The same modules for tokens at ``positions`` [T]."""
+        """These modules for tokens at ``positions`` [T]."""
         moved = copy(self)
         moved._positions = positions
         return moved

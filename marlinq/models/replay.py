@@ -121,7 +121,7 @@ class BlockReplay:
             root(input_ids=ids.to(self._instance.device), use_cache=False, **self._taken(root, inputs))
 
     def _taken(self, root: nn.Module, inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Those of ``inputs`` that the forward of ``root`` names, on the device and in its dtype."""
+        """Members of ``inputs`` that the forward of ``root`` names, on the device and in its dtype."""
         named = inspect.signature(root.forward).parameters
         instance = self._instance
         return {

@@ -56,7 +56,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def reference(tmp_path: Path) -> dict[str, bytes]:
-    """What an undisturbed run writes."""
+    """Bytes that an undisturbed run writes."""
     with writer(tmp_path / "reference") as target:
         fill(target)
         return contents(finish(target))

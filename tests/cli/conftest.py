@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).parents[2]
 
 @dataclass
 class Outcome:
-    """What a command left behind."""
+    """Output and exit code of a command."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""What a shell offers after a tab."""
+"""Completions that a shell offers after a tab."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def run_layer(
         decision: the launches' variants.
         x, ids, weights, experts, activation, expert_map: as
             :func:`marlinq.kernels.experts.routed_experts`.
-        seed: of the schedule.
+        seed: seed of the schedule.
         planted: a kernel's function and a fault in its sources, or None.
 
     Raises:

@@ -47,8 +47,8 @@ class Case:
         seed: of operands and schedule.
         capability: ten times the compute capability that the source is compiled for.
         resident: how many blocks run at once where they hand sums to each other.
-        launches: of the same operands, one after another; their results have to have the same bits.
-        spread: of the scales, one of :data:`tests.kernels.problems.SPREADS`.
+        launches: number of launches with equal operands, one after another; results must have the same bits.
+        spread: spread of the scales, one of :data:`tests.kernels.problems.SPREADS`.
         loud: whether a few activations are 2^24 times larger than the others, at channels without weights.
     """
 
@@ -88,7 +88,7 @@ def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
 
     Args:
         builder: compiles the variant.
-        case: what to launch.
+        case: operands and configuration of the launch.
         planted: a fault in the kernel's sources, or None.
 
     Raises:

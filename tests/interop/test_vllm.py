@@ -63,7 +63,7 @@ class Case:
 
     Attributes:
         refused: words of vLLM's message for formats that it does not take on a CPU.
-        without_amx: the same where the processor has no AMX; with it the format must agree.
+        without_amx: words of the message where the processor has no AMX; with it the format must agree.
         inputs: quantised inputs in sequence, E4M3 with a scale per token.
         plugin: layers that marlinq's plugin runs, comma-separated; others run in plain arithmetic.
     """

@@ -44,7 +44,7 @@ class Features:
         group: channels that share a scale.
         zeros, bias, head_norms, post_norms: whether there are any.
         dtype: of activations.
-        window: of the attention.
+        window: window of the attention.
     """
 
     group: int = 128
@@ -122,7 +122,7 @@ class Reference:
     """The step in float64, rounded where the kernel rounds, but for the input of a single row's products.
 
     Args:
-        model: what layers have in common.
+        model: sizes and features that layers share.
         lengths: positions in the cache of every row.
         dtype: of activations.
     """

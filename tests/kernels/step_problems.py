@@ -30,8 +30,8 @@ def random(*shape: int, dtype: torch.dtype, size: float = 1.0) -> Tensor:
 
 
 def expected_groups(decisive: Tensor, groups: int, kept: int, *, zeroed: bool, summed: int = 2) -> Tensor:
-    """``decisive`` [M, experts] without what groups leave out: those whose ``summed`` best are together
-    least."""
+    """``decisive`` [M, experts] of the ``kept`` groups with the largest sums of their ``summed`` highest
+    values."""
     apart = decisive.unflatten(-1, (groups, -1))
     worth = apart.sort(-1, descending=True).values[..., :summed].sum(-1)
     places = (-worth).sort(dim=-1, stable=True).indices.argsort(-1)

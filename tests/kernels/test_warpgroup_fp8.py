@@ -87,7 +87,7 @@ def test_operands_that_do_not_fit_are_named() -> None:
         w4a8_gemm(x, made.words, made.scales, torch.zeros(64), 64)
 
 
-def test_they_are_decided_for_where_the_caller_asks() -> None:
+def test_fp8_activations_are_chosen_only_on_request() -> None:
     found = decide_eight_bits(WANTED, BESIDE_INT4, H200)
     assert found.least_rows is not None
     assert f"from {found.least_rows} rows on" in found.reason

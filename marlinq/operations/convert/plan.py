@@ -230,7 +230,7 @@ def _excluded_shapes(
 
 
 def _way_out(specs: Mapping[str, ModuleSpec], excluded: Mapping[str, Keep], target: Format) -> str:
-    """What to do where ``target`` can't hold the modules ``excluded``."""
+    """Advice for the message that ``target`` can't hold the modules ``excluded``."""
     if len(excluded) < len(specs):
         return "--skip-unsupported keeps such modules unquantised"
     scheme = specs[next(iter(excluded))].scheme

@@ -24,8 +24,8 @@ class Finding:
     Attributes:
         subject: the thing, such as ``torch`` or ``NVRTC``.
         state: whether it works.
-        found: what was observed, such as a version.
-        fix: what to do; empty when nothing is to be done.
+        found: observation, such as a version.
+        fix: advice; empty when nothing is to be done.
     """
 
     subject: str

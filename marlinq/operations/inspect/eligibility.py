@@ -444,7 +444,7 @@ imports torch, which ``inspect`` does without."""
 
 
 def _own_refusal(layer: LinearFacts) -> str | None:
-    """What :func:`marlinq.runtime.kernel_operand.operand_refusal` says, from ``inspect``'s facts alone."""
+    """The refusal of :func:`marlinq.runtime.kernel_operand.operand_refusal`, from these facts alone."""
     if layer.element.name not in OWN_ELEMENTS:
         return f"{layer.element.name} weights; kernels multiply {', '.join(OWN_ELEMENTS)}"
     size = layer.granularity.channels_per_group(layer.in_features)

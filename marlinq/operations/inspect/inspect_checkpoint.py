@@ -326,7 +326,7 @@ def _notes(
 
 
 def _draft_notes(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -> Iterable[str]:
-    """What loaders will do with a draft head (multi-token prediction)."""
+    """Note on how loaders treat a draft head (multi-token prediction)."""
     if find_draft_head(quantized.checkpoint.tensors) is not None:
         yield "marlinq drafts with the checkpoint's draft head (`marlinq generate --speculate mtp`)"
     rules = quantized.config.rules

@@ -1,4 +1,4 @@
-"""What servers require of a checkpoint, read from ``servers.toml``, whose header explains every field."""
+"""Requirements of servers on a checkpoint, read from ``servers.toml``, whose header explains every field."""
 
 from __future__ import annotations
 

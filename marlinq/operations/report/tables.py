@@ -1,4 +1,4 @@
-"""The same figures for programs: a row for each module as CSV, and everything as JSON."""
+"""The report's figures for programs: a row for each module as CSV, and everything as JSON."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def given(
     zeros: Tensor | None,
     scale_dtype: torch.dtype | None,
 ) -> Given:
-    """What a ``HummingLayer`` takes for codes uint8 [K, N], true scales [G, N] and zero points uint8 [G, N].
+    """A ``HummingLayer``'s weight for codes uint8 [K, N], true scales [G, N] and zero points uint8 [G, N].
 
     Scales are converted to ``scale_dtype``, their dtype in files, with which Humming multiplies; None keeps
     theirs.

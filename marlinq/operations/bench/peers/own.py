@@ -47,7 +47,7 @@ class Marlinq:
 
 
 class BatchInvariant(Marlinq):
-    """The same operator where a row's result must not depend on the batch around it."""
+    """The operator of this package where a row's result must not depend on the batch around it."""
 
     name = "batch-invariant"
 
@@ -82,7 +82,7 @@ class Fp8Activations(Marlinq):
 
 
 class ActivationOrder(Marlinq):
-    """The same operator with channels to be gathered first: here shuffled inside their groups."""
+    """The operator of this package with channels to be gathered first: here shuffled inside their groups."""
 
     name = "act-order"
     any_format = False

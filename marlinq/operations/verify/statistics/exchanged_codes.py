@@ -321,11 +321,11 @@ class _Slots:
     lacks: Tensor
 
     def of(self, words: Tensor) -> _Slots:
-        """The same values for some of the words."""
+        """These values for some of the words."""
         return _Slots(*(getattr(self, name).index_select(1, words) for name in _SLOT_FIELDS))
 
     def at(self, slots: int | slice | Tensor, words: slice | Tensor) -> _Slots:
-        """The same values for some slots and words."""
+        """These values for some slots and words."""
         return _Slots(*(getattr(self, name)[slots, words] for name in _SLOT_FIELDS))
 
 

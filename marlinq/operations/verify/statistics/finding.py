@@ -12,7 +12,7 @@ WARNING = 1e-2
 """Number of equally odd observations expected in a run over undamaged weights below which one is a
 warning."""
 FAILURE = 1e-6
-"""The same number below which a check fails, if more than one word supports it."""
+"""Expectation below which a check fails, if more than one word supports it."""
 MOST_SAY = 4.0
 """Largest log-likelihood ratio that one word, group or channel adds to a sum, so that a large sum needs many
 of them."""
