@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from marlinq.core.granularity import Granularity
-from marlinq.kernels import Device, Problem, decide
+from marlinq.kernels import Device, Problem, batch_invariant, decide
 from marlinq.kernels.contract.weight_formats import INT4, INT4_SPARSE
+from marlinq.kernels.variants import warpgroup
 from tests.kernels.sparse_problems import random_sparse
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
@@ -53,3 +54,13 @@ def test_a_product_is_expected_to_take_less_than_the_dense_one(m: int) -> None:
         for each in (INT4_SPARSE, INT4)
     ]
     assert seconds[0] < 0.82 * seconds[1]
+
+
+@pytest.mark.parametrize("m", [9, 20, 48])
+def test_the_shortest_weights_have_variants_but_those_that_were_wrong_on_a_gpu(m: int) -> None:
+    problem = Problem(m, 4096, 128, Granularity.channel(), False, True, INT4_SPARSE)
+    found = list(warpgroup.candidates(problem, H200))
+    assert found
+    assert not [config for config in found if config.words == 1 and config.rows < 8]
+    with batch_invariant():
+        assert decide(problem, H200).config is not None
