@@ -143,6 +143,17 @@ def test_gemma_4s_own_parts_are_recognised() -> None:
     assert inputs.scale == pytest.approx(0.5**0.5, rel=1e-7)
 
 
+def test_a_row_of_the_embedding_may_be_read() -> None:
+    """Wrappers of image models read that of the padding token, which takes the place of images."""
+    model = random_decoder(KNOWN["llama"])
+
+    def read(module: nn.Module, args: object) -> None:
+        assert module.get_parameter("embed_tokens.weight")[0, :].shape == (64,)
+
+    model.model.register_forward_pre_hook(read)
+    assert recognise(model, "model.layers") == tiny("llama")
+
+
 def test_rotations_are_those_of_the_layers() -> None:
     found = [layer.attention.rotary for layer in tiny("gemma-3").layers]
     assert {rotary.frequencies for rotary in found[:5] if rotary} == {"sliding_attention_inv_freq"}
