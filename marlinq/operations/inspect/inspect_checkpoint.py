@@ -327,7 +327,8 @@ def _notes(
 
 def _draft_notes(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -> Iterable[str]:
     """Note on how loaders treat a draft head (multi-token prediction)."""
-    if find_draft_head(quantized.checkpoint.tensors) is not None:
+    head = find_draft_head(quantized.checkpoint.tensors)
+    if head is not None and (head.layer is None or quantized.beyond_blocks(head.block)):
         yield "marlinq drafts with the checkpoint's draft head (`marlinq generate --speculate mtp`)"
     rules = quantized.config.rules
     carried = [

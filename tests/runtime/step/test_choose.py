@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Lfm2Config, PreTr
 
 from marlinq.core.errors import EnvironmentProblem, UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.models.anatomy import Unrecognised
 from marlinq.runtime import LoadedModel, generate, generate_batch, load
 from marlinq.runtime.sampling import GREEDY
 from marlinq.runtime.step import forward_choice, reference_forward
@@ -102,7 +103,7 @@ def test_a_forward_that_computes_something_else_is_not_used(
     # No other test has a model of this width: what passed the probe is kept for the process.
     loaded = loaded_of(tmp_path, tiny_model("llama", intermediate_size=320))
     right = reference_forward._LayerParts._mlp
-    monkeypatch.setattr(reference_forward._LayerParts, "_mlp", lambda self, x: right(self, x) * 1.01)
+    monkeypatch.setattr(reference_forward._LayerParts, "_mlp", lambda *given: right(*given) * 1.01)
     forward = choose_forward(loaded, 1, 64)
     assert isinstance(forward, TransformersForward)
     assert "model.layers.0 differs from transformers'" in forward.reason
@@ -153,7 +154,11 @@ def test_rows_without_padding_need_no_mask_in_the_prompt() -> None:
         assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
-def test_models_with_other_state_keep_their_own_cache(tmp_path: Path) -> None:
+def test_models_with_other_state_keep_their_own_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is not recognised does."""
+    monkeypatch.setattr(forward_choice, "_anatomy", lambda loaded: Unrecognised("model", "not recognised"))
     torch.manual_seed(0)
     config = Lfm2Config(
         vocab_size=128,

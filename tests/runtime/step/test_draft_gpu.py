@@ -13,7 +13,7 @@ from marlinq.runtime.draft_layer import DraftLayer
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.draft_chain import ChainDraft
 from marlinq.runtime.step.forward_choice import draft_layer, take_decoder
-from tests.runtime.step.test_chain import DELTA_NETS, halved, recognised, tiny
+from tests.runtime.step.test_chain import DELTA_NETS, error, halved, recognised, tiny, tolerance
 from tests.testing.draft_heads import add_draft_head
 from tests.testing.runnable_folders import save_plain
 from tests.testing.tiny_models import tiny_model
@@ -65,27 +65,23 @@ def test_captured_drafts_are_eager_ones(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_captured_verification_returns_to_the_state_behind_a_token() -> None:
-    half, _ = halved(tiny(DELTA_NETS[0]))
-    half = half.cuda()
-    own = ChainForward(half, recognised(half), batch=1, capacity=512)
-    decoder = Decoder(own)
-    assert decoder.prepare_drafts() == ""
-    prompt = list(range(3, 20))
-    decoder.begin([prompt])
-    plain = [decoder.read()[0][0]]
-    for _ in range(20):
-        decoder.advance()
-        plain += decoder.read()[0]
-    decoder.begin([prompt])
-    tokens = [decoder.read()[0][0]]
-    most, turn = decoder.most_drafted, 0
-    while len(tokens) < 18:
-        right = turn % (most + 1)
-        ahead = plain[len(tokens) : len(tokens) + right]
-        draft = [*ahead, (plain[len(tokens) + right] + 1) % 90][:most]
-        new = decoder.verify(tokens[-1], draft)
-        assert len(new) == min(right, most) + 1
-        tokens += new
-        turn += 1
-    assert tokens == plain[: len(tokens)]
+def test_a_verification_returns_to_the_state_behind_a_token() -> None:
+    """Logits are compared, since two of a tiny model's largest may differ by less than rounding does."""
+    model = tiny(DELTA_NETS[0])
+    anatomy = recognised(model)
+    own = ChainForward(halved(model)[0].cuda(), anatomy, batch=1, capacity=512)
+    assert Decoder(own).prepare_drafts() == ""
+    ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0)).cuda()
+    length = torch.tensor([6], dtype=torch.int32)
+    own.prefill(ids[:, :6], length)
+    wanted = [own.step(ids[:, place].contiguous())[0].clone() for place in range(6, 22)]
+    own.prefill(ids[:, :6], length)
+    found: list[torch.Tensor] = []
+    for kept in (2, own.most_verified, 1, 3):
+        draft = ids[0, 6 + len(found) :][: own.most_verified].clone()
+        draft[kept:] = 1
+        found += own.verify(draft)[:kept].clone()
+        own.accept(6 + len(found))
+        found += own.step(ids[:, 6 + len(found)].contiguous()).clone()
+    # Steps and verifications both round; a delta net brings queries and keys to length one.
+    assert error(torch.stack(found), torch.stack(wanted[: len(found)])) < tolerance(DELTA_NETS[0])
