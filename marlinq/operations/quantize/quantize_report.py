@@ -281,6 +281,8 @@ def _tuning_rows(tuning: Mapping[str, Any]) -> list[tuple[str, str]]:
     text = f"{tuning['steps']} steps, {tuning['tokens']} tokens of {tuning['documents']} documents"
     if tuning["astray"] is not None:
         text += f", stopped at a mean KL of {tuning['astray']:.4f}; a lower --tune-rate may help"
+    if tuning["halvings"]:
+        text += f", the rates halved {tuning['halvings']} times, since held-out text got worse"
     if tuning["changed_codes"]:
         text += f"; {100 * tuning['changed_codes']:.2f} % of the codes changed"
     if tuning["kl_before"] is None:

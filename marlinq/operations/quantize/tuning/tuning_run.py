@@ -268,6 +268,7 @@ class TuningRun:
             kl_after=loop.now.best,
             kept_step=loop.now.best_step,
             astray=loop.now.astray,
+            halvings=loop.now.halvings,
             changed_codes=changed / count,
             vectors=tuple(sorted(vectors)),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -222,6 +223,39 @@ def test_the_last_values_are_kept_where_they_help(
     assert report["astray"] == (looks[1] if astray else None)
     assert (report["steps"] == 1) == astray
     assert ("stopped at a mean KL of 4.1000; a lower --tune-rate may help" in result.render()) == astray
+
+
+def test_worse_held_out_text_halves_the_rates_from_the_best_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe
+) -> None:
+    source = save_tiny("llama", tmp_path / "model", blocks=1)
+    looks = iter((1.0, 1.2, 1.3, 0.9, 1.3, 1.1, 1.0))
+    rates: list[float] = []
+    moved: list[bool] = []
+    step = loop.Loop._step
+
+    def noted(self: loop.Loop) -> float:
+        best = [torch.equal(self._best[name].to(leaf.dtype), leaf) for name, leaf in self._leaves.items()]
+        moved.append(not all(best))
+        learnt = step(self)
+        rates.append(self._optimizer.param_groups[0]["lr"])
+        return learnt
+
+    monkeypatch.setattr(loop.Loop, "_look", lambda self: next(looks))
+    monkeypatch.setattr(loop.Loop, "_step", noted)
+    monkeypatch.setattr(loop, "_WARMUP", 2)
+    recipe = rounded.replace(samples=8, tune_steps=6)
+    result = quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    report = result.tuning
+    assert report is not None
+    assert (report["halvings"], report["kept_step"], report["astray"]) == (2, 3, None)
+    assert "the rates halved 2 times, since held-out text got worse" in result.render()
+    # Steps 3 and 5 begin at the best values. Step 4 does, too, since the third step's are the best.
+    assert moved == [False, True, False, False, False, True]
+    fallen = [0.5 * (1 + math.cos(math.pi * number / 6)) for number in range(6)]
+    shares = [1 / 2, 1, 1 / 4, 1 / 2, 1 / 8, 1 / 4]
+    expected = [recipe.tune_rate * share * part for share, part in zip(shares, fallen, strict=True)]
+    assert rates == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("samples", [7, 64])
