@@ -284,9 +284,12 @@ def test_unused_numbers_per_head_are_named() -> None:
     assert found.part == "model.layers.1.self_attn.per_head"
 
 
-def test_experts_that_are_not_gated_are_named() -> None:
+def test_experts_without_a_gate_are_told_from_gated_ones() -> None:
     found = anatomy_of(random_mixture("nemotron-h"))
-    assert found == Unrecognised("model.layers.1.mixer.experts", "experts that are not gated")
+    assert isinstance(found, Anatomy), found
+    mixture = found.layers[1].mlp
+    assert isinstance(mixture, Mixture)
+    assert (mixture.gated, mixture.activation) == (False, "relu2")
 
 
 def test_unknown_terms_of_attention_are_refused() -> None:
