@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from marlinq.core.errors import UnsupportedError
 from marlinq.kernels.choose.eight_bit_decision import BESIDE_INT4
 from marlinq.kernels.launch.eight_bit_product import quantize_rows
 from marlinq.kernels.launch.w4a8_product import w4a8_product
@@ -29,16 +30,15 @@ def activations(m: int, k: int, dtype: torch.dtype) -> Tensor:
 
 
 def expected(made: Operands, x: Tensor, group: int) -> Tensor:
-    codes, scales = quantize_rows(x, group)
-    rounded = (
-        codes.float().double().view(len(x), -1, group or x.shape[1]) * scales.double()[: len(x), :, None]
-    )
+    """The float64 result of the rounded activations; codes and scales have rows up to a multiple of four."""
+    codes, scales = (each[: len(x)] for each in quantize_rows(x, group))
+    rounded = codes.float().double().view(len(x), -1, group or x.shape[1]) * scales.double()[..., None]
     return made.reference(rounded.flatten(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("group", [128, 0])
-@pytest.mark.parametrize(("n", "k"), [(64, 128), (320, 1408), (6144, 4096)])
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (320, 1408), (6144, 4096)])
 def test_products_of_rounded_activations(n: int, k: int, group: int, dtype: torch.dtype) -> None:
     torch.manual_seed(n)
     made = random_operands(k, n, 128, dtype, bias=True)
@@ -75,3 +75,9 @@ def test_a_linear_rounds_large_batches_alone() -> None:
     assert relative_error(linear(x[:16]), exact[:16]) < BOUND[torch.float16]
     assert relative_error(linear(x), expected(made, x, 128)) < BOUND[torch.float16]
     assert 2.0**-7 < relative_error(linear(x), exact) < 2.0**-4
+
+
+def test_a_single_group_is_a_scale_per_channel_and_refused() -> None:
+    made = random_operands(128, 64, 128, torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="groups of 128, found one scale per channel"):
+        w4a8_gemm(activations(4, 128, torch.bfloat16), made.words, made.scales, None, 64)
