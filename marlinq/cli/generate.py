@@ -72,8 +72,7 @@ if TYPE_CHECKING:
     "--activations",
     type=click.Choice(["16", "fp8"]),
     default="16",
-    help="fp8 rounds what INT4 weights multiply to FP8 while a prompt is read, which is faster and less "
-    "exact. It takes a GPU of compute capability 9.0 and symmetric weights in groups of 128.",
+    help="Type of what INT4 weights multiply in long prompts. fp8 is less exact and, so far, no faster.",
 )
 @model_options
 def command(
