@@ -62,11 +62,10 @@ class Contest:
         copies = [replace(operand, words=operand.words.clone()) for _ in range(count)]
         return cls(layer, weight, copies, operand.dequantize(dtype))
 
-    def ratio(self, m: int, group: int, tile: int | None) -> float:
+    def ratio(self, m: int, group: int, tile: int) -> float:
         """Prints a line; returns cuBLAS's time over the product's."""
         layer, operand = self.layer, self.weight.operand
-        config = configuration(operand.problem(m), device_numbers(0), chunk_scales=group > 0)
-        config = replace(config, tile_m=tile or config.tile_m)
+        config = configuration(operand.problem(m), device_numbers(0), chunk_scales=group > 0, tile_m=tile)
         x = torch.randn(m, layer.k, dtype=self.dense.dtype, device=CUDA)
         found = error(x, self.weight, group, w4a8_product(x, operand, None, group, config))
         codes, scales = quantize_fragments(x, group)
@@ -129,7 +128,7 @@ def _options() -> argparse.Namespace:
         "--rows", type=int, action="append", help="repeatable; 1024, 2048 and 4096 without it"
     )
     parser.add_argument("--scales", choices=("group", "row"), default="group")
-    parser.add_argument("--tile", type=int, help="rows of a tile")
+    parser.add_argument("--tile", type=int, choices=(128, 256), default=128, help="rows of a tile")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     options = parser.parse_args()
     options.model = options.model or ["llama-3-8b", "llama-3-70b"]

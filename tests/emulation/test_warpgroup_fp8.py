@@ -47,6 +47,9 @@ CASES = {
     ),
     "store warps": replace(WHOLE, config=replace(WHOLE.config, warpgroups_n=2, stages=3, most_blocks=1)),
     "fewer rows than a tile": replace(WHOLE, m=3),
+    "two units with the same operands": replace(
+        WHOLE, m=150, k=256, n=64, config=replace(WHOLE.config, tile_m=256, words=1)
+    ),
 }
 
 

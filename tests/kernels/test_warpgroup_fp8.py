@@ -53,9 +53,10 @@ def test_configurations_fit(m: int, n: int) -> None:
 
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("chunk_scales", [False, True])
-def test_they_compile_without_spills(bfloat16: bool, chunk_scales: bool) -> None:
+@pytest.mark.parametrize("tile_m", [128, 256])
+def test_they_compile_without_spills(bfloat16: bool, chunk_scales: bool, tile_m: int) -> None:
     problem = replace(WANTED, bfloat16=bfloat16)
-    config = configuration(problem, H200, chunk_scales=chunk_scales)
+    config = configuration(problem, H200, chunk_scales=chunk_scales, tile_m=tile_m)
     compiled = compile_kernel(config.instantiation(problem), "sm_90a")
     assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
     assert "C75" not in compiled.log

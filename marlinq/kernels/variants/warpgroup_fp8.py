@@ -42,8 +42,8 @@ class WarpgroupFp8Config(WarpgroupConfig):
     function: ClassVar[str] = "w4a8_wgmma"
 
     def has_store_warps(self, problem: Problem) -> bool:
-        """Always: a block that has a single tile stores it itself."""
-        return True
+        """Where there is room beside the ring; a block that has a single tile stores it itself."""
+        return self.tile_m <= 128
 
     def grid(self, problem: Problem) -> int:
         """Blocks of a launch: all that run at once share all chunks; where tiles nearly fill the waves, each
@@ -60,7 +60,7 @@ class WarpgroupFp8Config(WarpgroupConfig):
 
     def registers(self, problem: Problem) -> int:
         """Registers that a consumer thread needs: sums of the tile and of a group, operands, addresses."""
-        return (self.words + 1) * self.tile_m // 2 + _OTHER_REGISTERS
+        return (self.words * self.tile_m + min(self.tile_m, 128)) // 2 + _OTHER_REGISTERS
 
     def _grown(self, problem: Problem) -> tuple[int, int]:
         return _GROWN
@@ -93,11 +93,15 @@ def refusal(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def configuration(problem: Problem, device: Device, *, chunk_scales: bool) -> WarpgroupFp8Config:
-    """The configuration for a product that is not refused."""
+def configuration(
+    problem: Problem, device: Device, *, chunk_scales: bool, tile_m: int = 128
+) -> WarpgroupFp8Config:
+    """The configuration for a product that is not refused, in tiles of 128 or 256 rows."""
     # 128 x 256 is the largest tile whose sums and their group's fit in registers; no other reads as little.
     config = WarpgroupFp8Config(
-        *(128, 2, 2, 1, 8, 1, 2, 1, device.multiprocessors), stream_k=True, chunk_scales=chunk_scales
+        *(tile_m, 256 // tile_m, 2, 1, 8, 1, 2, 1, device.multiprocessors),
+        stream_k=True,
+        chunk_scales=chunk_scales,
     )
     room = device.shared_bytes - 2048 - config.bytes_beside_ring(problem)
     return replace(config, stages=min(_MOST_STAGES, room // config.stage_bytes(problem)))

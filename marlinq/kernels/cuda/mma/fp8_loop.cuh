@@ -27,7 +27,10 @@ struct Fp8Loop {
     static_assert(Shape::PARTS == 1 && !Shape::ZEROS && Codec::BITS == 4 && !Codec::SPARSE, "no such loop");
 
     typedef float Sums[PRODUCTS][TILE_M / 2];
-    typedef float Unit[TILE_M / 2];
+    // Rows of a unit: tiles of more have several units with the same operand A, which is then dequantised once for all.
+    static constexpr int UNIT_ROWS = TILE_M > 128 ? 128 : TILE_M, UNITS = TILE_M / UNIT_ROWS;
+    static_assert(TILE_M % UNIT_ROWS == 0, "tiles are whole units");
+    typedef float Unit[UNIT_ROWS / 2];
     typedef LaneWords<Codec, PRODUCTS> Words;
 
     Ring<Layout> ring;
@@ -52,10 +55,10 @@ struct Fp8Loop {
         return *reinterpret_cast<const float2*>(row_scales + 32 * c);
     }
     // sums += unit * scale of the column, and of the row if each chunk has its own. `pair`: scales of columns n and n + 8.
-    static __device__ __forceinline__ void add_unit(Unit& sums, const Unit& unit, u32 pair, const unsigned char* row_scales) {
+    static __device__ __forceinline__ void add_unit(float* sums, const Unit& unit, u32 pair, const unsigned char* row_scales) {
         const float first = widen_half<E, 0>(pair), second = widen_half<E, 1>(pair);
 #pragma unroll
-        for (int c = 0; c < TILE_M / 8; ++c) {
+        for (int c = 0; c < UNIT_ROWS / 8; ++c) {
             const float2 row = CHUNK_SCALES ? row_pair(row_scales, c) : make_float2(1.f, 1.f);
             float* sum = sums + 4 * c;
             sum[0] = fmaf(unit[4 * c], row.x * first, sum[0]);
@@ -103,32 +106,39 @@ struct Fp8Loop {
             ring.advance();
             const bool more = chunk + 1 < count;
 #pragma unroll
-            for (int q = 0; q < PRODUCTS; ++q) {
+            for (int u = 0; u < PRODUCTS * UNITS; ++u) {
+                const int q = u / UNITS, part = u % UNITS;
                 FAULT_SITE(fp8_fence, matrix_fence();)
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
-                    const u64 b = activations + FAULT_SITE(fp8_step, 2) * i;  // 32 bytes a step
+                    // 32 bytes a step, in units of 16.
+                    const u64 b = activations + part * (UNIT_ROWS * 128 / 16) + FAULT_SITE(fp8_step, 2) * i;
                     if (i == 0)
-                        matrix_multiply_e4m3<TILE_M, false>(unit[0], a[i], b);
+                        matrix_multiply_e4m3<UNIT_ROWS, false>(unit[0], a[i], b);
                     else
-                        matrix_multiply_e4m3<TILE_M, true>(unit[0], a[i], b);
+                        matrix_multiply_e4m3<UNIT_ROWS, true>(unit[0], a[i], b);
                     matrix_commit();
                 }
-                // Behind the last unit the chunk's first operands again: a branch would keep older words in registers.
-                const bool ends = q + 1 == PRODUCTS;
-                if (ends && more) ring.wait_full();
-                const int stage = ends && more ? ring.stage : now.stage;
-                // The next unit's operands, each as soon as the product that reads its registers is done.
-                const auto next_step = [&](auto index) {
-                    constexpr int I = decltype(index)::value;
-                    load_step(stage, I, ends ? 0 : q + 1);
-                    FAULT_SITE(fp8_step_done, matrix_wait<STEPS - 1 - I>();)
-                    dequantize_step(I);
-                };
-                next_step(Number<0>()), next_step(Number<1>()), next_step(Number<2>()), next_step(Number<3>());
+                if (part + 1 == UNITS) {
+                    // Behind the last unit the chunk's first operands again: a branch would keep older words in registers.
+                    const bool ends = q + 1 == PRODUCTS;
+                    if (ends && more) ring.wait_full();
+                    const int stage = ends && more ? ring.stage : now.stage;
+                    // The next operands, each as soon as the product that reads its registers is done.
+                    const auto next_step = [&](auto index) {
+                        constexpr int I = decltype(index)::value;
+                        load_step(stage, I, ends ? 0 : q + 1);
+                        FAULT_SITE(fp8_step_done, matrix_wait<STEPS - 1 - I>();)
+                        dequantize_step(I);
+                    };
+                    next_step(Number<0>()), next_step(Number<1>()), next_step(Number<2>()), next_step(Number<3>());
+                } else {
+                    matrix_wait<0>();
+                }
                 settle(unit);
                 const u32 pair = *reinterpret_cast<const u32*>(shared + (scales_at + stage_at) + 4 * q);
-                add_unit(sums[q], unit[0], pair, shared + (row_scales_at + stage_at));
+                add_unit(sums[q] + part * (UNIT_ROWS / 2), unit[0], pair,
+                         shared + (row_scales_at + stage_at) + part * (UNIT_ROWS * 4));
             }
             if (!CHUNK_SCALES && !more) multiply_rows(sums, shared + (row_scales_at + stage_at));
             __syncwarp();
