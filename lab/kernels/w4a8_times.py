@@ -128,7 +128,7 @@ def _options() -> argparse.Namespace:
         "--rows", type=int, action="append", help="repeatable; 1024, 2048 and 4096 without it"
     )
     parser.add_argument("--scales", choices=("group", "row"), default="group")
-    parser.add_argument("--tile", type=int, choices=(128, 256), default=128, help="rows of a tile")
+    parser.add_argument("--tile", type=int, choices=(128, 256), default=256, help="rows of a tile")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     options = parser.parse_args()
     options.model = options.model or ["llama-3-8b", "llama-3-70b"]

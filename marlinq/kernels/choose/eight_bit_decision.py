@@ -30,7 +30,7 @@ _GROUP = 128
 BESIDE_INT4 = Activations(E4M3, Granularity.group(warpgroup_fp8.GROUP), dynamic=True)
 """FP8 activations of INT4 weights, which no checkpoint names: callers ask for them."""
 # Rows from which they are taken.
-_LEAST_INT4 = 512
+_LEAST_INT4 = 1024
 
 
 @dataclass(frozen=True)
