@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     "--activations",
     type=click.Choice(["16", "fp8"]),
     default="16",
-    help="Type of what INT4 weights multiply in long prompts. fp8 is less exact and, so far, no faster.",
+    help="Type of what INT4 weights multiply in long prompts. fp8 is less exact.",
 )
 @model_options
 def command(
