@@ -77,6 +77,7 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
             named = {*mixer.qkv.modules, mixer.output}
         if isinstance(mlp, Mixture):
             named |= {each.name for each in block.projections if each.name.startswith(f"{mlp.experts}.")}
+            named |= {mlp.into, mlp.out} - {None}
             if mlp.shared is not None:
                 named |= {*mlp.shared.inputs.modules, mlp.shared.down}
         elif mlp is not None:
