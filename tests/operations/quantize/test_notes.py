@@ -25,7 +25,7 @@ from tests.testing.original_folders import RECIPE, save_tiny
 MODULE = asdict(
     ModuleReport("int4", 4, 32, True, None, "recipe", 100, 0.01, ErrorQuantity.OUTPUTS, None, {"damp": 0.01})
 )
-TUNING = TuningReport(2, 100, 10, 1, None, 0.5, 1, None, 0.0, ("model.norm.weight",)).to_dict()
+TUNING = TuningReport(2, 100, 10, 1, None, 0.5, 1, None, 0, 0.0, ("model.norm.weight",)).to_dict()
 TEXT = {"source": "self", "documents": 2, "tokens": 30, "sha256": "0"}
 NOTES = {"module a": MODULE, "tuning": TUNING, "calibration": TEXT, "other": [1]}
 
