@@ -62,7 +62,8 @@ def test_the_truth_is_believed(hub: Hub) -> None:
 @pytest.mark.parametrize("length", ["0", "1"])
 def test_a_file_cut_short_with_a_length_to_match_is_noticed(hub: Hub, length: str) -> None:
     hub.lie = telling("/resolve/", Lie(headers={"Content-Length": length}))
-    with pytest.raises(EnvironmentProblem, match="came with other bytes than its hash"):
+    # The bytes behind the announced ones stay in the connection: a second try on it may find no answer there.
+    with pytest.raises(EnvironmentProblem, match="came with other bytes than its hash|nothing came for 1 s"):
         download("org/tiny", progress=lambda *stage: None)
     # Nothing of it is believed by the next command.
     hub.lie = None
