@@ -108,10 +108,10 @@ class _View:
     """A checkpoint whose only tensors are those of a draft head, under the names of a block of the model.
 
     Attributes:
-        source: what the model was loaded from.
+        source: folder or hub id that the model was loaded from.
         head: names of the head's parts.
         checkpoint: the view.
-        quantized: the same as a quantised checkpoint; None if no linear of the block is quantised.
+        quantized: the head's tensors as a quantised checkpoint; None if no linear of the block is quantised.
     """
 
     source: LoadedFrom

@@ -233,7 +233,7 @@ def generate(
         max_new_tokens: at most this many; fewer when the end token is drawn or the positions run out.
         sampling: how tokens are chosen; the checkpoint's generation config is ignored.
         chat: put the text into the tokenizer's chat template as a user's message.
-        speculate: what drafts tokens, of which several are checked at once. The text is the same, unless
+        speculate: source of drafted tokens, checked several at a time. The text is the same, unless
             products of several rows round differently from those of one.
         on_text: called with each piece of text.
         progress: called after each kernel that is compiled, before any text comes.

@@ -101,7 +101,7 @@ class LoadedModel:
         decoders: caches and captured steps, kept between calls of generation.
         timings: seconds of the load by stage.
         anatomy: result of recognition, if the model was recognised while loading; else None.
-        source: what it was loaded from; None if it was not loaded.
+        source: folder or hub id of the model; None if it was not loaded.
     """
 
     path: Path

@@ -71,7 +71,7 @@ class Speculated:
         drafted: tokens in them.
         accepted: number of these, tokens that the model chose too.
         refusal: why no draft was checked; empty where some were.
-        source: what drafts came from; empty where none could be checked.
+        source: name of the drafts' source; empty where no draft could be checked.
     """
 
     verifications: int

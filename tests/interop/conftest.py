@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 PEERS = ("gptqmodel", "optimum", "compressed_tensors")
-# vLLM is a program beside, in an environment of its own; the harness needs no other peer.
+# vLLM runs in a virtual environment of its own; the evaluation harness needs no other peer.
 FEWER_PEERS = {"test_vllm.py": (), "test_harness.py": (), "test_float_logits.py": ("compressed_tensors",)}
 _HERE = Path(__file__).parent
 _ROWS = pytest.StashKey[list[str]]()

@@ -20,7 +20,6 @@ from marlinq.core.scheme import Scheme
 from marlinq.formats import LAYOUTS, StoredWeight
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.integrations.vllm.interface import (
-    FP8_WEIGHTS,
     FP8ScaledMMLinearKernel,
     current_platform,
     missing_package,
@@ -89,8 +88,8 @@ class FloatWeightKernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         return self._operand.multiply(layer, x, bias)
 
     def apply_scaled_mm(self, **_: Any) -> Tensor:
-        """Required by the base class, whose :meth:`apply_weights` would call it."""
-        raise NotImplementedError(FP8_WEIGHTS)
+        """Abstract in the base class; called by its :meth:`apply_weights` alone, which is overridden."""
+        raise NotImplementedError("apply_weights multiplies 16-bit activations; there are no scaled ones")
 
 
 def _stored(codes: Tensor, scales: Tensor) -> StoredWeight:

@@ -91,7 +91,7 @@ class BoundForward(Forward):
         hidden: channels of the residual stream.
         device_index: index of the GPU; 0 on a CPU.
         layers: the layers in order.
-        layer_inputs: what makes the layers' vectors, or None.
+        layer_inputs: weights that make a vector for each layer from the token, or None.
         embedding_norm: norm behind the embedding, or None.
         final_norm: norm before the head, or None.
         head: product that gives the logits.

@@ -120,7 +120,7 @@ class ChainDraft(BoundForward, DraftForward):
         self.embedding = table
         return finish(self.head.run(normed), self.anatomy).argmax(-1), normed
 
-    # The protocol of models' forwards, which a head is none of.
+    # Abstract in the base class. A head is never decoded as a model: draft() calls _read and captured graphs.
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         raise NotImplementedError("a draft head reads pairs of tokens and hidden states")
