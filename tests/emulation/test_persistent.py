@@ -65,6 +65,10 @@ CASES = {
         seed=8,
     ),
     "more blocks than tiles": Case(length=100, grid=56, shared_bytes=36_000, seed=9),
+    # A reader takes four parts at once: here it has one more.
+    "five parts of the context": Case(
+        length=290, grid=16, layers=1, sizes=replace(SIZES, capacity=300), seed=12
+    ),
     "heads of 256 channels": Case(length=40, layers=1, team=4, sizes=Sizes(512, 512, 2, 1, 256, 64), seed=10),
     "norms behind the parts of a block": Case(
         features=Features(post_norms=True, head_norms=True), layers=2, seed=11
@@ -196,6 +200,7 @@ def _problem(case: Case) -> Problem:
         "two layers",
         "one group of columns",
         "sets of four tiles, groups of 64, zero points",
+        "five parts of the context",
         "more blocks than tiles",
         "norms behind the parts of a block",
         "bfloat16, window, cap",
