@@ -15,7 +15,14 @@ from importlib import import_module
 import click
 
 from marlinq.cli.options import verbosity_options
-from marlinq.cli.output import log_safely, print_error, print_json, print_line, show_warnings_briefly
+from marlinq.cli.output import (
+    INTERRUPTED_CODE,
+    log_safely,
+    print_error,
+    print_json,
+    print_line,
+    show_warnings_briefly,
+)
 from marlinq.cli.types import suggestion
 from marlinq.core.command import remember_command
 from marlinq.core.errors import MarlinqError, UsageError
@@ -38,8 +45,6 @@ COMMANDS = {
 
 _CONTINUES = {"quantize": ("--resume",), "convert": (), "rotate": ()}
 """Command that continues an unfinished folder -> options that this needs."""
-
-_INTERRUPTED = 130
 
 _WAIT_POLICY = "OMP_WAIT_POLICY"
 """How OpenMP's threads wait for each other; read when torch is imported."""
@@ -94,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         status = cli.main(args=arguments, prog_name="marlinq", standalone_mode=False)
     except click.Abort:
         _say_interrupted(arguments, as_json=as_json)
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED_CODE)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         sys.exit(UsageError.exit_code)
@@ -115,7 +120,7 @@ def _say_interrupted(arguments: list[str], *, as_json: bool) -> None:
         again = [*arguments, *(option for option in missing if option not in arguments)]
         message += f"; continue with: {shlex.join(['marlinq', *again])}"
     if as_json:
-        value = {"error": message, "class": "KeyboardInterrupt", "exit_code": _INTERRUPTED}
+        value = {"error": message, "class": "KeyboardInterrupt", "exit_code": INTERRUPTED_CODE}
         print_json(value)
     else:
         print_line(message)

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import click
 
 from marlinq.cli.options import device_option, dtype_option, output_options
-from marlinq.cli.output import print_report, showing_progress
+from marlinq.cli.output import INTERRUPTED_CODE, print_report, showing_progress
 from marlinq.cli.types import SOURCE, OneOf, names
 from marlinq.core.errors import UsageError
 
@@ -335,7 +335,12 @@ def decode(
     default=256,
     help="Number of requests in a mixed load that measures throughput; 0 leaves it out.",
 )
-@click.option("--repeats", type=click.IntRange(1), default=3, help="Runs of which the median is reported.")
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=3,
+    help="Timed runs of each batch, of which the median is reported.",
+)
 @click.option(
     "--gpus", type=click.IntRange(1), default=1, help="GPUs that share the model by tensor parallelism."
 )
@@ -346,6 +351,13 @@ def decode(
     help="Type of activations.",
 )
 @click.option("--plot", type=click.Path(dir_okay=False), help="Also draw the decode steps into an SVG file.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Also keep every measurement in FILE as soon as it is made, as JSON. A repeated command runs only "
+    "engines that FILE lacks.",
+)
 @output_options
 def serve(
     checkpoint: str,
@@ -358,15 +370,18 @@ def serve(
     gpus: int,
     dtype: str,
     plot: str | None,
+    out: str | None,
     as_json: bool,
 ) -> None:
     """Time vLLM's offline engine on the folder CKPT, with its own kernels and with marlinq's.
 
     Each runs in a process of its own, one after the other. Measured are decode steps, the time to first
     tokens, and new tokens a second under a mixed load. Prompts are random tokens, so the folder needs no
-    tokenizer.
+    tokenizer. If an engine fails or Ctrl-C comes, what was measured is printed.
     """
+    from marlinq.core.errors import EnvironmentProblem
     from marlinq.operations.bench import Workload, bench_serve
+    from marlinq.operations.bench.serve import INTERRUPTED
     from marlinq.operations.bench.serve_plot import save_plot
 
     workload = Workload(
@@ -381,7 +396,10 @@ def serve(
         gpus=gpus,
     )
     with showing_progress() as progress:
-        report = bench_serve(workload, progress)
-    if plot is not None:
+        report = bench_serve(workload, progress, out)
+    if plot is not None and report.unfinished is None:
         save_plot(report, plot)
     print_report(report, as_json=as_json)
+    if report.unfinished is not None:
+        interrupted = report.unfinished == INTERRUPTED
+        click.get_current_context().exit(INTERRUPTED_CODE if interrupted else EnvironmentProblem.exit_code)

@@ -18,6 +18,8 @@ from marlinq.core.display import Block, plain
 from marlinq.core.errors import MarlinqError
 from marlinq.core.safe_text import encodable, json_text, one_line, prose
 
+INTERRUPTED_CODE = 130
+"""Exit code of a command that Ctrl-C ended."""
 VERBOSITY = "marlinq.verbosity"
 """Key of click's ``Context.meta`` under which ``--quiet`` leaves -1 and ``--verbose`` 1."""
 

@@ -19,18 +19,23 @@ SHORT, LONG = 16, 144
 """new tokens of two runs; the difference of their times is that of LONG - SHORT steps"""
 _FIRST_TOKEN_REPEATS = 5
 _MOST_TOKENS_OF_A_BATCH = 16384
+_WARM_UP = 4  # the mixed load is first run with one request in so many
 
 
 def main(request: str, out: str) -> None:
     """Times a workload and ends the process.
+
     Args:
-        request: file with the JSON of a :class:`marlinq.operations.bench.serve.Workload`.
-        out: file for the measurements as JSON, rewritten after each.
+        request: JSON file with ``workload``, a :class:`marlinq.operations.bench.serve.Workload`, and
+            ``engine``, the engine's name.
+        out: JSON file of a :class:`marlinq.operations.bench.serve.ServeBench`, to whose ``engines`` each
+            measurement is added as soon as it is made.
     """
     import torch
     import vllm
 
-    asked = json.loads(Path(request).read_text(encoding="utf-8"))
+    given = json.loads(Path(request).read_text(encoding="utf-8"))
+    asked = given["workload"]
     began = time.perf_counter()
     longest = max(asked["context"] + LONG, asked["prompt_tokens"] + 1, sum(_longest(asked)))
     engine = vllm.LLM(
@@ -51,6 +56,7 @@ def main(request: str, out: str) -> None:
         "step_seconds": {},
         "first_token_seconds": {},
         "tokens_per_second": None,
+        "complete": False,
     }
     draw = random.Random(0)
     vocabulary = engine.llm_engine.model_config.get_vocab_size()
@@ -68,8 +74,10 @@ def main(request: str, out: str) -> None:
         return time.perf_counter() - start
 
     def keep() -> None:
+        report = json.loads(Path(out).read_text(encoding="utf-8"))
+        report["engines"][given["engine"]] = found
         partial = Path(f"{out}.part")
-        partial.write_text(json.dumps(found), encoding="utf-8")
+        partial.write_text(json.dumps(report), encoding="utf-8")
         partial.replace(out)
 
     prompt = asked["context"] - (SHORT + LONG) // 2
@@ -90,9 +98,9 @@ def main(request: str, out: str) -> None:
         keep()
     if asked["requests"]:
         lengths, new = requests(asked["requests"])
-        seconds(lengths, [SHORT] * len(lengths))
-        times = [seconds(lengths, new) for _ in range(asked["repeats"])]
-        found["tokens_per_second"] = sum(new) / statistics.median(times)
+        seconds(lengths[::_WARM_UP], [SHORT] * len(lengths[::_WARM_UP]))
+        found["tokens_per_second"] = sum(new) / seconds(lengths, new)
+    found["complete"] = True
     keep()
     sys.stdout.flush()
     os._exit(0)  # the engine's clean-up may hang

@@ -21,6 +21,7 @@ _LEFT, _TOP, _WIDTH, _STEP, _BAR = 170, 84, 330, 74, 20
 
 def steps_plot(steps: Mapping[str, Mapping[str, float]], told: tuple[str, str]) -> str:
     """SVG of the tokens per second of each sequence, with two bars per batch.
+
     Args:
         steps: engine -> batch -> seconds of a step; the second engine is marlinq's.
         told: two lines of text: what was measured, and the hardware.

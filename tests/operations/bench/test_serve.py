@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from marlinq.cli import main
 from marlinq.core.errors import EnvironmentProblem, UsageError
 from marlinq.operations.bench import Workload, bench_serve
 from marlinq.operations.bench.serve import ENGINES
@@ -31,6 +32,7 @@ class LLM:
         now += 3
         if os.path.exists(os.path.join(model, "broken")):
             raise SystemExit("no kernel for this model")
+        self.fault = os.path.join(model, "fault") if step < 2e-3 else ""
         left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(os.path.join(model, "left"), "a") as file:
             print(left.pid, file=file)
@@ -42,6 +44,9 @@ class LLM:
         lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
         new = [each.max_tokens for each in sampling]
         assert all(a + b <= self.longest for a, b in zip(lengths, new))
+        if lengths[0] == 200 and os.path.exists(self.fault):
+            with open(self.fault) as file:
+                exec(file.read())
         now += step * max(new) + 1e-5 * sum(lengths)
 """
 # Of torch the engines' processes ask the version and the device: the real one takes seconds to import.
@@ -102,6 +107,62 @@ def test_times_are_the_engines_own(checkpoint: Path, tmp_path: Path) -> None:
     drawn = ElementTree.fromstring((tmp_path / "steps.svg").read_text())
     bars = [float(bar.attrib["width"]) for bar in drawn.iter("{http://www.w3.org/2000/svg}rect")]
     assert bars == pytest.approx([165, 330, 165, 330])
+
+
+FAULTS = {
+    "error": ("raise SystemExit('out of memory')", EnvironmentProblem.exit_code, "out of memory"),
+    "Ctrl-C": ("import signal; os.kill(os.getppid(), signal.SIGINT); time.sleep(600)", 130, "interrupted"),
+}
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_was_measured_before_a_fault_is_kept(
+    fault: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The second engine ends at its first prompts, after its steps.
+    code, status, words = FAULTS[fault]
+    (checkpoint / "fault").write_text(code)
+    kept, plot = tmp_path / "kept.json", tmp_path / "steps.svg"
+    options = f"--batch 1,4 --prompts 1,2 --prompt-tokens 200 --requests 3 --repeats 2 --out {kept}"
+    command = ["bench", "serve", str(checkpoint), *options.split(), "--plot", str(plot)]
+
+    def run() -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        return int(str(ended.value.code)), capsys.readouterr().out
+
+    found, text = run()
+    assert found == status
+    rows = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
+    assert rows["ms a step, batch 4"] == ["2.00", "1.00", "0.50"]
+    assert rows["ms to first tokens, prompts 2"] == ["6.00", "-", "-"]
+    assert "incomplete: " in text
+    assert words in text
+    assert not plot.exists()
+    partial = json.loads(kept.read_text())
+    assert words in partial["unfinished"]
+    assert [each["complete"] for each in partial["engines"].values()] == [True, False]
+    assert partial["engines"]["vLLM with marlinq"]["step_seconds"] == pytest.approx({"1": 1e-3, "4": 1e-3})
+
+    (checkpoint / "fault").unlink()
+    assert run()[0] == 0
+    assert plot.exists()
+    whole = json.loads(kept.read_text())
+    assert whole["unfinished"] is None
+    assert whole["engines"]["vLLM"] == partial["engines"]["vLLM"]
+    assert whole["engines"]["vLLM with marlinq"]["complete"]
+    # The first engine ran once, the second twice.
+    assert len((checkpoint / "left").read_text().split()) == 3
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("text", ["", "[]", '{"workload": {}, "engines": {}, "marlinq": "0"}'])
+def test_another_file_is_not_written_over(text: str, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text(text)
+    with pytest.raises(UsageError, match="notes: expected measurements of the same checkpoint"):
+        bench_serve(Workload(str(checkpoint)), out=tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == text
 
 
 def test_a_name_in_a_plot_is_text() -> None:
