@@ -45,7 +45,7 @@ def with_dense_weights(checkpoint: Checkpoint) -> Checkpoint:
     for name, info in checkpoint.tensors.items():
         stem, _, suffix = name.rpartition(".")
         if suffix in _SUFFIXES and f"{stem}.{_KEPT}" not in checkpoint.tensors:
-            # A model may have a tensor called "shape" of its own.
+            # Without kept values only a mask is an error: a model may name a tensor "shape" itself.
             if suffix == _MASK or f"{stem}.{_MASK}" in checkpoint.tensors:
                 raise CheckpointError(
                     f"{checkpoint.path}: {stem}.{_KEPT}: missing, which a {BITMASK_FORMAT} linear needs"

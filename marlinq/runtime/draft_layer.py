@@ -48,8 +48,8 @@ class DraftLayer:
         anatomy: the head as a decoder of one layer, without what makes the layer's input.
         projection: full name of the linear that makes the layer's input.
         token_norm, hidden_norm: norms of its two inputs.
-        share: bytes that a drafted token reads of the head's weights, over those that a step of the main
-            model reads, were all experts read.
+        share: cost of a drafted token in steps of the main model: bytes of the head's weights over bytes of
+            the model's, all experts counted.
     """
 
     model: PreTrainedModel
@@ -108,7 +108,7 @@ class _View:
     """A checkpoint whose only tensors are those of a draft head, under the names of a block of the model.
 
     Attributes:
-        source: folder or hub id that the model was loaded from.
+        source: checkpoint and settings of the model's load.
         head: names of the head's parts.
         checkpoint: the view.
         quantized: the head's tensors as a quantised checkpoint; None if no linear of the block is quantised.
@@ -170,9 +170,9 @@ class _View:
         """The view's name of each quantised projection, by its name in the model."""
         if self.quantized is None:
             return {}
-        found = quantized_linears(self.source.blueprint, self.quantized)
-        check_experts(self.source.blueprint, found, self.checkpoint)
-        return found
+        stored = quantized_linears(self.source.blueprint, self.quantized)
+        check_experts(self.source.blueprint, stored, self.checkpoint)
+        return stored
 
     def matrix(self, module: str) -> Tensor:
         """The weight [N, K] of a linear outside the block, quantised or not."""

@@ -31,9 +31,9 @@ _REPLACEMENT = "\ufffd"
 
 
 Speculate = Literal["auto", "mtp", "lookup", "off"]
-"""Where drafts come from. ``mtp``: the model's own draft head, whatever becomes of its drafts; an error
-without one. ``lookup``: the text so far. ``auto``: the draft head if there is one that can be used, else the
-text; both only while they make text faster."""
+"""Source of drafts. ``mtp``: the model's own draft head, even where drafting is slower; an error without one.
+``lookup``: earlier places in the text where the last tokens stand. ``auto``: the draft head if it can be used,
+else lookup, either only while it is faster."""
 Stopped = Literal["eos", "text", "length", "context", "interrupt"]
 _ENDED = {
     "eos": "the end token",

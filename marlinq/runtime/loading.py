@@ -60,17 +60,17 @@ NOT_SAVED = (
     "another format with `marlinq convert` (16-bit weights: --to dense)"
 )
 """Message of the error when a loaded model is saved."""
-# Bytes of tensors that are read ahead: into host memory, beside the model;
+# Bytes of tensors that may be read ahead of their use, for a model on a CPU.
 _HOST_AHEAD_BYTES = 256 << 20
-# into a GPU's memory, where tensors stay as they are, so that they take no further memory;
+# The same on a GPU, where tensors are used as stored: they take no memory beside the model's.
 _STORED_AHEAD_BYTES = 8 << 30
-# into a GPU's memory, where they are transcoded, so that they exist beside the results.
+# The same on a GPU, where tensors are transcoded, and lie in memory beside the results.
 _TRANSCODED_AHEAD_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedFrom:
-    """What a model was loaded from, for parts of the checkpoint that it leaves out.
+    """Checkpoint and settings of a load, from which parts that the model lacks, as a draft head, load later.
 
     Attributes:
         checkpoint: the checkpoint.
@@ -101,7 +101,7 @@ class LoadedModel:
         decoders: caches and captured steps, kept between calls of generation.
         timings: seconds of the load by stage.
         anatomy: result of recognition, if the model was recognised while loading; else None.
-        source: folder or hub id of the model; None if it was not loaded.
+        source: checkpoint and settings of the load; None if the model was not made by :func:`load`.
     """
 
     path: Path
@@ -164,25 +164,25 @@ def load(
         trust_remote_code: run model code that the checkpoint brings.
         operator: name of the operator for quantised weights, where it can be used; see
             :func:`marlinq.runtime.decide`.
-        exact: products with quantised weights round no more than the dtype makes them, where a CPU has a
-            faster one in bfloat16, and a CPU's head is torch's plain product; None: True where ``dtype`` is
-            given, False where it is ``auto``.
+        exact: False lets a CPU round products of quantised weights to bfloat16 where that is faster, and pack
+            the head's weight; True keeps every product in ``dtype``. None: True where ``dtype`` is given,
+            False where it is ``auto``.
         activations: ``fp8`` rounds the activations of INT4 weights to FP8 E4M3 in large batches, such as
             prompts, on a GPU of compute capability 9.0; each decision says whether its weight allows it. None
             leaves activations as the checkpoint wants them.
         compile_kernels: compile what the model's products need on a GPU now, instead of at their first use.
-        only_decodes: the model is for :func:`marlinq.runtime.generate` alone. It is then recognised while its
-            tensors are read; the kernels of a model that is, on a GPU, are left to the first decoder, because
-            it joins products and the shapes that are loaded would be compiled in vain. What a start on a GPU
-            finds out of model and tokenizer is remembered (:mod:`marlinq.runtime.remembered`).
+        only_decodes: True for a model that only :func:`marlinq.runtime.generate` uses. Its parts are then
+            recognised while its tensors are read. On a GPU, kernels of a recognised model are compiled by the
+            first decoder, which joins products and so needs other shapes; and what was learnt of model and
+            tokenizer is kept for the next start (:mod:`marlinq.runtime.remembered`).
         progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
             done, steps in all).
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of the wrong shape, or a file changed meanwhile.
-        UnsupportedError: the architecture or the quantisation method, or a scale that overflows ``dtype``.
+        UnsupportedError: the architecture or quantisation method is not supported, a scale overflows
+            ``dtype``, or no weight can be multiplied by such ``activations``.
         UsageError: no operator, or no type of activations, has that name.
-        UnsupportedError: no weight of the checkpoint can be multiplied by such activations.
         EnvironmentProblem: the device is not there, or a kernel does not compile.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function

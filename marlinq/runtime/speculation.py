@@ -18,15 +18,16 @@ from torch import Tensor
 from marlinq.runtime.step.forward import DraftForward
 
 _LONGEST, _SHORTEST = 4, 2
-"""Tokens at the end of the text that are looked up; the longest match wins."""
+"""Tokens at the end of the text that are looked up, at most and at least; the longest match wins."""
 _WEIGHT = 0.25
 """Share of the newest draft in the mean over drafts."""
 _KEPT_SHARE = 0.85
-"""Weight of earlier drafts of a draft head against the newest, for each draft since."""
+"""Factor on the counts of a draft head's earlier tokens at each new draft."""
 _MARGIN = 1.15
-"""Tokens that a verification has to give for each step that it takes as long as."""
+"""Gain required of drafts: tokens a verification has to give, over the steps that take as long as it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 1024
-"""Steps between drafts of a draft head that were refused."""
+"""Steps without drafts once a draft head's drafts don't save time: the first pause; the longest, since each is
+twice as long as the one before."""
 
 
 class Lookup:
@@ -38,7 +39,7 @@ class Lookup:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens: list[int] = []
-        # Where the token behind the latest such n-gram stands.
+        # n-gram -> index of the token behind its latest occurrence.
         self._behind: dict[tuple[int, ...], int] = {}
         for token in tokens:
             self.push(token)
@@ -56,7 +57,7 @@ class Lookup:
         for length in range(min(_LONGEST, len(tokens)), _SHORTEST - 1, -1):
             place = self._behind.get(tuple(tokens[-length:]))
             if place is not None:
-                # A repetition shorter than the draft goes round.
+                # A draft longer than the repetition repeats it.
                 period = len(tokens) - place
                 return [tokens[place + index % period] for index in range(most)]
         return []
@@ -64,12 +65,12 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Speculated:
-    """What became of drafts.
+    """Counts of drafts and of the tokens that the model accepted.
 
     Attributes:
         verifications: drafts that were checked.
         drafted: tokens in them.
-        accepted: number of these, tokens that the model chose too.
+        accepted: drafted tokens that the model chose too.
         refusal: why no draft was checked; empty where some were.
         source: name of the drafts' source; empty where no draft could be checked.
     """
@@ -125,7 +126,7 @@ class Speculation(ABC):
         self._accepted += len(tokens) - 1
 
     def result(self) -> Speculated:
-        """What became of the drafts."""
+        """The counts so far."""
         refusal = "" if self._verifications else self.unused
         return Speculated(self._verifications, self._drafted, self._accepted, refusal, self.source)
 
@@ -192,17 +193,17 @@ class LayerSpeculation(Speculation):
     """Drafts from the model's own draft head (:mod:`marlinq.checkpoint.draft_head`).
 
     Each further token of a draft takes time and is accepted less often, so the share of accepted tokens so
-    far decides how many are drafted. Where no number of them would make text faster, steps follow; then one
-    more draft tells whether that is still so, and the pauses double while it is.
+    far decides how many are drafted. If no number of them would save time, drafting pauses for some steps;
+    then one draft tests that again, and each further pause in a row is twice as long.
 
     Args:
         prompt: token ids.
-        layer: forward of the draft head; emptied here.
+        layer: forward of the draft head, whose cache is emptied here.
         hidden: hidden states of the model, [L, hidden], as
             :attr:`marlinq.runtime.step.forward.Forward.hidden_states`.
         most: tokens of a draft at most.
         cost: steps that take as long as a verification.
-        always: whether drafts are checked whatever became of those before.
+        always: True for drafts without pauses, even where they don't save time.
     """
 
     source = "the model's draft head"
@@ -255,7 +256,7 @@ class LayerSpeculation(Speculation):
             self._pause = _FIRST_PAUSE
             return
         self._steps_left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-        # The draft behind the pause decides alone: few earlier ones count.
+        # Counts this small let the draft after the pause decide almost alone.
         self._right, self._wrong = 0.8, 0.2
         self._length = self._best_length()
 

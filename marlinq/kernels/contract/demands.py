@@ -13,10 +13,11 @@ class Demands(NamedTuple):
 
     Attributes:
         kernel: name of the only kernel to choose from, or ``dequantise``; None for all.
-        batch_invariant: whether sums are taken in an order that does not depend on M.
-        dependent: whether kernels overlap with their neighbours in the stream.
-        early: whether kernels start before their predecessors in the stream have ended; kernels are chosen as
-            for launches that don't.
+        batch_invariant: True for sums in an order that does not depend on the batch size M.
+        dependent: True for programmatic dependent launch among own kernels: they overlap, which the choice of
+            kernels takes into account.
+        early: True for programmatic dependent launch behind another library's kernel: only the launch
+            overlaps, so the choice of kernels ignores it.
     """
 
     kernel: str | None = None
@@ -72,7 +73,10 @@ def dependent_launches() -> Iterator[None]:
 
 @contextmanager
 def early_launches() -> Iterator[None]:
-    """As :func:`dependent_launches`, but for kernels between those of another library, which never let a
-    successor start before they end: the same kernels are chosen as outside, and only the launch is hidden."""
+    """Launch the kernels inside as :func:`dependent_launches` does, between kernels of another library.
+
+    Those kernels do not let a successor start before they end, so that only the launch latency is hidden, and
+    no work overlaps. Therefore the same kernels are chosen as outside the block.
+    """
     with _demanding(demands()._replace(early=True)):
         yield

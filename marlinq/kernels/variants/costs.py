@@ -28,7 +28,7 @@ class Physics:
         reduction: bytes of sums a second that a multiprocessor moves through shared memory and adds.
         remote: bytes a second at which a multiprocessor reads sums from shared memory of its cluster.
         barriers: seconds of two cluster barriers, at which blocks wait for each other's sums.
-        barriers_block: seconds that each block of a cluster adds to them.
+        barriers_block: seconds that each block of a cluster adds to ``barriers``.
     """
 
     launch: float = 7.8e-07

@@ -12,8 +12,8 @@ from marlinq.kernels.variants.stages import stage_bytes
 from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from marlinq.kernels.variants.warpgroup_costs import estimate
 
-# Rows of the smallest batch it is considered for. At 16 rows it lost on all measured layers, so batches below
-# 9 were not tried; from 17 on its estimate is always the least, and from 33 on fastest on an H200.
+# Rows from which the kernel is a candidate. On an H200 it was slower than the others on all layers at 16 rows,
+# and the fastest from 33 on; its estimate is the least from 17 on.
 _LEAST_BATCH = 9
 # Rows from which batches that are no power of two share the few configurations of :func:`common`. Without
 # sharing, a model would compile about a hundred. (Servers pad batches to powers of two.)

@@ -1,5 +1,5 @@
-"""The warpgroup kernel with FP8 activations (``cuda/kernels/warpgroup_fp8.cuh``): which weights it takes, its
-configuration.
+"""The warpgroup kernel with FP8 activations (``cuda/kernels/warpgroup_fp8.cuh``): its configuration, and the
+weights that it refuses.
 
 It is no :class:`~marlinq.kernels.contract.configuration.Variant`, since it rounds activations: decisions
 never choose it, callers do.
@@ -23,7 +23,7 @@ GROUP = 128
 _GROWN = 232, 40
 _OTHER_REGISTERS = 48
 _MOST_STAGES = 6
-# Share of the places in waves from which tiles are not split (stream-K).
+# Tiles over the places for tiles in all their waves: from this share on no tile is split (stream-K).
 _FULL_WAVES = 0.9
 
 
@@ -46,8 +46,8 @@ class WarpgroupFp8Config(WarpgroupConfig):
         return self.tile_m <= 128
 
     def grid(self, problem: Problem) -> int:
-        """Blocks of a launch: all that run at once share all chunks; where tiles nearly fill the waves, each
-        has as many whole ones."""
+        """Blocks of a launch: all that run at once, which share the chunks of all tiles evenly; where tiles
+        nearly fill the waves, as many as need equal numbers of whole tiles."""
         tiles = self.tiles(problem)
         waves = -(-tiles // self.most_blocks)
         if tiles >= _FULL_WAVES * waves * self.most_blocks:

@@ -229,7 +229,7 @@ class BoundForward(Forward):
             return None
         norm = row_norm(model, inputs.norm, self.dtype)
         assert norm is not None
-        # A factor on what is normalised changes only what is added to its mean square.
+        # An RMS norm of a * x is the norm of x with eps / a**2.
         norm = replace(norm, eps=norm.eps / inputs.projection_scale**2)
         table = model.get_submodule(inputs.embedding).get_parameter("weight").detach()
         return BoundLayerInputs(
@@ -287,32 +287,32 @@ class BoundForward(Forward):
     def _mixer(
         self,
         model: nn.Module,
-        found: DeltaNet | Mamba | GatedConvolution,
+        part: DeltaNet | Mamba | GatedConvolution,
         apart: dict[str, None],
         result_scale: float = 1.0,
     ) -> tuple[Product, BoundMixer]:
         """The product of the inputs of a mixer, and the mixer with an empty state."""
         products = []
-        for slices in (found.inputs, *((found.rates,) if isinstance(found, DeltaNet) else ())):
+        for slices in (part.inputs, *((part.rates,) if isinstance(part, DeltaNet) else ())):
             product, reason = find_product(model, slices, interleave=False)
             if reason is not None:
                 apart[reason] = None
             products.append(product)
         device = self.lengths.device
-        # Tokens of a verification that are refused must not take the places of earlier ones.
-        slots = found.taps + (MOST_TOGETHER - 1 if self.batch == 1 and isinstance(found, DeltaNet) else 0)
-        ring = torch.zeros((self.batch, slots, found.convolved), dtype=self.dtype, device=device)
-        if isinstance(found, GatedConvolution):
-            weights = ConvolutionWeights(*convolution_weights(model, found.convolution), found.gate)
-            return products[0], BoundConvolution(found, weights, ring)
-        if isinstance(found, Mamba):
-            state = torch.zeros((self.batch, found.heads, found.state_dim, found.head_dim), device=device)
-            return products[0], BoundMamba(found, mamba_weights(model, found, result_scale), ring, state)
-        shape, first = (self.batch, found.value_heads, found.key_dim, found.value_dim), self._states_taken
+        # Drafts that a verification refuses must not have overwritten the tokens before them.
+        slots = part.taps + (MOST_TOGETHER - 1 if self.batch == 1 and isinstance(part, DeltaNet) else 0)
+        ring = torch.zeros((self.batch, slots, part.convolved), dtype=self.dtype, device=device)
+        if isinstance(part, GatedConvolution):
+            weights = ConvolutionWeights(*convolution_weights(model, part.convolution), part.gate)
+            return products[0], BoundConvolution(part, weights, ring)
+        if isinstance(part, Mamba):
+            state = torch.zeros((self.batch, part.heads, part.state_dim, part.head_dim), device=device)
+            return products[0], BoundMamba(part, mamba_weights(model, part, result_scale), ring, state)
+        shape, first = (self.batch, part.value_heads, part.key_dim, part.value_dim), self._states_taken
         self._states_taken += math.prod(shape)
         state = self.states[first : self._states_taken].view(shape)
-        net = self._delta_weights(model, found)
-        return products[0], BoundDelta(found, products[1], net, ring, state, first)
+        net = self._delta_weights(model, part)
+        return products[0], BoundDelta(part, products[1], net, ring, state, first)
 
     def _delta_weights(self, model: nn.Module, net: DeltaNet) -> DeltaWeights:
         norm = row_norm(model, net.norm, self.dtype)

@@ -1,7 +1,7 @@
-"""The forward of a draft head through the kernels of a step.
+"""The forward of a draft head on a GPU, through the kernels of a decode step.
 
-What makes the input of the block, one product of two normed vectors, is computed in torch. Its results
-stand in the place of an embedding table, from which a step gathers rows; so the block runs as any layer does.
+torch computes the input of the head's block, a projection of a normed embedding and a normed hidden state. It
+is put where a step expects its embedding table, so that the block runs as any layer does.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _BEYOND = 64
 class ChainDraft(BoundForward, DraftForward):
     """Computes a draft head on a GPU.
 
-    Pairs of the text are appended by a step of several neighbouring tokens, those of a prompt as prompts are
-    read. Steps are replayed CUDA graphs, where ``graphs`` are wanted and can be captured.
+    Its cache takes pairs of a token and a hidden state: those of a prompt as prompts are read, later ones by
+    a step of up to :data:`MOST_TOGETHER` neighbouring tokens. Steps are replayed CUDA graphs, where ``graphs`` are wanted and can be captured.
 
     Args:
         layer: a draft head that :func:`marlinq.runtime.step.bound.chain_refusal` does not refuse.
@@ -52,7 +52,7 @@ class ChainDraft(BoundForward, DraftForward):
         graphs: bool = True,
         progress: ReportProgress = no_progress,
     ) -> None:
-        # A step of neighbouring tokens appends all its rows, of which the last may not count.
+        # A step appends all its rows to the cache, also those that only fill it up.
         super().__init__(layer.model, layer.anatomy, batch=1, capacity=capacity + _BEYOND)
         self.reason = "drafts of the model's own head"
         self.known, self.cost = 0, layer.share

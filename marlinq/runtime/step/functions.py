@@ -100,7 +100,7 @@ def router_norm_of(model: nn.Module, router: Router, dtype: torch.dtype) -> RowN
 def route(
     logits: Tensor, router: Router, correction: Tensor | None = None, expert_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Numbers, int64, and weights, float32, of the experts that logits [T, experts] choose: both [T, top].
+    """Indices, int64, and weights, float32, of the experts that logits [T, experts] choose: both [T, top].
 
     ``correction``, float32 [experts], affects the choice but not the weights, which ``expert_scale``, float32
     [experts], multiplies.
@@ -122,8 +122,8 @@ def route(
 def mixture_of(
     model: nn.Module, mixture: Mixture, chosen: Chosen, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of a mixture layer, of the layer's norm and of the residual stream before it; ``chosen`` is
-    called with the experts' numbers and weights, [B, T, top]."""
+    """A mixture layer as a function of its normed input and of the residual stream before that norm;
+    ``chosen`` is called with the experts' indices and weights, [B, T, top]."""
     experts = model.get_submodule(mixture.experts)
     router = mixture.router
     weight = weight_of(model, router.module)

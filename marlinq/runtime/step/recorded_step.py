@@ -67,8 +67,8 @@ class RecordedStep(Walk):
             self._activated,
         )
         self._links.precompile(progress)
-        # For norms without a kernel: product and input before the norm, which is launched later; and the
-        # norms that products behind have to apply.
+        # For norms that have no kernel of their own: the product before the norm with its input, which waits
+        # for its launch; and, by the address of a buffer, the norm that its reader has to apply.
         self._held: tuple[Product, Tensor] | None = None
         self._normed: dict[int, Normed] = {}
         x, pending = self.recorded_layers()
@@ -100,7 +100,7 @@ class RecordedStep(Walk):
     def _activated_products(self) -> dict[Product, Problem]:
         """Products of gate and up that have the activation in their epilogue."""
         forward = self.forward
-        found = {
+        problems = {
             mlp.inputs: mlp.inputs.activated_problem(
                 forward.batch, mlp.anatomy.activation, forward.device_index
             )
@@ -108,7 +108,7 @@ class RecordedStep(Walk):
             for mlp in (layer.mlp.shared if isinstance(layer.mlp, BoundMixture) else layer.mlp,)
             if mlp is not None and mlp.anatomy.gate_scale == 1
         }
-        return {product: problem for product, problem in found.items() if problem is not None}
+        return {product: problem for product, problem in problems.items() if problem is not None}
 
     def recorded_layers(self) -> tuple[Tensor, Pending | None]:
         """The residual stream behind the last layer, and what is still to be added to it."""
@@ -133,13 +133,13 @@ class RecordedStep(Walk):
     def empty(self, name: str, rows: int, columns: int) -> Tensor:
         # Two buffers in turn: the residual stream is read while the next one is written.
         turn = self._turns[name] = 1 - self._turns.get(name, 0)
-        found = self._buffers.get((name, turn, columns))
-        if found is None:
-            found = torch.zeros(
+        buffer = self._buffers.get((name, turn, columns))
+        if buffer is None:
+            buffer = torch.zeros(
                 (rows, max(columns, self._widest)), dtype=self.forward.dtype, device=self.lengths.device
             )
-            self._buffers[name, turn, columns] = found
-        return found[:, :columns]
+            self._buffers[name, turn, columns] = buffer
+        return buffer[:, :columns]
 
     def launch(self, prepared: Prepared) -> None:
         self._recorded.append(prepared)
@@ -236,5 +236,5 @@ class RecordedStep(Walk):
 
 
 def _store(hidden_states: Tensor, lengths: Tensor, normed: Tensor) -> None:
-    """Put the hidden states of each row's last token to those of earlier tokens."""
+    """Store the newest token's hidden state, [1, hidden], at its place among those of earlier tokens."""
     hidden_states.index_copy_(0, lengths.long() - 1, normed)

@@ -120,7 +120,8 @@ struct Fp8Loop {
                     matrix_commit();
                 }
                 if (part + 1 == UNITS) {
-                    // Behind the last unit the chunk's first operands again: a branch would keep older words in registers.
+                    // Behind the very last unit nothing is left to load. The chunk's first operands are loaded again: a branch around
+                    // the load would keep older words in registers.
                     const bool ends = q + 1 == PRODUCTS;
                     if (ends && more) ring.wait_full();
                     const int stage = ends && more ? ring.stage : now.stage;

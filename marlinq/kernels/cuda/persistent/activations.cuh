@@ -1,5 +1,5 @@
-// A block's part of a product's input: received from other blocks, normalised where the model does so, and stored in shared memory
-// in the order of the products.
+// Stages a block's part of a product's input: receives it from other blocks, rounds it to the element, and stores its digits
+// (mma/integer_digits.cuh) in shared memory, in the order in which the products read them.
 #pragma once
 #include "codec/int4.cuh"
 #include "mma/integer_digits.cuh"
@@ -21,16 +21,16 @@ __device__ __forceinline__ float rounded(float value) {
     return E::widen(E::narrow(value, value) & 0xffffu);
 }
 
-// Barrier of the warps that multiply.
+// Waits until all warps that multiply have come here.
 template <typename S>
 __device__ __forceinline__ void meet() {
     barrier_sync(1, 32 * S::WARPS);
 }
 
-// Sources of activations. `Pending` brings two vectors of N channels of one head for COUNT places at once: it requests all of them
-// first, so that their trips through L2 overlap.
+// Sources of activations. A source's Pending loads two vectors of N channels of one head for each of COUNT places. request() issues the
+// loads of all places before finish() waits for the first, so that their trips through L2 overlap.
 
-// The input of down.
+// Input of the down projection: products of gate and up that other blocks send.
 struct PlainSource {
     static constexpr int UNITS_AT_ONCE = 4;
     const float* values;
@@ -54,7 +54,7 @@ struct PlainSource {
     };
 };
 
-// Outputs of the parts of a context, merged.
+// Input of the output projection: attention over each part of the context, merged with the weights of the softmax.
 template <typename S>
 struct AttentionSource {
     static constexpr int UNITS_AT_ONCE = 1;
@@ -126,11 +126,11 @@ struct AttentionSource {
     };
 };
 
-// The first of a unit's channels whose digits this lane makes (mma/integer_digits.cuh); the others are 1, 8 and 9 behind.
+// First of the four channels of a unit whose digits this lane makes (mma/integer_digits.cuh); the others follow at +1, +8 and +9.
 __device__ __forceinline__ int channel_of_lane(int unit, int lane) { return unit * 128 + lane / 4 * 16 + lane % 4 * 2; }
 
-// The digits of COUNT units, from the four channels that each lane has of each, to `memory`. Step by step for all units, since
-// every step takes longer to end than to begin. What rounding leaves is 2^-30 of the unit's largest activation, and is left out.
+// Writes the digits of COUNT units to `memory`. `values` are the lane's four channels of each unit. Every step is issued for all units
+// before the next one, so that their latencies overlap. The rounding error is at most 2^-30 of the unit's largest activation.
 template <typename S, typename Codec, int COUNT>
 __device__ __forceinline__ void make_digits(const float (&values)[COUNT][4], unsigned char* const (&memory)[COUNT], int lane) {
     constexpr int QUANT_GROUP_ROWS = S::QUANT_GROUP_ROWS;
@@ -182,8 +182,8 @@ __device__ __forceinline__ void make_digits(const float (&values)[COUNT][4], uns
     }
 }
 
-// Units first .. first + units - 1 of `channels` channels to `memory`, when all warps have read what was there. Their messages
-// are requested before that.
+// Stages units first .. first + units - 1, of `channels` channels in all, in `memory`. It overwrites `memory` once all warps have come
+// here, and so have read what was there; the messages are requested before that.
 template <typename S, typename Codec, typename Source>
 __device__ __forceinline__ void stage_activations(Source& source, const StepArguments& step, int first, int units, int channels,
                                                   unsigned char* memory, int warp, int lane) {

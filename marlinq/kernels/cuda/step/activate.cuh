@@ -1,7 +1,10 @@
-// Between the products of an MLP:  out[m, j] = activation(scale * gate[m, j]) * up[m, j],  or  activation(scale * up[m, j])  without a gate.
+// The activation of an MLP, between its two products:
 //
-// With TILES, 64 columns of gate and 64 of up alternate in rows of x; otherwise up has rows of its own, which may be those of x from a
-// later column on. Eight elements a thread.
+//   out[m, j] = activation(scale * gate[m, j]) * up[m, j]      GATED
+//   out[m, j] = activation(scale * gate[m, j])                 otherwise
+//
+// x holds gate. With TILES it holds up too: 64 columns of gate, 64 of up, and so on in turns. Without TILES up begins at `other` and has
+// a stride of its own, so that it may be another tensor, or later columns of x. A thread computes eight elements.
 //
 // Configuration: Element, THREADS, ACTIVATION, GATED, TILES.
 #pragma once

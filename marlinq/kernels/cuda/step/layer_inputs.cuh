@@ -1,8 +1,9 @@
-// Vectors of P channels for each layer of a model, from a token's projected embedding and another embedding of its own.
+// Per-layer inputs (Gemma 4): every layer l of the model gets a vector of P channels, besides the residual stream, for each row m.
 //
-//   out[m, l] = scale * (norm(x[m, l]) + embedding_scale * table[tokens[m], l])          norm over the P channels of a layer
+//   out[m, l] = scale * (norm(x[m, l]) + embedding_scale * table[tokens[m], l])
 //
-// A warp takes one layer of a row. The table is read before the previous kernel has ended.
+// x: the projected embedding of the row's token, P channels a layer; the norm is taken over these P. table: a second embedding of each
+// token, for all layers. A warp computes one layer of a row. It reads the table before it waits for the previous kernel, which writes x.
 //
 // Configuration: Element, P, WARPS, NORM (RMS or RMS_WIDE).
 #pragma once
