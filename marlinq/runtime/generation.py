@@ -32,8 +32,8 @@ _REPLACEMENT = "\ufffd"
 
 Speculate = Literal["auto", "mtp", "lookup", "off"]
 """Source of drafts. ``mtp``: the model's own draft head, even where drafting is slower; an error without one.
-``lookup``: earlier places in the text where the last tokens stand. ``auto``: the draft head if it can be used,
-else lookup, either only while it is faster."""
+``lookup``: earlier places in the text where the last tokens stand. ``auto``: the draft head if it can be
+used, else lookup, either only while it is faster."""
 Stopped = Literal["eos", "text", "length", "context", "interrupt"]
 _ENDED = {
     "eos": "the end token",

@@ -26,7 +26,7 @@ _KEPT_SHARE = 0.85
 _MARGIN = 1.15
 """Gain required of drafts: tokens a verification has to give, over the steps that take as long as it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 1024
-"""Steps without drafts once a draft head's drafts don't save time: the first pause; the longest, since each is
+"""Steps without drafts once a draft head's drafts don't save time: the first pause, and the longest; each is
 twice as long as the one before."""
 
 

@@ -93,7 +93,7 @@ def w4a8_product(
         config: overrides the configuration.
 
     Raises:
-        UnsupportedError: the GPU or the weight is none that the kernel takes.
+        UnsupportedError: the kernel does not take the GPU or the weight.
     """
     m, n = len(x), weight.padded_shape[1]
     out = x.new_empty((m, n))

@@ -40,7 +40,8 @@ def fp8_a8_gemm(
         scales: [G, N] in ``x.dtype``, stored order.
         bias: None or [out_features] in ``x.dtype``.
         input_scale: None, or float32 []: the scale of all activations, instead of each row's own.
-        group_size: -1; or 128, and activations have a scale of each row and 128 channels.
+        group_size: -1 for a scale per output channel and per row of activations; 128 for scales per 128
+            channels of both.
         out_features: columns to return, at most N.
 
     Returns:

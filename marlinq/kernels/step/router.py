@@ -78,7 +78,7 @@ def router(
 ) -> Prepared:
     """``ids`` and ``weights`` of the experts with the highest logits ``x @ weight.T + bias``.
 
-    Logits are summed in float32. Of equal ones the lowest number is taken.
+    Logits are summed in float32. Among equal logits the expert of the lowest index is chosen.
 
     Args:
         x: [M, H]; written where there is an ``addition``.

@@ -35,7 +35,7 @@ from marlinq.kernels.variants.tiles import (
     unpacking,
 )
 
-# Shared memory of a block with which chunks of 8-bit codes have eight rows.
+# Bytes of shared memory that a block must be able to have for chunks of eight rows of 8-bit codes; else four.
 _LONG_CHUNKS_BYTES = 160_000
 # Rows of the largest batch it is considered for on GPUs that can also run the warpgroup kernel.
 _MOST_BATCH = 16
@@ -336,7 +336,7 @@ def estimate(
     weights = channels * config.tile_n * problem.bytes_per_weight
     read = weights + channels * batch * 2
     own = weights / -(-problem.m // config.tile_m)
-    closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)  # group ends a chunk
+    closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)  # groups that end in a chunk
     if config.digits:
         row = costs.digits + costs.closing * closings * DIGIT_CLOSING
     elif config.scale_sums and config.blocks_m == 1 and problem.format.sums_codes:

@@ -12,7 +12,7 @@ from marlinq.kernels.variants.stages import stage_bytes
 from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from marlinq.kernels.variants.warpgroup_costs import estimate
 
-# Rows from which the kernel is a candidate. On an H200 it was slower than the others on all layers at 16 rows,
+# Rows from which the kernel is a candidate. On an H200 it was slower than the others on all layers at 16 rows
 # and the fastest from 33 on; its estimate is the least from 17 on.
 _LEAST_BATCH = 9
 # Rows from which batches that are no power of two share the few configurations of :func:`common`. Without

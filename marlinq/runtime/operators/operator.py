@@ -26,9 +26,10 @@ class Setting:
     Attributes:
         device: device of weights and activations.
         dtype: dtype of activations and results.
-        exact: whether products may round operands no further than to ``dtype``. Otherwise an operator may, if
-            the reason of its decision says so.
-        fp8_activations: whether INT4 weights multiply large batches rounded to FP8 where a kernel does.
+        exact: True if products must not round operands further than to ``dtype``; False lets operators do so
+            whose decisions say it.
+        fp8_activations: True if activations of INT4 weights are rounded to FP8 in large batches, where a
+            kernel multiplies such.
     """
 
     device: torch.device

@@ -1,4 +1,4 @@
-"""Operators that multiply packed weights: CUDA kernels, on a CPU torch arithmetic."""
+"""Operators that multiply packed weights: by CUDA kernels, on a CPU in torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from marlinq.runtime.quant_linear import QuantLinear
 
 
 def _activations(stored: StoredWeight, setting: Setting) -> Activations | None:
-    """The 8-bit scheme in which large batches may be rounded: the setting's, or the checkpoint's."""
+    """Format to which activations of large batches may be rounded: the setting's, or the checkpoint's."""
     if setting.fp8_activations and format_of(stored.scheme) == INT4:
         return BESIDE_INT4
     return None if setting.exact else stored.scheme.activations
@@ -72,7 +72,7 @@ class Packed(Operator):
         try:
             self.estimate(stored, setting, 1)
         except EnvironmentProblem as error:
-            # The GPU is too old; the user can't install anything about it.
+            # The GPU is too old: a refusal, since nothing that the user installs would help.
             return str(error)
         return None
 
@@ -84,11 +84,11 @@ class Packed(Operator):
         bfloat16 = setting.dtype == torch.bfloat16
         zeros = stored.scheme.stores_zeros
         problem = Problem(rows, n, k, granularity, zeros, bfloat16, weight_format)
-        found = explain(setting.device, problem)
-        reason = f"{found.kernel} kernel: {found.reason}"
+        choice = explain(setting.device, problem)
+        reason = f"{choice.kernel} kernel: {choice.reason}"
         if stored.scheme.activations is not None or setting.fp8_activations:
             reason += f"; {_eight_bits(problem, stored, setting)}"
-        return Estimate(found.seconds, reason)
+        return Estimate(choice.seconds, reason)
 
     def build(self, stored: StoredWeight, bias: Tensor | None, setting: Setting) -> nn.Module:
         operand = stored_operand(stored, setting.dtype, setting.device, self.format_of(stored))

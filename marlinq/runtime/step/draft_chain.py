@@ -31,7 +31,8 @@ class ChainDraft(BoundForward, DraftForward):
     """Computes a draft head on a GPU.
 
     Its cache takes pairs of a token and a hidden state: those of a prompt as prompts are read, later ones by
-    a step of up to :data:`MOST_TOGETHER` neighbouring tokens. Steps are replayed CUDA graphs, where ``graphs`` are wanted and can be captured.
+    a step of up to :data:`MOST_TOGETHER` neighbouring tokens. Steps are replayed CUDA graphs, where
+    ``graphs`` are wanted and can be captured.
 
     Args:
         layer: a draft head that :func:`marlinq.runtime.step.bound.chain_refusal` does not refuse.
