@@ -231,7 +231,7 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
         between = experts.activation(module)
         activation = _expert_activation(between) if experts.gated else _plain_activation(between)
         if activation is None:
-            raise Refusal(full, "what stands between its products is no known activation")
+            raise Refusal(full, "the function between its products is no known activation")
         parent = inner.rpartition(".")[0]
         around = block.get_submodule(parent) if parent else block
         around_name = ".".join(part for part in (name, parent) if part)

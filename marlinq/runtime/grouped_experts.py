@@ -67,7 +67,7 @@ class GroupedExperts(nn.Module):
         return self
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """hidden [T, H], experts' numbers and weights [T, top-k] to [T, H]; numbers of no expert add
+        """hidden [T, H], experts' indices and weights [T, top-k] to [T, H]; indices of no expert add
         nothing."""
         return routed_experts(
             hidden, index.contiguous(), weights.float().contiguous(), self.weights, self.activation
@@ -169,10 +169,10 @@ def activation_name(gate: Callable[[Tensor], Tensor]) -> str | None:
 
 
 def gated_name(function: Callable[[Tensor], Tensor]) -> str | None:
-    """Name of the activation by which experts without a gate are gated ones with one matrix as gate and up;
-    None if there is none.
+    """Name of the activation with which experts without a gate run as gated experts whose gate and up are
+    the same matrix; None if there is none.
 
-    ``relu(x)^2`` is ``relu(x) * x``. The kernels then read the matrix twice.
+    So ``relu(x)^2`` is ``relu(x) * x``. The kernels read the matrix twice.
 
     Args:
         function: function between the products, [T, I] to [T, I]; it is recognised by its results.

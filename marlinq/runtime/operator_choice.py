@@ -11,7 +11,7 @@ from marlinq.formats import StoredWeight
 from marlinq.runtime.operators import OPERATORS, Setting
 
 AUTO = "auto"
-"""Choose by estimated times."""
+"""Name that leaves the choice to estimated times."""
 
 _ROWS = 1  # decoding one token is where operators differ most
 

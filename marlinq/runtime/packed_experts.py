@@ -26,7 +26,7 @@ from marlinq.runtime.quant_linear import QuantLinear
 class PackedExperts(nn.Module):
     """Drop-in for a module of fused experts, with the same forward.
 
-    Only the experts that tokens chose are multiplied, one after the other in the order of their numbers, and
+    Only the experts that tokens chose are multiplied, one after the other in the order of their indices, and
     their weighted results are added in that order: the same call gives the same bits.
 
     Args:
@@ -105,11 +105,11 @@ def _grouped(
 ) -> GroupedExperts | str:
     """The experts as one module; or text that says why they can't be one."""
     if not experts.routed:
-        return "they get their inputs apart"
+        return "their module takes inputs sorted by expert"
     between = experts.activation(module)
     activation = activation_name(between) if experts.gated else gated_name(between)
     if activation is None:
-        return "what stands between the products is none of the kernels' activations"
+        return "the function between the products is none of the kernels' activations"
     gate, up = ([parts[part] for parts in first] for part in (0, experts.parts - 1))
     reason = grouping_refusal(gate, up, second)
     if reason is not None:

@@ -21,7 +21,9 @@ MOST_CHANNELS = 512
 # Channels of a head up to which a block may have eight warps: small GPUs lack shared memory for sums of more.
 _EIGHT_WARPS = 256
 _NO_WINDOW = (1 << 31) - 1
+# Splits of a sequence at most; and where only more of them fill the GPU.
 _MANY_SPLITS, _MOST_SPLITS = 16, 64
+# Blocks of a cluster at most.
 _LARGEST_CLUSTER = 5
 _REGISTERS = 65536
 

@@ -336,7 +336,8 @@ def estimate(
     weights = channels * config.tile_n * problem.bytes_per_weight
     read = weights + channels * batch * 2
     own = weights / -(-problem.m // config.tile_m)
-    closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)  # groups that end in a chunk
+    # Quantisation groups that end in a chunk.
+    closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)
     if config.digits:
         row = costs.digits + costs.closing * closings * DIGIT_CLOSING
     elif config.scale_sums and config.blocks_m == 1 and problem.format.sums_codes:

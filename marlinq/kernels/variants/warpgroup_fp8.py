@@ -42,7 +42,7 @@ class WarpgroupFp8Config(WarpgroupConfig):
     function: ClassVar[str] = "w4a8_wgmma"
 
     def has_store_warps(self, problem: Problem) -> bool:
-        """Where there is room beside the ring; a block that has a single tile stores it itself."""
+        """True for tiles of up to 128 rows, whose results fit beside the ring: two more warps store them."""
         return self.tile_m <= 128
 
     def grid(self, problem: Problem) -> int:

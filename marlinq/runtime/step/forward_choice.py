@@ -71,8 +71,8 @@ def take_decoder(
         with compiled_meanwhile(loaded, shape, progress):
             return choose_forward(loaded, batch, capacity, progress, layer)
 
-    found = _anatomy(loaded)
-    limit = None if isinstance(found, Unrecognised) else capacity_limit(loaded.model, found)
+    anatomy = _anatomy(loaded)
+    limit = None if isinstance(anatomy, Unrecognised) else capacity_limit(loaded.model, anatomy)
     return loaded.decoders.take(
         make,
         batch=batch,
@@ -87,10 +87,10 @@ def take_decoder(
 
 def draft_layer(loaded: LoadedModel) -> DraftLayer | str:
     """The draft head that the model's checkpoint has, or why it can't be used."""
-    found = _anatomy(loaded)
-    if isinstance(found, Unrecognised):
-        return f"{found.part}: {found.reason}"
-    layer = load_draft(loaded, found)
+    anatomy = _anatomy(loaded)
+    if isinstance(anatomy, Unrecognised):
+        return f"{anatomy.part}: {anatomy.reason}"
+    layer = load_draft(loaded, anatomy)
     if isinstance(layer, DraftLayer) and loaded.device.type == "cuda":
         refused = chain_refusal(layer.model, layer.anatomy)
         if refused is not None:
@@ -130,17 +130,17 @@ def _own_forward(
 ) -> Forward | str:
     """marlinq's own forward; or text that says why it can't be used."""
     model = loaded.model
-    found = _anatomy(loaded)
-    if isinstance(found, Unrecognised):
-        return f"{found.part}: {found.reason}"
+    anatomy = _anatomy(loaded)
+    if isinstance(anatomy, Unrecognised):
+        return f"{anatomy.part}: {anatomy.reason}"
     on_gpu = loaded.device.type == "cuda"
-    if on_gpu and (refused := chain_refusal(model, found)) is not None:
+    if on_gpu and (refused := chain_refusal(model, anatomy)) is not None:
         return f"{refused.part}: {refused.reason}"
 
     def build(batch: int, capacity: int) -> Forward:
         if on_gpu:
-            return ChainForward(model, found, **sizes(batch, capacity), progress=progress)
-        return ReferenceForward(model, found, **sizes(batch, capacity), reason="our forward in torch")
+            return ChainForward(model, anatomy, **sizes(batch, capacity), progress=progress)
+        return ReferenceForward(model, anatomy, **sizes(batch, capacity), reason="our forward in torch")
 
     def sizes(batch: int, capacity: int) -> dict[str, Any]:
         # Only a single text is drafted for; comparisons take several.
@@ -148,7 +148,9 @@ def _own_forward(
 
     try:
         executor = "chain" if on_gpu else "reference"
-        refusal = own_forward_refusal(model, found, build, executor=executor, capacity=capacity, kept=on_gpu)
+        refusal = own_forward_refusal(
+            model, anatomy, build, executor=executor, capacity=capacity, kept=on_gpu
+        )
         if refusal:
             return refusal
         forward = build(batch, capacity)
@@ -217,13 +219,13 @@ def _try_fixed_cache(model: PreTrainedModel) -> str:
 
     alone = [_probe(made(1, fixed=False), rows[i : i + 1], _PROBE[i : i + 1]) for i in range(2)]
     try:
-        found = (
+        compared = (
             (_probe(made(2, fixed=True), rows, _PROBE), torch.cat(alone, dim=1)),
             (_probe(made(1, fixed=True), rows[:1], _PROBE[:1]), alone[0]),
         )
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         return f"one of fixed size fails ({' '.join(str(error).split())[:120]})"
-    for mine, theirs in found:
+    for mine, theirs in compared:
         difference = float((mine - theirs).norm() / theirs.norm())
         if not difference <= _TOLERANCE:
             return f"one of fixed size gives other logits (relative error {difference:.2g})"

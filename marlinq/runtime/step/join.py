@@ -29,7 +29,7 @@ def join_refusal(operands: Sequence[Operand], *, interleave: bool) -> str | None
     for other in operands:
         if other.order is not None:
             return "a weight has an activation order"
-        # First: formats pad channels differently, which the next reason would blame on their numbers.
+        # Before channels are compared: formats pad them differently, so that their numbers would be blamed.
         if other.format != first.format:
             return f"weights in {first.format.name} and {other.format.name}"
         if other.in_features != first.in_features or other.padded_shape[0] != first.padded_shape[0]:
@@ -210,7 +210,7 @@ def join_modules(model: nn.Module, names: Sequence[str], *, interleave: bool) ->
     if slices:
         joined = slices[0].joined
         same = len(slices) == len(joined.widths) and all(
-            found.joined is joined and found.index == index for index, found in enumerate(slices)
+            each.joined is joined and each.index == index for index, each in enumerate(slices)
         )
         if len(slices) == len(modules) and same and joined.interleaved == interleave:
             return joined

@@ -54,11 +54,12 @@ _DELTA_NETS_FLOAT32 = 2.0
 _NOISE = 8.0
 
 Routes = tuple[Tensor, Tensor]
-"""Numbers and weights of the experts that tokens chose, both [T, top]."""
+"""Indices and weights of the experts that tokens chose, both [T, top]."""
 
 # Share of chosen experts that must be the same: rounding exchanges one in hundreds, a wrong router nearly
 # all.
 _SAME_EXPERTS = 0.8
+# Size of a router's logits that the bound on their rounding errors assumes.
 _LOGIT_SIZE = 4.0
 
 # Premises of probes that passed. Failures are not kept: they may come from broken weights of one checkpoint.
@@ -72,31 +73,31 @@ class Difference:
     Attributes:
         layer: index of the layer; the number of layers for the logits.
         name: full name of the block, or ``logits``.
-        found: relative distance between a token's vectors, root mean square over all tokens.
+        distance: relative distance between a token's vectors, root mean square over all tokens.
         allowed: largest distance that rounding explains.
     """
 
     layer: int
     name: str
-    found: float
+    distance: float
     allowed: float
 
     @property
     def holds(self) -> bool:
         """Whether rounding explains it; NaN never does."""
-        return self.found <= self.allowed
+        return self.distance <= self.allowed
 
     def reason(self) -> str:
         """The difference in one clause."""
         return (
-            f"{self.name} differs from transformers' by {self.found:.2g}, where rounding explains "
+            f"{self.name} differs from transformers' by {self.distance:.2g}, where rounding explains "
             f"{self.allowed:.2g}"
         )
 
 
 def own_forward_refusal(
     model: PreTrainedModel,
-    found: Anatomy | Unrecognised,
+    anatomy: Anatomy | Unrecognised,
     build: Build,
     *,
     executor: str,
@@ -110,16 +111,16 @@ def own_forward_refusal(
 
     Args:
         model: the model with its weights, on its device.
-        found: result of recognition.
+        anatomy: result of recognition.
         build: function that makes the forward to check.
         executor: name of that forward, as part of the key of passed comparisons.
         capacity: tokens that a sequence will hold at most.
         kept: whether a passed comparison is noted in the cache folder, for later processes
             (:mod:`marlinq.runtime.step.probe_results`).
     """
-    if isinstance(found, Unrecognised):
-        return f"{found.part}: {found.reason}"
-    limit = capacity_limit(model, found)
+    if isinstance(anatomy, Unrecognised):
+        return f"{anatomy.part}: {anatomy.reason}"
+    limit = capacity_limit(model, anatomy)
     if limit is not None and capacity > limit:
         return f"positions from {limit} on are computed in another way, and {capacity} tokens are asked for"
     needed = max(PROBE_LENGTHS) + PROBE_STEPS
@@ -129,11 +130,11 @@ def own_forward_refusal(
     key = (executor, type(model), model.config.to_json_string(), model.dtype, model.device, kinds)
     if key in _passed:
         return None
-    premises = (*key, found)
+    premises = (*key, anatomy)
     # Not noted for code that a checkpoint brings, which a class name does not identify.
     noted = kept and type(model).__module__.startswith("transformers.")
     if not (noted and was_passed(premises)):
-        wrong = next((each for each in compare(model, found, build) if not each.holds), None)
+        wrong = next((each for each in compare(model, anatomy, build) if not each.holds), None)
         if wrong is not None:
             return wrong.reason()
         if noted:
@@ -179,7 +180,7 @@ def compare(
     other implementations leave out soft caps.
 
     Experts of nearly equal scores change places by rounding alone, and then everything behind them differs.
-    So transformers' experts are given the numbers and weights that marlinq's router chose, and the routers'
+    So transformers' experts are given the indices and weights that marlinq's router chose, and the routers'
     choices are compared separately (:func:`_same_routes`).
 
     Args:
@@ -205,7 +206,7 @@ def compare(
     squares: dict[int, list[Tensor]] = {}
     grown: dict[int, list[Tensor]] = {}
     for row, length in enumerate(lengths):
-        routed = {index: (found[0][row], found[1][row]) for index, found in routing.items()}
+        routed = {index: (chosen[0][row], chosen[1][row]) for index, chosen in routing.items()}
         theirs, routes = _theirs(model, anatomy, ids[row : row + 1, : length + steps], length, routed)
         for index, expected_routes in routes.items():
             mlp = anatomy.layers[index].mlp
@@ -223,20 +224,20 @@ def compare(
                 both = disturbed.double(), theirs[index].double()
                 grown.setdefault(index, []).append(_relative(*both).square())
         for index, expected in theirs.items():
-            found = ours.get(index)
-            if found is None:
+            rows = ours.get(index)
+            if rows is None:
                 continue
-            both = found[row].double(), expected[: len(found[row])].double()
+            both = rows[row].double(), expected[: len(rows[row])].double()
             squares.setdefault(index, []).append(_relative(*both).square())
     names = [*(layer.name for layer in anatomy.layers), "logits"]
     return [
         Difference(
             layer=index,
             name=names[index],
-            found=_mean_root(found),
+            distance=_mean_root(each),
             allowed=allowed * math.sqrt(_roundings(index, grown) + (index == layers)),
         )
-        for index, found in sorted(squares.items())
+        for index, each in sorted(squares.items())
     ]
 
 
@@ -304,10 +305,11 @@ def _ours(
 
     Returns:
         Hidden states [tokens, hidden] of each row, by index of the layer; logits of all steps under the
-        number of layers. And of routed layers the experts' numbers and weights [tokens, top] of each row.
+        number of layers. And of routed layers the experts' indices and weights [tokens, top] of each row.
 
     Without experts the last step is not observed, and its hidden states are missing, so that it uses the
-    kernels of ordinary decoding. With experts all steps are observed, since transformers needs all choices.
+    kernels of ordinary decoding. With experts all steps are observed, since transformers' experts are given
+    every choice.
     """
     rows = range(len(lengths))
     seen: dict[int, list[list[Tensor]]] = {}

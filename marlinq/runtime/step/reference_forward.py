@@ -60,8 +60,8 @@ core."""
 class ReferenceForward(Forward):
     """Computes ``anatomy`` in torch, with the model's own linears, embeddings and norm weights.
 
-    The host knows the lengths, so that a step reads only the used part of the cache; so steps can't be
-    captured. Rows of equal length need no mask.
+    The host knows the lengths, so that a step reads only the used part of the cache; hence steps can't be
+    captured into CUDA graphs. Rows of equal length need no mask.
 
     Args:
         model: the model with the modules that the anatomy names, on one device. Weights of dense linears and
@@ -519,7 +519,7 @@ def _turned(heads: Tensor, attention: Attention, turns: Turns) -> Tensor:
 def _mlp_of(
     model: nn.Module, mlp: MLP | Mixture, chosen: Chosen, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of the layer's norm and of the residual stream before it."""
+    """The MLP as a function of its normed input and of the residual stream before that norm."""
     if isinstance(mlp, Mixture):
         return mixture_of(model, mlp, chosen, dtype)
     run = mlp_of(model, mlp)

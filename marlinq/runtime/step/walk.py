@@ -58,7 +58,7 @@ class Chosen:
     """The experts that a router has chosen for each row.
 
     Attributes:
-        ids: numbers of the experts, int32 [M, top].
+        ids: indices of the experts, int32 [M, top].
         weights: factors of the experts, float32 [M, top].
         gates: factor of a shared expert, float32 [M, 1]; None for 1.
     """
@@ -78,7 +78,7 @@ def finish(logits: Tensor, anatomy: Anatomy) -> Tensor:
 
 
 class Walk:
-    """A pass of some rows through the layers, whose kernels are launched at once.
+    """A pass of some rows through the layers, which launches each kernel when it comes to it.
 
     Between attentions it keeps only the residual stream, and what parallel blocks or delta nets need beside
     it.
@@ -113,7 +113,7 @@ class Walk:
         self._rates: Tensor | None = None
         # Inputs of a mixer beside attention, and then its results.
         self._beside: Tensor | None = None
-        # Vectors of all layers.
+        # Vectors that input gates read, of all layers.
         self._vectors: Tensor | None = None
 
     # Methods that a recorded step overrides (marlinq.runtime.step.recorded_step).
@@ -229,7 +229,7 @@ class Walk:
         self.launch(kernels.layer_inputs(self.tokens, projected, self._vectors, inputs.weights))
 
     def _enter(self, index: int, norm: RowNorm | None) -> Tensor:
-        """What enters a layer, normalised, with what was pending added."""
+        """The normed input of a layer, after pending results were added to the residual stream."""
         if not index and self.forward.embedding_norm is not None:
             _, self._x = self.add(self._x, None, self.forward.embedding_norm)
         x, normed = self.add(self._x, self._pending, norm)

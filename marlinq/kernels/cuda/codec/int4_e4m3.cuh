@@ -3,8 +3,8 @@
 // E4M3 below 2^-5 counts in steps of 2^-9: a magnitude of 0 to 8 is its own byte, to which the sign is added. So no table
 // is needed, and the unit is a power of two that multiplies the sums.
 //
-// A word of the stored layout has four channels of each of its two columns. Two words, of rows i and i + 1, are a fragment; the
-// channels of 16 are then in the order of ORDER below, which activations must have, too.
+// A word of the stored layout has four channels of each of its two columns. Two words, of rows i and i + 1, are a fragment. So channels
+// come in the order of the table, in which activations must lie, too (FRAGMENTS of kernels/quantize_rows.cuh).
 //
 //   register   columns of the weight   channels of lane l (k = 2 (l%4))
 //   a[0]       n                       k, k + 1, k + 8, k + 9 of the first word's row
@@ -16,9 +16,10 @@
 #include "ptx/bits.cuh"
 
 struct Int4E4m3 {
-    static constexpr float E4M3_UNITS = 512.f;  // of 1
+    static constexpr float E4M3_UNITS = 512.f;  // units of 2^-9 in 1
 
-    // Codes in the low nibbles of bytes; `signs` has their highest bits in those of its bytes, set for codes that are not negative.
+    // Bytes of code - 8: its magnitude, with its sign as highest bit. `codes` has codes in the low nibbles of bytes; the highest bits of
+    // the bytes of `signs` are those of the codes, set where code - 8 is not negative.
     static __device__ __forceinline__ u32 signed_magnitudes(u32 codes, u32 signs) {
         return without_or<0x80808080u>(byte_distances(codes & 0x0f0f0f0fu, 0x08080808u), signs);
     }

@@ -18,7 +18,7 @@ template <typename C>
 struct QuantizeRows {
     typedef typename C::Element E;
     static constexpr int THREADS = C::THREADS, WARPS = THREADS / 32, GROUP = C::GROUP;
-    static constexpr float LARGEST = 448.f, LEAST = 1e-30f;  // of a magnitude; smaller ones become zeros
+    static constexpr float LARGEST = 448.f, LEAST = 1e-30f;  // of E4M3; of the magnitudes that scales are computed from
     static_assert(GROUP == 0 || GROUP == 128, "sixteen lanes have a group");
 
     static __device__ __forceinline__ float largest(const float (&x)[8]) {
@@ -27,7 +27,7 @@ struct QuantizeRows {
         for (int i = 0; i < 8; ++i) found = fmaxf(found, fabsf(x[i]));
         return found;
     }
-    // The largest of the numbers of 2 * HALF neighbouring lanes.
+    // The largest value among 2 * HALF neighbouring lanes.
     template <int HALF>
     static __device__ __forceinline__ float largest_of_lanes(float value) {
         const int lane = threadIdx.x % 32;

@@ -23,8 +23,8 @@
 //
 // Ends of a tile:
 //
-//   split-K, PUSH_SUMS   small tiles: warps push their sums to the blocks that own them (reduce/dsmem_push.cuh), sooner done
-//                        but in memory beside the ring
+//   split-K, PUSH_SUMS   small tiles: warps push their sums to the blocks that own them (reduce/dsmem_push.cuh); faster,
+//                        but takes memory beside the ring
 //   split-K              sums meet in the memory of the ring and through DSMEM (reduce/dsmem_pull.cuh)
 //   otherwise            a block takes tile after tile, the producer running ahead into the next one while the consumers
 //                        store theirs (epilogue/transposed_store.cuh) or, with STORE_WARPS, leave all but the block's last

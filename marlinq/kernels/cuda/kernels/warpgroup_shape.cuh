@@ -22,11 +22,12 @@ struct WarpgroupShape {
     typedef StageLayout<C, TILE_M, WARPGROUPS_N * WORDS, Rows> Layout;
     static constexpr int STAGES = Layout::STAGES, ROWS = Layout::ROWS, CHUNK = Layout::CHUNK, TILE_N = Layout::TILE_N;
 
-    static constexpr int PRODUCTS = WORDS;                    // of a warpgroup, a k16 row
+    static constexpr int PRODUCTS = WORDS;                    // of a warpgroup per row of 16 channels
     static constexpr int CONSUMERS = WARPGROUPS_N * PARTS_K;  // warpgroups that multiply
     static constexpr int THREADS = 128 * (CONSUMERS + 1);
     static constexpr int PARTS = PARTS_K * CLUSTER;
-    // Tiles whose sums meet; behind an activation all do, since gate and up lie with different warps.
+    // Whether sums of several warpgroups or blocks meet in shared memory: where K is split, and always with an activation, since
+    // gate and up belong to different warps.
     static constexpr bool SPLIT = PARTS > 1 || C::PAIR_ACTIVATION != Activation::NONE;
     static constexpr bool SCALED_GROUPS = SCALING == Scaling::SUMS && QUANT_GROUP != 0;
     static constexpr bool NORMALIZED = SCALING == Scaling::FUSED && Codec::NORMALIZES;

@@ -22,7 +22,7 @@ __device__ __forceinline__ void matrix_wait() {
 }
 
 // Descriptor of a K-major operand in rows of 128 bytes with the 128-byte swizzle; atoms of 8 rows lie 1024 bytes apart.
-// It grows with the address, by one for 16 bytes.
+// Adding 1 to it moves the operand by 16 bytes.
 __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
     constexpr u32 HIGH = 1024 >> 4 | 1u << 30;
     return (u64)HIGH << 32 | (address >> 4 | 1u << 16);

@@ -15,11 +15,11 @@
 //   stored[m] = residual[m] + factor * first[m]
 //   x[m] = norm(stored[m])
 //
-// by every block of the row for itself, which keeps x[m] in shared memory; the first one writes both.
+// Every block of the row computes x[m] for itself, in shared memory; the first block also writes stored[m] and x[m].
 //
-// score is a softmax over all experts or a sigmoid of each. A cluster works on a row: warps of all its blocks take experts in
-// turns, and leave each block its logits in its own shared memory. The first block collects them, and one warp of it, which
-// holds PER logits a lane, takes the largest TOP times. A warp's first loads of weights are requested before the previous kernel ends.
+// score is a softmax over all experts or a sigmoid of each. A cluster computes a row. The warps of all its blocks take experts in
+// turns; each block keeps its logits in its own shared memory. The first block collects them, and one of its warps, with PER logits a
+// lane, takes the largest one TOP times. A warp requests its first weights before the previous kernel ends.
 //
 // Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, BIASED, CORRECTED, GROUPS,
 // KEPT, ZEROED, FACTORED, WIDE, GATED, NORM, VECTORS (of a row, a thread).
@@ -45,8 +45,7 @@ struct RouterRow {
     // Vectors of a row that a lane requests at once: 4 KB a warp.
     static constexpr int UNROLL = 8;
     static constexpr float LOWEST = -3.402823466e38f;
-    // A lane's logits lie together, so that other blocks' are read in vectors of 16 bytes.
-    // A gate is a row behind the experts'.
+    // Logits in shared memory, in whole vectors of 16 bytes, as other blocks' are read. The gate's follows those of the experts.
     static constexpr int SLOTS = (32 * PER + C::GATED + 3) / 4 * 4;
 
     static constexpr bool ADDS = C::NORM != Norm::NONE;
@@ -151,7 +150,7 @@ struct RouterRow {
         return warp_sum(all);
     }
 
-    // Bit g says whether group g takes part; of equal groups the first do. A lane looks at a group.
+    // Bit g is set if group g is one of the KEPT best, the first among equal ones. Lane g computes the value of group g.
     __device__ __forceinline__ u32 kept_groups(const float (&mine)[PER]) const {
         __shared__ float decisive[32 * PER];
 #pragma unroll
@@ -181,7 +180,7 @@ struct RouterRow {
 
     __device__ __forceinline__ void choose(const float* logits, const float* correction, const float* factors, int* ids, float* weights,
                                            float scale) const {
-        // The numbers that decide. + 0.f turns -0 into 0: they are equal, but -0 comes first in the order of bits.
+        // The values to compare, logits or corrected scores. + 0.f turns -0 into 0: they are equal, but not in the order of bits.
         float mine[PER];
 #pragma unroll
         for (int i = 0; i < PER; ++i) mine[i] = lane + 32 * i < experts ? FAULT_SITE(negative_zero, logits[lane + 32 * i] + 0.f) : LOWEST;
@@ -212,8 +211,8 @@ struct RouterRow {
         }
         int chosen = 0;
         for (int s = 0; s < C::TOP; ++s) {
-            // Two instructions of the whole warp find the largest and of its equals the lowest number; exchanges between pairs
-            // of lanes take ten.
+            // Two reductions of the whole warp find the largest value and, among equal ones, the lowest index: two instructions,
+            // where shuffles take ten.
             u32 key = 0;
             int at = experts;
 #pragma unroll
