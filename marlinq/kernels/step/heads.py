@@ -120,8 +120,7 @@ def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
 
     Raises:
         ValueError: a tensor has a shape, dtype or alignment that the kernels can't load, or norms are of
-        kinds
-            that they can't combine.
+            kinds that they can't combine.
     """
     check_rows(x=x)
     _, kv_heads, capacity, size = keys.shape

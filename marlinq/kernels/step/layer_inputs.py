@@ -1,4 +1,4 @@
-"""Vectors for each layer from a token's projected embedding (``cuda/step/layer_inputs.cuh``)."""
+"""A vector for each layer from a token's projected embedding and a table (``cuda/step/layer_inputs.cuh``)."""
 
 from __future__ import annotations
 

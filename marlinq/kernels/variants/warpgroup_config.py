@@ -40,8 +40,8 @@ _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # scales is faster than either (docs/kernels.md, "Scaled sums and scaled codes").
 _SCALED_SUMS_MOST = 64
 _FUSED_LEAST, _FUSED_MOST = 32, 96
-# Sums are sent to the blocks that own them up to these rows of a tile, and these rows of a cluster's tiles
-# together (docs/kernels.md, "Hand-over of sums in a cluster").
+# Rows of a tile, and of a cluster's tiles together, up to which warps send sums to the blocks that own them
+# (docs/kernels.md, "Hand-over of sums in a cluster").
 _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 # Registers of a consumer and of a producer thread after setmaxnreg, for launches whose even share is too
 # small. Keys: number of consumer warpgroups, and whether the producer warpgroup also adds parts of K or

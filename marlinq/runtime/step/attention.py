@@ -66,6 +66,10 @@ def one_query(
 def masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, attention: Attention, sinks: Tensor | None
 ) -> Tensor:
+    """Attention under a mask: q [B, H, T, D], k and v [B, KV, places, D] to [B, H, T, D].
+
+    ``mask``, bool, broadcasts to [B, H, T, places]: True where a query sees a place.
+    """
     if attention.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=attention.scale, enable_gqa=attention.heads != attention.kv_heads

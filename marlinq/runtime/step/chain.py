@@ -113,7 +113,7 @@ class ChainForward(BoundForward):
         counts = self.check_prompts(ids, lengths)
         batch, width = ids.shape
         # Checked here: the kernel that embeds tokens does not check ids.
-        lowest, highest = (int(found) for found in ids.aminmax())
+        lowest, highest = (int(each) for each in ids.aminmax())
         if lowest < 0 or highest >= self.embedding.shape[0]:
             raise ValueError(f"ids {lowest}..{highest}: expected 0..{self.embedding.shape[0] - 1}")
         self.lengths.zero_()

@@ -82,7 +82,7 @@ class RowLinks:
         self._squares: list[Tensor] = []
         self._parts = hidden // min((link.squared_columns for link in self._links.values()), default=1)
 
-    def found(self, norm: RowNorm | None) -> Link | None:
+    def link_of(self, norm: RowNorm | None) -> Link | None:
         """The link that replaces this norm's kernel; or None."""
         return None if norm is None else self._links.get(id(norm))
 

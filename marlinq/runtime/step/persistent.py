@@ -111,14 +111,14 @@ def _difference(chain: ChainForward, joined: RecordedStep) -> float:
     """Relative difference between the logits of a few steps."""
     ids = torch.arange(_PROMPT + _STEPS, device=chain.device())[None] % chain.vocabulary
     lengths = torch.tensor([_PROMPT], dtype=torch.int32)
-    found = []
+    logits = []
     for steps in (chain.recorded, joined):
         chain.prefill(ids[:, :_PROMPT], lengths)
         rows = [
             steps.start(ids[:, place].contiguous()).float().clone() for place in range(_PROMPT, ids.shape[1])
         ]
-        found.append(torch.stack(rows))
-    return float((found[1] - found[0]).norm() / found[0].norm())
+        logits.append(torch.stack(rows))
+    return float((logits[1] - logits[0]).norm() / logits[0].norm())
 
 
 def _given(chain: ChainForward) -> _Given:
@@ -147,7 +147,7 @@ def _model(layer: BoundLayer) -> Model:
     if layer.attention.gated or layer.sinks is not None:
         raise _UnknownPartError("gated heads, or attention sinks")
     if layer.input_gate is not None or layer.stream_scale != 1:
-        raise _UnknownPartError("vectors of layers, or a factor on the residual stream")
+        raise _UnknownPartError("per-layer inputs, or a factor on the residual stream")
     if len(layer.attention.qkv.widths) != 3 or layer.attention.value_norm is not None:
         raise _UnknownPartError("keys and values that are shared or the same, or a norm of values")
     anatomy, attention = layer.anatomy, layer.attention
@@ -159,10 +159,10 @@ def _model(layer: BoundLayer) -> Model:
         raise _UnknownPartError("parallel blocks, or a factor on what is added")
     activation = _ACTIVATIONS.get(mlp.activation)
     if activation is None or layer.mlp.arrangement != "tiles":
-        raise _UnknownPartError(f"{mlp.activation} without a gate in turns of tiles")
+        raise _UnknownPartError(f"{mlp.activation}, or gate and up that don't alternate in tiles")
     rotary = attention.rotary
     if rotary is None or rotary.interleaved or rotary.channels != attention.head_dim:
-        raise _UnknownPartError("a rotary embedding of other than halves of whole heads")
+        raise _UnknownPartError("a rotary embedding that does not turn halves of whole heads")
     if attention.qkv.turns != 1:
         raise _UnknownPartError("queries, keys and values that take turns")
     posts = [norm for norm in (layer.post_attention_norm, layer.post_mlp_norm) if norm is not None]

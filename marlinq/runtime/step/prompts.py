@@ -69,12 +69,12 @@ def read_prompts(
             del made
             continue
         if layer.latent is not None:
-            found = []
+            parts = []
             for walk, rows in zip(walks, pieces, strict=True):
                 start = rows.start if len(pieces) > 1 else 0
-                found.append(walk.append_latents(layer.latent, walk.before_attention(index), start))
-            heads = torch.cat(found)
-            del found
+                parts.append(walk.append_latents(layer.latent, walk.before_attention(index), start))
+            heads = torch.cat(parts)
+            del parts
             mixed = prompt_attention(
                 layer.latent, heads.view(batch, width, *heads.shape[1:]), layer.latent.cache[part, :width]
             )

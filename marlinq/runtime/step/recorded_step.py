@@ -151,7 +151,7 @@ class RecordedStep(Walk):
         norm: RowNorm | None,
         counter: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        link = self._links.found(norm)
+        link = self._links.link_of(norm)
         if link is None or pending is None or self._held is None or not isinstance(source, Tensor):
             return super().add(source, pending, norm, counter)
         # The product before the norm adds to the stream, and the product behind applies the norm.

@@ -17,10 +17,10 @@
 // With heads of more than 256 channels a block takes them in slices of 128, so that a tile's keys, and its values, don't fill the
 // registers beside the sums.
 //
-// A tile's keys and values go straight to registers, one after the other, which they share: many warps hide each other's waits,
-// and more than 64 KB on their way to a multiprocessor arrive later (docs/kernels.md, "Chunks in flight"). The first ones are
-// requested before the previous kernel has ended, as the lengths are: a step's first kernel begins when all of the step before
-// is done, so both are there.
+// A tile's keys and values are loaded straight to registers, which they share in turns: many warps hide each other's waits,
+// and more than 64 KB in flight to a multiprocessor arrive later (docs/kernels.md, "Chunks in flight"). The first ones and the
+// lengths are requested before the previous kernel has ended: both are there, since a step's first kernel waits for the whole step
+// before.
 //
 // Warps merge in shared memory. Splits that are a cluster (CLUSTER > 1) merge in that of the first one, through DSMEM. Others
 // merge through `partials`: the block that finishes last of its splits adds them up, in order, and resets their counter. Splits
@@ -153,8 +153,8 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             }
     };
     const int first_tile = part.first + TILE * warp;
-    // Only where launches overlap. The first tile has code of its own there, in which sums need no registers before its scores are
-    // there. For later GPUs the compiler finds too few registers for its values all the same.
+    // The first tile is requested early where launches overlap. It then has code of its own, in which sums take no registers until its
+    // scores are computed. On GPUs after 9.0 the compiler lacks registers for its values even so.
     constexpr bool EARLY = __CUDA_ARCH__ >= 900, VALUES_EARLY = __CUDA_ARCH__ == 900 && SLICES == 1;
     if (EARLY) load_keys(first_tile, 0);
     if (VALUES_EARLY) load_values(first_tile, 0);
@@ -223,7 +223,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             }
 #pragma unroll
             for (int c = 0; c < KEY_CHUNKS; ++c) {
-                // Read again for every tile: they would take registers that keep blocks from a multiprocessor.
+                // Queries are read again for every tile: kept in registers, they would leave room for fewer blocks.
                 const int channel = WIDTH * slice + 32 * c;
                 const uint4 queries = channel + 8 * v < D ? load_shared(my_queries + 2 * channel) : zero;
                 const u32 low[4] = {k[0][c].x, k[1][c].x, k[0][c].y, k[1][c].y};

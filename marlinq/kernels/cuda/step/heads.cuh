@@ -93,8 +93,8 @@ struct Head {
             if (lane + 32 * i < D / 2) head[lane + 32 * i] = pairs[i];
     }
 
-    // Normalised values to `mine`. `number` counts heads that have weights of their own, `wide` is the sum of squares over
-    // `wide_heads` heads.
+    // Writes the normalised head to `mine`. `number`: index of the head, for norms with weights for each; `wide`: sum of squares over all
+    // `wide_heads` heads of its kind.
     template <Norm KIND>
     __device__ __forceinline__ void normalize(float (&mine)[D], const u16* weight, const u16* bias, int stride, int number,
                                               float wide, int wide_heads, float eps, float offset, int lane) const {
@@ -151,7 +151,7 @@ struct Head {
             pairs[i] = E::narrow(y[0], y[1]);
         }
     }
-    // A query or a key, number `number` of its kind, becomes what attention reads. `mine` is memory of the warp.
+    // Normalises and rotates a query or a key, the one of index `number` of its kind. `mine`: shared memory of the warp.
     __device__ __forceinline__ void transform(const NewHeads& given, bool is_query, int number, const WideSquares<C>& wide,
                                               const Angles& angles, float (&mine)[D], int lane) {
         __syncwarp();
@@ -164,7 +164,7 @@ struct Head {
         __syncwarp();
         rotate(mine, angles, lane);
     }
-    // A value becomes what attention reads.
+    // Normalises a value, with VALUES_NORMED.
     __device__ __forceinline__ void transform_value(const NewHeads& given) {
         if constexpr (C::VALUES_NORMED) {
             float squares = 0.f;

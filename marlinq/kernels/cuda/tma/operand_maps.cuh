@@ -8,7 +8,7 @@ struct ActivationMaps {
     TensorMap tile, rest;
 };
 
-// Those of FP8 activations, with boxes of 128 columns, and of their scales [scales of a row, M].
+// Maps of FP8 activations, with boxes of 128 columns, and of their scales [scales of a row, M].
 struct ScaledActivationMaps : ActivationMaps {
     TensorMap scales;
 };
@@ -18,7 +18,7 @@ struct WeightMaps {
     TensorMap words, scales, zeros;
 };
 
-// Types of activations: bytes of a channel, and whether rows have scales: one for all channels, or one for each chunk.
+// Types of activations: BYTES of a channel; ROW_SCALES: whether rows have scales; CHUNK_SCALES: one for each chunk, not for all channels.
 struct SixteenBits {
     typedef ActivationMaps Maps;
     static constexpr int BYTES = 2;
