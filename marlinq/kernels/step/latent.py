@@ -19,16 +19,16 @@ from marlinq.kernels.contract.instantiation import Instantiation, Parameters
 from marlinq.kernels.launch.prepared import ELEMENTS, Prepared, address, check_rows
 from marlinq.kernels.step.residual import RowNorm
 
-# Constants of the kernels, too: rows, columns and threads of a block of the products with heads' weights;
+# Also constants in the kernels. Rows, columns and threads of a block of the products with heads' weights; and
 # warps of a block of attention.
 _ROWS, _COLUMNS, _THREADS = 8, 32, 256
 _WARPS = 8
 _MOST_HEADS = 32
-"""heads of a block of attention, at most"""
+"""Heads of a block of attention, at most."""
 _MOST_SPLITS = 64
-"""splits of a sequence, at most: every block that adds them reads them all"""
+"""Splits of a sequence, at most: every block that adds them reads them all."""
 _TILES = ((32, 3), (16, 2))
-"""(positions of a tile, stages of the ring), the first that fits into shared memory is taken"""
+"""(positions of a tile, stages of the ring): the first pair that fits into shared memory is taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ def latent_refusal(
     if latent_dim % 128 or not 0 < latent_dim <= 512 or (latent_dim + rotated_dim) % 32 or rotated_dim % 8:
         return (
             f"latents of {latent_dim} channels with {rotated_dim} rotated ones; the kernels take multiples "
-            "of 128 to 512, with multiples of 32"
+            "of 128 to 512, which with the rotated ones are multiples of 32"
         )
     if plain_dim % 32 or value_dim % 32:
         return f"heads of {plain_dim} plain and {value_dim} value channels; the kernels take multiples of 32"

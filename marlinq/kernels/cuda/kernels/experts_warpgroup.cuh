@@ -6,7 +6,7 @@
 // and with BIASED a bias of the expert's: bias[expert(r)][n], or those of gate and up.
 //
 // The main loop, the ring and the fragments are those of kernels/warpgroup.cuh. The grid is persistent: a block takes tile after
-// tile of all experts (experts/records.cuh), how many there are is known on the GPU only. The words of all experts are one
+// tile of all experts (experts/records.cuh); how many there are is known on the GPU only. The words of all experts are one
 // tensor [E * K/16, N/64, 128], so a tile of expert e begins e * K/16 planes later. A tile's rows may end before TILE_M: those
 // behind belong to the next expert, are multiplied, and are not stored.
 //
