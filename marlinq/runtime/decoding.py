@@ -85,8 +85,8 @@ class Decoder:
         self._chosen = 0
         self._prompt_tokens = 0
         self._begun: tuple[Sampling, Sequence[Sequence[int]], Sequence[int]] | None = None
-        # By number of tokens to verify: a sampler with a row for each; and the keys of those given the text's
-        # seed.
+        # Number of tokens to verify -> sampler with a row for each; and the numbers whose samplers have begun
+        # with the present prompt and seed.
         self._verifiers: dict[int, Sampler] = {}
         self._verifiers_begun: set[int] = set()
         self._verification: _Verification | None = None

@@ -38,7 +38,7 @@ def routed_experts(
 
     Args:
         x: [M, H] float16 or bfloat16, on the CPU also float32.
-        ids: int32 or int64 [M, T], experts that the router chose; numbers that are no expert's are skipped.
+        ids: int32 or int64 [M, T], experts that the router chose; indices of no expert are skipped.
         weights: float32 [M, T], factors of the experts' results.
         experts: E experts of I channels, H and I multiples of 64.
         activation: name as in :data:`marlinq.kernels.experts.experts_reference.ACTIVATIONS`.

@@ -30,7 +30,7 @@ class Forward(ABC):
         drafter: forward of the model's draft head; None without one, and for a batch of several.
         hidden_states: [L, hidden], for ``drafter``: hidden states behind the final norm of the tokens in the
             cache of a batch of one. None where they are not kept.
-        observe_routing: function, if set, called with the index of each routed layer, and the numbers and
+        observe_routing: function, if set, called with the index of each routed layer, and the indices and
             weights of the chosen experts, both [B, T, top], before the experts are multiplied.
     """
 
@@ -138,7 +138,7 @@ class DraftForward(ABC):
         """Append pairs of the text to the cache, and draft what follows the last one.
 
         Args:
-            tokens: the text's tokens from number ``known + 1`` on.
+            tokens: the text's tokens from index ``known + 1`` on.
             hidden: hidden state of the model behind the token before each, [T, hidden].
             most: number of tokens to draft.
 

@@ -9,8 +9,8 @@
 // SLOTS tokens, position p at p % SLOTS, so the newest ones take places that are not read, and blocks that share a query and a
 // key don't wait for each other; the first of them stores it.
 //
-// Usually each sequence has one token, and the state is replaced. Or the only sequence has several, rows of `x`: the state
-// behind each goes to `next` instead, for whoever decides how many of them count (ring: SLOTS >= TAPS - 1 + tokens).
+// Usually each sequence has one token, and the state is replaced. Or the only sequence has several, rows of `x`: then the state
+// behind each goes to `next`, from which the host later takes that of the last token which counts (ring: SLOTS >= TAPS - 1 + tokens).
 //
 // Columns of a row of `x` are turns of queries, keys, values and gates; those of `rates` turns of betas and steps.
 //
@@ -143,7 +143,7 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
             y = rounded<E>(y * E::widen(net.norm[column])) * activation<Activation::SILU>(gate);
             out[new_row * net.out_stride + head * DV + column] = (u16)E::narrow(y, 0.f);
         }
-        // The next token may write to shared memory: block_sum waits for everybody behind the last reads of it.
+        // The next token may write to shared memory: all threads have read it, since block_sum has waited for them.
     }
 }
 
