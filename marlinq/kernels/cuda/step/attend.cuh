@@ -117,7 +117,6 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     }
     const int last = part.last, heads = min(HEADS, group - chunk * HEADS);
     const int first_head = kv_head * group + chunk * HEADS;
-    u16* target = out + sequence * out_stride + first_head * D;
     const uint4 zero = make_uint4(0, 0, 0, 0);
     uint4 k[2][KEY_CHUNKS], w[VALUE_GROUPS][4];
     // This lane's first vectors of the sequence.
@@ -322,14 +321,16 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             }
     }
     FAULT_SITE(warps_there, __syncthreads();)
+    // Addresses are computed here: kept from the beginning, they would take registers that the tiles need.
     const auto store_result = [&](int head, int channel, float x0, float x1, float x2, float x3) {
         if constexpr (C::GATED) {
-            const u32* gates = new_row + (given.place(first_head + head) + 1) * (D / 2) + channel / 2;
+            const u32* gates = given.row(sequence) + (given.place(first_head + head) + 1) * (D / 2) + channel / 2;
             const u32 low = load_l2_word(gates), high = load_l2_word(gates + 1);
             x0 /= 1.f + expf(-widen_half<E, 0>(low)), x1 /= 1.f + expf(-widen_half<E, 1>(low));
             x2 /= 1.f + expf(-widen_half<E, 0>(high)), x3 /= 1.f + expf(-widen_half<E, 1>(high));
         }
-        store_global(target + head * D + channel, make_uint2(E::narrow(x0, x1), E::narrow(x2, x3)));
+        u16* to = out + sequence * out_stride + (first_head + head) * D + channel;
+        store_global(to, make_uint2(E::narrow(x0, x1), E::narrow(x2, x3)));
     };
     // The sum of a head's exponentials in units of 2^most, with its sink's.
     const auto with_sink = [&](int head, float most, float whole) {
