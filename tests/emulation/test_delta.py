@@ -10,23 +10,36 @@ import torch
 from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import KernelFault, Memory, apart
-from marlinq.kernels.step import DeltaWeights, Prepared, delta
+from marlinq.kernels.step import DeltaWeights, Prepared, RateWeights, delta
 from tests.emulation.step import DTYPES, constants, given, poisoned, results, start, strided
 from tests.kernels.step_problems import BOUND, expected_delta, expected_delta_run, random, relative_error
 from tests.testing.pairs import in_turn
 
-# key heads, value heads, key channels, value channels, taps, turns, lengths
+# key heads, value heads, key channels, value channels, taps, turns, lengths, channels of the input of betas
+# and steps (0: they are given)
 NETS = [
-    (1, 3, 16, 32, 4, 1, (0, 5)),
-    (2, 4, 30, 64, 4, 2, (7,)),
-    (2, 2, 8, 96, 2, 1, (1, 0, 3)),
+    (1, 3, 16, 32, 4, 1, (0, 5), 0),
+    (2, 4, 30, 64, 4, 2, (7,), 0),
+    (2, 2, 8, 96, 2, 1, (1, 0, 3), 0),
+    # More vectors than threads of a half, and turns.
+    (1, 2, 16, 32, 4, 1, (0, 5), 1032),
+    (2, 4, 16, 32, 2, 2, (7,), 40),
 ]
+
+
+def rate_weights(heads: int, turns: int, inner: int, dtype: torch.dtype) -> RateWeights:
+    """Two weights; or with several turns one that holds both."""
+    rows = 2 * heads if turns > 1 else heads
+    betas = apart(random(rows, inner, dtype=dtype, size=inner**-0.5))
+    if turns > 1:
+        return RateWeights(betas, betas[heads // turns :])
+    return RateWeights(betas, apart(random(rows, inner, dtype=dtype, size=inner**-0.5)))
 
 
 def net(
     case: tuple[Any, ...], dtype: torch.dtype, tokens: int = 1
 ) -> tuple[DeltaWeights, dict[str, torch.Tensor]]:
-    key_heads, heads, key_dim, size, taps, turns, lengths = case
+    key_heads, heads, key_dim, size, taps, turns, lengths, inner = case
     batch, channels = len(lengths), 2 * key_heads * key_dim + heads * size
     rows, slots = batch * tokens, taps + tokens - 1
     weights = DeltaWeights(
@@ -39,17 +52,25 @@ def net(
         value_heads=heads,
         key_dim=key_dim,
         turns=turns,
+        rates=rate_weights(heads, turns, inner, dtype) if inner else None,
     )
     columns = channels + heads * size
     tensors = {
         "x": strided(rows, columns, -(-columns // 8) * 8 + 8, dtype),
-        "rates": strided(rows, 2 * heads, 2 * heads + 8, dtype),
+        "rates": strided(rows, inner or 2 * heads, (inner or 2 * heads) + 8, dtype),
         "ring": apart(random(batch, slots, channels, dtype=dtype)),
         "state": apart(torch.randn(batch, heads, key_dim, size)),
         "lengths": apart(torch.tensor(lengths, dtype=torch.int32)),
         "out": poisoned(rows, heads * size, dtype=dtype),
     }
     return weights, tensors
+
+
+def projections(weights: DeltaWeights) -> dict[str, torch.Tensor]:
+    if weights.rates is None:
+        return {}
+    betas, steps = weights.rates.betas, weights.rates.steps
+    return {"betas": betas, **({"steps": steps} if weights.turns == 1 else {})}
 
 
 def memory(weights: DeltaWeights, tensors: dict[str, torch.Tensor]) -> list[Memory]:
@@ -61,6 +82,7 @@ def memory(weights: DeltaWeights, tensors: dict[str, torch.Tensor]) -> list[Memo
             decay=weights.decay,
             step_bias=weights.step_bias,
             norm=weights.norm,
+            **projections(weights),
         ),
         Memory("ring", tensors["ring"], writable=True, holds_values=True),
         Memory("state", tensors["state"], writable=True, holds_values=True),
@@ -98,9 +120,7 @@ def run_of_tokens(
     )
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"), [((*NETS[1][:-1], (7,)), DTYPES[0]), ((*NETS[0][:-1], (1,)), DTYPES[1])]
-)
+@pytest.mark.parametrize(("case", "dtype"), [(NETS[4], DTYPES[0]), ((*NETS[0][:-2], (1,), 0), DTYPES[1])])
 def test_neighbouring_tokens(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) -> None:
     """The state stays, and the states behind the tokens lie where they were asked for."""
     torch.manual_seed(case[2])

@@ -52,10 +52,10 @@ class Case:
     together: bool = False
 
 
-# A split without positions, one of a single tile and one of four, the last of which is not full; heads in two
-# blocks. Neighbouring tokens in two groups of rows, whose new rows begin inside a tile of the ring.
+# Rows of one split and of three, which two warps add, the last of them not full; heads in two blocks.
+# Neighbouring tokens in two groups of rows, whose new rows begin inside a tile of the ring.
 CASES = [
-    Case(11, 32, 32, 128, 32, "RMS", (0, 9, 77), LatentDivision(2, 8, 16, 2)),
+    Case(11, 32, 32, 128, 32, "RMS", (0, 9, 77), LatentDivision(3, 8, 16, 2)),
     Case(3, 64, 64, 128, 64, "RMS_WIDE", tuple(range(90, 99)), LatentDivision(1, 8, 32, 3), False, True),
 ]
 
@@ -171,6 +171,7 @@ FAULTS = {
     "latent_scores_there": ("attention", Planted("latent_scores_there")),
     "latent_powers_there": ("attention", Planted("latent_powers_there")),
     "latent_values_wait": ("values", Planted("latent_values_wait")),
+    "latent_parts_there": ("values", Planted("latent_parts_there")),
     "latent_merged_there": ("values", Planted("latent_merged_there")),
 }
 

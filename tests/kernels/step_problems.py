@@ -233,7 +233,15 @@ def expected_delta(
     *joined, gate = Slices(("",), (keys, keys, values, values), weights.turns).split(
         x[:, : 2 * (keys + values)]
     )
-    beta, step = (part.double() for part in Slices(("",), (heads, heads), weights.turns).split(rates))
+    if weights.rates is not None:
+        runs, each = weights.turns, heads // weights.turns
+        rows = torch.cat([torch.arange(each) + 2 * each * run for run in range(runs)])
+        beta, step = (
+            (rates.double() @ weight[rows].double().T).to(x.dtype).double()
+            for weight in (weights.rates.betas, weights.rates.steps)
+        )
+    else:
+        beta, step = (part.double() for part in Slices(("",), (heads, heads), weights.turns).split(rates))
     convolved, ring = _convolved(torch.cat(joined, -1), ring, lengths, weights.weight, None)
     parts = _silu(convolved).split((keys, keys, values), -1)
     counts = (weights.key_heads, weights.key_heads, heads)

@@ -30,6 +30,7 @@ from marlinq.kernels.step import (
     MambaWeights,
     MambaWorkspace,
     Prepared,
+    RateWeights,
     RoutedRows,
     RowNorm,
     activate,
@@ -164,7 +165,8 @@ def runs() -> list[Prepared]:
 
 def deltas() -> list[Prepared]:
     prepared = []
-    for size, dtype in ((128, HALF), (64, BFLOAT16)):
+    for size, dtype, inner in ((128, HALF, 8192), (64, BFLOAT16, 0)):
+        rows = empty(2, inner, dtype=dtype)
         weights = DeltaWeights(
             weight=torch.empty(4 * size, 4),
             decay=torch.empty(2),
@@ -175,8 +177,9 @@ def deltas() -> list[Prepared]:
             value_heads=2,
             key_dim=size,
             turns=1,
+            rates=RateWeights(rows, rows) if inner else None,
         )
-        x, rates, out = (empty(1, columns, dtype=dtype) for columns in (6 * size, 8, 2 * size))
+        x, rates, out = (empty(1, columns, dtype=dtype) for columns in (6 * size, inner or 8, 2 * size))
         ring, state = empty(1, 4, 4 * size, dtype=dtype), torch.empty(1, 2, size, size)
         prepared.append(delta(x, rates, out, ring, state, torch.zeros(1, dtype=torch.int32), weights))
     return prepared

@@ -11,7 +11,7 @@ from marlinq.kernels.step.activate import Arrangement, activate
 from marlinq.kernels.step.append import append
 from marlinq.kernels.step.attend import AttentionShape, AttentionWorkspace, Division, attend, divide
 from marlinq.kernels.step.convolution import ConvolutionWeights, convolution_refusal, gated_convolution
-from marlinq.kernels.step.delta import DeltaWeights, delta, delta_refusal
+from marlinq.kernels.step.delta import DeltaWeights, RateWeights, delta, delta_refusal, makes_rates
 from marlinq.kernels.step.heads import HeadNorm, HeadWork
 from marlinq.kernels.step.latent import (
     LatentDivision,
@@ -47,6 +47,7 @@ __all__ = [
     "MambaWeights",
     "MambaWorkspace",
     "Prepared",
+    "RateWeights",
     "RoutedRows",
     "RowNorm",
     "activate",
@@ -65,6 +66,7 @@ __all__ = [
     "latent_values",
     "layer_inputs",
     "layer_inputs_refusal",
+    "makes_rates",
     "mamba",
     "mamba_refusal",
     "precompile_prepared",

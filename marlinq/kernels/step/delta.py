@@ -9,12 +9,35 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels.contract.instantiation import Instantiation, Parameters
-from marlinq.kernels.launch.prepared import ELEMENTS, Prepared, check_rows
+from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, Prepared, check_rows
 
 _PARTS = 4
 # Limits of the kernel: taps, and channels of keys and values. A thread keeps a quarter of a column of the
 # state in registers.
 _MOST_TAPS, _WIDEST = 8, 128
+_MOST_VECTORS = 4
+"""vectors of a row of :class:`RateWeights` that a thread keeps, at most"""
+
+
+@dataclass(frozen=True, eq=False)
+class RateWeights:
+    """Weights of the projections of betas and steps, which the kernel multiplies itself.
+
+    Row ``2 * each * (h // each) + h % each`` of each tensor belongs to head h, where ``each`` is the number
+    of value heads over :attr:`DeltaWeights.turns`: row h with one run. With several, both tensors are views
+    of one weight that holds the betas' and the steps' rows in runs.
+
+    Attributes:
+        betas, steps: [rows, K], contiguous, in the dtype of activations.
+    """
+
+    betas: Tensor
+    steps: Tensor
+
+    @property
+    def inner(self) -> int:
+        """Channels K of the projections' input."""
+        return self.betas.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +54,7 @@ class DeltaWeights:
         value_heads: heads of values.
         key_dim: channels of a key.
         turns: runs in which the columns of both projections alternate (:class:`marlinq.models.parts.Slices`).
+        rates: weights of the projections of betas and steps, or None where their results are given.
     """
 
     weight: Tensor
@@ -42,6 +66,7 @@ class DeltaWeights:
     value_heads: int
     key_dim: int
     turns: int
+    rates: RateWeights | None = None
 
     @property
     def value_dim(self) -> int:
@@ -62,7 +87,7 @@ class _Net(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("x", "rates", "ring", "state", "next", "weight", "decay"),
-                *("step_bias", "norm", "lengths"),
+                *("step_bias", "norm", "lengths", "beta_weight", "step_weight"),
             )
         ),
         *((name, ctypes.c_longlong) for name in ("x_stride", "rates_stride", "out_stride", "next_stride")),
@@ -85,6 +110,12 @@ def delta_refusal(taps: int, key_dim: int, value_dim: int) -> str | None:
     return None
 
 
+def makes_rates(inner: int, value_dim: int) -> bool:
+    """Whether the kernel can multiply :class:`RateWeights` of ``inner`` channels for values of
+    ``value_dim`` channels."""
+    return inner % VECTOR == 0 and inner <= _MOST_VECTORS * VECTOR * _PARTS * value_dim // 2
+
+
 def delta(
     x: Tensor,
     rates: Tensor,
@@ -104,7 +135,8 @@ def delta(
     Args:
         x: [B, or T, 2 * key heads * key channels + 2 * value heads * value channels], queries, keys, values
             and gates, in ``weights.turns`` runs.
-        rates: [rows of x, 2 * value heads], betas and steps, in ``weights.turns`` runs.
+        rates: [rows of x, 2 * value heads], betas and steps, in ``weights.turns`` runs; or with
+            ``weights.rates`` [rows of x, K], the input of their projections.
         out: [rows of x, value heads * value channels]; written.
         ring: [B, slots, channels], contiguous, of taps + T - 1 slots at least; inputs of the convolution,
             position p at index p modulo slots.
@@ -138,7 +170,16 @@ def delta(
         raise ValueError(
             f"state: expected float32 {[batch, heads, key_dim, size]}, found {list(state.shape)}"
         )
-    if x.shape[1] < channels + heads * size or rates.shape[1] < 2 * heads:
+    made = weights.rates
+    if made is not None:
+        check_rows(rates=rates)
+        rows = (weights.turns - 1) * (2 * heads // weights.turns) + heads // weights.turns
+        if not makes_rates(made.inner, size) or any(
+            each.dtype != x.dtype or each.shape[0] < rows or not each.is_contiguous()
+            for each in (made.betas, made.steps)
+        ):
+            raise ValueError(f"weights of rates: expected {x.dtype} {[rows, made.inner]}, contiguous")
+    if x.shape[1] < channels + heads * size or rates.shape[1] < (2 * heads if made is None else made.inner):
         raise ValueError(f"x, rates: {list(x.shape)} and {list(rates.shape)} for {heads} heads of {size}")
     parameters: Parameters = (
         ("Element", ELEMENTS[x.dtype]),
@@ -148,6 +189,7 @@ def delta(
         ("SLOTS", slots),
         ("PARTS", _PARTS),
         ("ROWS", -(-key_dim // _PARTS)),
+        ("INNER", 0 if made is None else made.inner),
     )
     net = _Net(
         x=x.data_ptr(),
@@ -160,6 +202,8 @@ def delta(
         step_bias=weights.step_bias.data_ptr(),
         norm=weights.norm.data_ptr(),
         lengths=lengths.data_ptr(),
+        beta_weight=0 if made is None else made.betas.data_ptr(),
+        step_weight=0 if made is None else made.steps.data_ptr(),
         x_stride=x.stride(0),
         rates_stride=rates.stride(0),
         out_stride=out.stride(0),

@@ -296,8 +296,8 @@ class BoundDelta:
 
     Attributes:
         net: description of the net.
-        rates: product that gives betas and steps.
-        weights: parameters other than those of products.
+        rates: product that gives betas and steps; for prompts only, if ``weights`` has it too.
+        weights: other parameters.
         ring: [B, slots, channels], inputs of the convolution, position p at p modulo slots.
         state: float32 [B, value heads, key channels, value channels].
         first: number of values in the states of the nets before this one.

@@ -26,8 +26,10 @@ from marlinq.kernels.step import (
     LatentWorkspace,
     LayerInputWeights,
     MambaWorkspace,
+    RateWeights,
     divide,
     divide_latent,
+    makes_rates,
 )
 from marlinq.models.anatomy import (
     MLP,
@@ -329,6 +331,7 @@ class BoundForward(Forward):
             value_heads=net.value_heads,
             key_dim=net.key_dim,
             turns=net.inputs.turns,
+            rates=_rate_weights(model, net, self.dtype),
         )
 
     def _bound_layer(
@@ -394,6 +397,26 @@ class BoundForward(Forward):
         processors = device_numbers(self.device_index).multiprocessors if self.lengths.is_cuda else 1
         shape = self._shape(attention)._replace(capacity=seen)
         return divide(shape, processors, clusters=self.has_clusters)
+
+
+def _rate_weights(model: nn.Module, net: DeltaNet, dtype: torch.dtype) -> RateWeights | None:
+    """The projections of betas and steps for the delta net's kernel; None where they are packed, or the
+    kernel can't multiply them."""
+    weights = []
+    for name in net.rates.modules:
+        module = model.get_submodule(name)
+        if type(module) is not nn.Linear or module.bias is not None or module.weight.dtype != dtype:
+            return None
+        weights.append(module.weight.detach().contiguous())
+    several = len(weights) > 1
+    if len(weights) > 2 or (several and net.rates.turns != 1):
+        return None
+    if not makes_rates(weights[0].shape[1], net.value_dim):
+        return None
+    if not several:
+        # Steps begin behind the first run's betas.
+        weights.append(weights[0][net.value_heads // net.rates.turns :])
+    return RateWeights(*weights)
 
 
 def _bound(

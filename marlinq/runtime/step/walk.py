@@ -109,8 +109,8 @@ class Walk:
         self._pending: Pending | None = None
         # Normalised input that attention and MLP of a parallel block share.
         self._both: Tensor | None = None
-        # Betas and steps of a delta net.
-        self._rates: Tensor | None = None
+        # Input of a delta net's betas and steps.
+        self._rates_input: Tensor | None = None
         # Inputs of a mixer beside attention, and then its results.
         self._beside: Tensor | None = None
         # Vectors that input gates read, of all layers.
@@ -193,7 +193,7 @@ class Walk:
         if anatomy.parallel and anatomy.mlp_norm == anatomy.attention_norm:
             self._both = normed
         if isinstance(layer.mixer, BoundDelta):
-            self._rates = self.multiply("rates", layer.mixer.rates, normed)
+            self._rates_input = normed
         if layer.beside is not None:
             self._beside = self.multiply("beside", layer.beside.inputs, normed)
         return self.multiply("qkv", layer.qkv, normed)
@@ -359,8 +359,7 @@ class Walk:
 
     def _delta(self, delta: BoundDelta, joined: Tensor) -> Tensor:
         """The results of a delta net, [M, value heads * value channels]."""
-        assert self._rates is not None
-        rates, self._rates = self._rates, None
+        rates = self._take_rates(delta, made=delta.weights.rates is not None)
         out = self.empty("attended", joined.shape[0], delta.net.value_heads * delta.net.value_dim)
         behind = self.forward.states_behind
         if behind is not None:
@@ -373,6 +372,13 @@ class Walk:
             work = kernels.delta(joined, rates, out, ring, state, self.lengths, delta.weights)
         self.launch(work)
         return out
+
+    def _take_rates(self, delta: BoundDelta, *, made: bool) -> Tensor:
+        """Betas and steps of a delta net, or their projections' input if its kernel has these projections
+        (``made``)."""
+        assert self._rates_input is not None
+        given, self._rates_input = self._rates_input, None
+        return given if made else self.multiply("rates", delta.rates, given)
 
     def _convolution(self, bound: BoundConvolution, joined: Tensor) -> Tensor:
         """The results of a gated convolution, [M, channels]."""
@@ -455,8 +461,7 @@ class Walk:
             return read_mamba(mixer, given, self.part, start, ends).flatten(0, 1)
         if isinstance(mixer, BoundConvolution):
             return read_convolution(mixer, given, self.part, start, ends).flatten(0, 1)
-        assert self._rates is not None
-        rates, self._rates = self._rates.reshape(rows, each, -1), None
+        rates = self._take_rates(mixer, made=False).reshape(rows, each, -1)
         return read_delta(mixer, given, rates, self.part, start, ends).flatten(0, 1)
 
     def append(self, index: int, joined: Tensor, q: Tensor) -> None:

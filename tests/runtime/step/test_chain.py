@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from marlinq.kernels.step import AttentionShape, AttentionWorkspace, Division, divide
-from marlinq.models.anatomy import Anatomy, Unrecognised
+from marlinq.models.anatomy import Anatomy, DeltaNet, Unrecognised
 from marlinq.models.recognise import recognise
 from marlinq.runtime import QuantLinear, marlin_operand
-from marlinq.runtime.step import prompts, recorded_step, walk
+from marlinq.runtime.step import bound_forward, prompts, recorded_step, walk
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.join import JoinedLinear, JoinedSlice
@@ -125,6 +125,18 @@ def test_logits_are_the_references(name: str) -> None:
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     found = differences(own, reference, wide.config.vocab_size)
     assert max(found) < tolerance(name), found
+
+
+@pytest.mark.parametrize(("name", "products"), list(zip(DELTA_NETS, (2, 1), strict=True)))
+def test_a_delta_net_multiplies_its_rates(name: str, products: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Projections of betas and steps in 16 bits are no launches of their own."""
+    half, wide = halved(tiny(name))
+    anatomy = recognised(wide)
+    nets = sum(isinstance(layer.attention, DeltaNet) for layer in anatomy.layers)
+    together = ChainForward(half, anatomy, batch=1, capacity=24)
+    monkeypatch.setattr(bound_forward, "makes_rates", lambda inner, value_dim: False)
+    apart = ChainForward(half, anatomy, batch=1, capacity=24)
+    assert len(apart.recorded.starts) - len(together.recorded.starts) == products * nets > 0
 
 
 def test_verifications_return_to_the_state_behind_a_token() -> None:

@@ -12,9 +12,12 @@
 // Usually each sequence has one token, and the state is replaced. Or the only sequence has several, rows of `x`: then the state
 // behind each goes to `next`, from which the host later takes that of the last token which counts (ring: SLOTS >= TAPS - 1 + tokens).
 //
-// Columns of a row of `x` are turns of queries, keys, values and gates; those of `rates` turns of betas and steps.
+// Columns of a row of `x` are turns of queries, keys, values and gates; those of `rates` turns of betas and steps. With INNER > 0
+// a row of `rates` has INNER channels instead, the input of the projections of betas and steps: half of a block's threads multiply
+// it by the row of weights of their head's beta, the others by that of its step. Rows of weights are requested early, as the state.
 //
-// Configuration: Element, DK, DV, TAPS, SLOTS, PARTS (threads that share a column; PARTS * DV is the block), ROWS = ceil(DK / PARTS).
+// Configuration: Element, DK, DV, TAPS, SLOTS, PARTS (threads that share a column; PARTS * DV is the block), ROWS = ceil(DK / PARTS),
+// INNER (a multiple of 8).
 #pragma once
 #include "epilogue/activation.cuh"
 #include "fault_site.cuh"
@@ -30,6 +33,7 @@ struct DeltaNet {
     const float *weight, *decay, *step_bias;
     const u16* norm;
     const int* lengths;
+    const uint4 *beta_weight, *step_weight;  // null unless INNER > 0
     i64 x_stride, rates_stride, out_stride, next_stride;
     int key_heads, value_heads, turns, tokens;
     float eps;
@@ -40,12 +44,14 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
     typedef typename C::Element E;
     constexpr int DK = C::DK, DV = C::DV, TAPS = C::TAPS, SLOTS = C::SLOTS, PARTS = C::PARTS, ROWS = C::ROWS;
     constexpr int THREADS = PARTS * DV, CHANNELS = 2 * DK + DV, WARPS = THREADS / 32;
+    constexpr int INNER = C::INNER, HALF = THREADS / 2, VECTORS = INNER > 0 ? (INNER / 8 + HALF - 1) / HALF : 1;
     __shared__ float convolved[CHANNELS];
     __shared__ float sums[PARTS][DV];
     __shared__ float answers[PARTS][DV];
     __shared__ float key_sums[WARPS];
     __shared__ float query_sums[WARPS];
     __shared__ float norm_sums[WARPS];
+    __shared__ float rate_sums[WARPS];
     launch_dependents();
     const int head = blockIdx.x % net.value_heads, group = net.value_heads / net.key_heads, key_head = head / group;
     const i64 row = blockIdx.x / net.value_heads;
@@ -63,12 +69,39 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
     const int key_turn = key_head / keys_each, value_turn = head / values_each;
     const int turn = 2 * keys_each * DK + 2 * values_each * DV;
     const int values_at = 2 * keys_each * DK + head % values_each * DV;
+    const int rate = value_turn * 2 * values_each + head % values_each;
+    const bool makes_beta = threadIdx.x < HALF;
+    uint4 rate_weight[VECTORS];
+    if constexpr (INNER > 0) {
+        const uint4* from = (makes_beta ? net.beta_weight : net.step_weight) + (i64)rate * (INNER / 8);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int v = threadIdx.x % HALF + i * HALF;
+            rate_weight[i] = v < INNER / 8 ? load_cached(from + v) : make_uint4(0, 0, 0, 0);
+        }
+    }
     FAULT_SITE(delta_waits, wait_for_previous_kernel();)
     const int all = (2 * net.key_heads) * DK + net.value_heads * DV;
     for (int token = 0; token < net.tokens; ++token) {
         const int position = start + token;
         const i64 new_row = row * net.tokens + token;
         const u16* given = net.x + new_row * net.x_stride;
+        const u16* rates = net.rates + new_row * net.rates_stride;
+        if constexpr (INNER > 0) {
+            float sum = 0.f;
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) {
+                const int v = threadIdx.x % HALF + i * HALF;
+                if (v >= INNER / 8) continue;
+                float a[8], b[8];
+                widen_vector<E>(a, load_l2(reinterpret_cast<const uint4*>(rates) + v));
+                widen_vector<E>(b, rate_weight[i]);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) sum += a[j] * b[j];
+            }
+            sum = warp_sum(sum);
+            if (threadIdx.x % 32 == 0) rate_sums[threadIdx.x / 32] = sum;
+        }
         for (int at = threadIdx.x; at < CHANNELS; at += THREADS) {
             const bool is_value = at >= 2 * DK, is_key = !is_value && at >= DK;
             const int channel = is_value ? at - 2 * DK : is_key ? at - DK : at;
@@ -92,12 +125,19 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
             const float active = rounded<E>(total);
             convolved[at] = rounded<E>(activation<Activation::SILU>(active));
         }
-        const u16* rates = net.rates + new_row * net.rates_stride + value_turn * 2 * values_each + head % values_each;
-        const float beta = rounded<E>(fast_reciprocal(1.f + expf(-E::widen(load_scalar(rates)))));
-        const float step = E::widen(load_scalar(rates + values_each)) + net.step_bias[head];
+        float beta_logit = 0.f, step = 0.f;
+        if constexpr (INNER == 0)
+            beta_logit = E::widen(load_scalar(rates + rate)), step = E::widen(load_scalar(rates + rate + values_each));
+        FAULT_SITE(convolved_there, __syncthreads();)
+        if constexpr (INNER > 0) {
+#pragma unroll
+            for (int warp = 0; warp < WARPS / 2; ++warp) beta_logit += rate_sums[warp], step += rate_sums[WARPS / 2 + warp];
+            beta_logit = rounded<E>(beta_logit), step = rounded<E>(step);
+        }
+        step += net.step_bias[head];
+        const float beta = rounded<E>(fast_reciprocal(1.f + expf(-beta_logit)));
         const float softplus = step > 20.f ? step : log1pf(expf(step));
         const float decay = expf(-expf(net.decay[head]) * softplus);
-        FAULT_SITE(convolved_there, __syncthreads();)
         float query_square = 0.f, key_square = 0.f;
         for (int at = threadIdx.x; at < DK; at += THREADS) {
             query_square += convolved[at] * convolved[at];
