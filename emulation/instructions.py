@@ -36,6 +36,7 @@ _TABLE = {
     r"atom\.add\.acq_rel\.gpu\.global\.u32": "add_flag",
     r"ld\.shared\.v4\.u32": "load_shared_v4",
     r"st\.shared\.v4\.u32": "store_shared_v4",
+    r"st\.shared\.u32": "store_shared_word",
     r"ld\.shared::cluster\.v4\.f32": "load_cluster_v4",
     r"mapa\.shared::cluster\.u32": "map_cluster_address",
     r"cvt\.u16\.u32": "truncate_to_u16",
@@ -60,6 +61,7 @@ _TABLE = {
     r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v4\.b32": "store_async_v4",
     # Comparison and Selection, Logic and Shift, Half-Precision Floating-Point
     r"selp\.u32": "select",
+    r"setp\.eq\.u32": "equal",
     r"lop3\.b32": "combine_bits",
     rf"add\.{_ELEMENT}x2": "add_pairs<emulation::Element::{element}>",
     rf"sub\.{_ELEMENT}x2": "subtract_pairs<emulation::Element::{element}>",

@@ -22,6 +22,7 @@ template <size_t WORDS>
 void store_global(u64 address, const Array<Input<u32>, WORDS>& values);
 void load_shared_v4(const Outputs4& values, u32 address);
 void store_shared_v4(u32 address, const Inputs4& values);
+void store_shared_word(u32 address, u32 value);
 void load_cluster_v4(const Array<Output<float>, 4>& values, u32 address);
 void map_cluster_address(Output<u32> result, u32 address, u32 rank);
 
@@ -78,6 +79,7 @@ void largest_of_warp(Output<u32> result, u32 value, u32 mask);
 void lanes_with_same(Output<u32> result, u32 value, u32 mask);
 void sum_of_warp(Output<u32> result, u32 value, u32 mask);
 void elect(bool& chosen, u32 mask);
+inline void equal(bool& result, u32 a, u32 b) { result = a == b; }
 inline void select(Output<u32> result, u32 first, u32 second, bool chosen) { result.set(chosen ? first : second); }
 void registers_grow(u32 count);
 void registers_shrink(u32 count);

@@ -379,6 +379,12 @@ void store_shared_v4(u32 address, const Inputs4& values) {
     for (int i = 0; i < 4; ++i) memcpy(destination + 4 * i, &values[i].value, 4);
 }
 
+void store_shared_word(u32 address, u32 value) {
+    if (address % 4) fail("st.shared.u32 to an address that is no multiple of 4");
+    maybe_yield(32);
+    memcpy(write_shared(address, 4, "st.shared", now()), &value, 4);
+}
+
 void map_cluster_address(Output<u32> result, u32 address, u32 rank) {
     if (rank >= machine.cluster) fail("mapa to rank %u of a cluster of %u", rank, machine.cluster);
     result.set((address & ((1u << RANK_SHIFT) - 1)) | (rank + 1) << RANK_SHIFT);

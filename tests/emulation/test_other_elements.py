@@ -116,6 +116,7 @@ SPARSE_FAULTS = {
     "places of even blocks for odd ones": (Planted("sparse_selector", "0"), "bulk"),
     "places of a neighbour for a lone block": (Planted("places_of_lone_block", "0"), "warpgroup, a word"),
     "places of even products for odd ones": (Planted("warpgroup_selector", "0"), "warpgroup, two words"),
+    "places overwritten in flight": (Planted("places_of_next_row", "i"), "warpgroup, two words"),
 }
 """The fault, and the configuration that shows it."""
 

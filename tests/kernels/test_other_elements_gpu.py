@@ -20,15 +20,16 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.choose.decision import available
 from marlinq.kernels.contract.product_tensors import ProductTensors as Tensors
-from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS, WeightFormat
+from marlinq.kernels.contract.weight_formats import INT4_SPARSE, WEIGHT_FORMATS, WeightFormat
 from marlinq.kernels.launch.call import launch_gemm
+from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.kernels.problems import BOUND, random_operands, relative_error
 
 pytestmark = pytest.mark.gpu
 
 FORMATS = [each for name, each in WEIGHT_FORMATS.items() if each.codec is not None and name != "int4"]
 BATCHES = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 200, 260, 777, 2048)
-# K = 128: parts of one short chunk, which 2:4 weights once got wrong on a GPU alone.
+# K = 128: parts of one short chunk.
 SHAPES = ((128, 320), (1536, 576), (2112, 448), (4096, 1024))
 
 
@@ -64,6 +65,19 @@ def test_every_batch(weight_format: WeightFormat, kernel: str, group: int, dtype
             if not error < BOUND[dtype]:
                 wrong[k, n, zeros, m] = error
     assert not wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("k", [128, 384])
+def test_sparse_places_stay_until_products_are_done(k: int, dtype: torch.dtype) -> None:
+    """In this variant, rarely chosen, ptxas (CUDA 13.0) reused the register of the last product's places."""
+    if "warpgroup" not in available(device_numbers(0)):
+        pytest.skip(f"the warpgroup kernel needs another GPU than {device_numbers(0).architecture}")
+    made = random_operands(k, 4096, -1, dtype, weight_format=INT4_SPARSE)
+    x = torch.randn(20, k, device="cuda").to(dtype)
+    out = torch.full((20, 4096), float("nan"), dtype=dtype, device="cuda")
+    launch_gemm(Tensors(x, made.operand, None, out), WarpgroupConfig(32, 1, 1, 2, 4, 1, 12, 1, 132))
+    assert relative_error(out, made.reference(x)) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=lambda each: each.name)

@@ -1,8 +1,11 @@
-"""No compiler reads a sum before the wait for its product.
+"""Registers of products in flight: no compiler reads their sums early or takes the registers that they read.
 
 The products of a warpgroup are asynchronous, of which the compiler in front of the assembler knows nothing:
 unless the source prevents it, it may copy accumulators between the last product and the wait. The assembler
 reports such reads inside a loop, not those on the way out of one.
+
+Of the registers that a product reads, the assembler reserves those of operand A until the wait, but not that
+of a sparse operand's places, so the source uses it behind the wait (``keep_in_register``).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import pytest
 
 from lab.kernels.resources import variants
 from marlinq.kernels import Device, Problem
+from marlinq.kernels.contract.weight_formats import INT4_SPARSE
 from marlinq.kernels.driver.compiler import compile_to_ptx
 from marlinq.kernels.variants.warpgroup import candidates
 from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
@@ -46,6 +50,46 @@ def test_an_early_read_is_found() -> None:
     assert early_reads("\n".join((product, "wgmma.wait_group.sync.aligned 1;", read, wait))) == [read]
     assert not early_reads("\n".join((product, wait, read)))
     assert not early_reads("\n".join((product, "mov.f32 \t%f5, %f6;", wait)))
+
+
+_PLACES = re.compile(r"wgmma\.mma_async\.sp\..*, (%r\d+), [01], [01], 1, 1, 0;")
+_KEPT = re.compile(r"@never st\.shared\.u32 \[%r\d+\], (%r\d+);")
+
+
+def unkept_places(ptx: str) -> list[str]:
+    """The sparse products whose register of places is not used behind a wait that follows them."""
+    kept_later: set[str] = set()  # read by instructions behind the line, and not yet behind a wait before it
+    kept: set[str] = set()
+    found = []
+    for line in map(str.strip, reversed(ptx.splitlines())):
+        if match := _KEPT.search(line):
+            kept_later.add(match[1])
+        elif line.startswith("wgmma.wait_group"):
+            kept |= kept_later
+        elif (match := _PLACES.search(line)) and match[1] not in kept:
+            found.append(line)
+    return found
+
+
+def test_an_unkept_register_is_found() -> None:
+    product = (
+        "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.f16.f16 "
+        "{%f1,%f2,%f3,%f4}, {%r1,%r2,%r3,%r4}, %rd1, %r5, 0, 1, 1, 1, 0;"
+    )
+    wait = "wgmma.wait_group.sync.aligned 1;"
+    keep = "{ .reg .pred never; setp.eq.u32 never, %r6, 0; @never st.shared.u32 [%r6], %r5; }"
+    assert not unkept_places("\n".join((product, wait, keep)))
+    for wrong in ((product, keep, wait), (keep, product, wait), (product, wait, keep.replace("%r5", "%r7"))):
+        assert unkept_places("\n".join(wrong)) == [product]
+
+
+@pytest.mark.parametrize(("words", "rows", "group"), [(1, 4, -1), (2, 8, 64)])
+def test_places_keep_their_registers_until_products_are_done(words: int, rows: int, group: int) -> None:
+    problem = int4_problem(32, 4096, 4096, group, False, True, INT4_SPARSE)
+    config = WarpgroupConfig(32, words, 1, 2, rows, 1, 4, 1, 132)
+    ptx = compile_to_ptx(config.instantiation(problem), "sm_90a").decode()
+    assert len(_PLACES.findall(ptx)) >= words * rows // 2
+    assert not unkept_places(ptx)
 
 
 def _sending() -> list[tuple[Problem, WarpgroupConfig]]:

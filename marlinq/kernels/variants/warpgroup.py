@@ -85,11 +85,6 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         for (words, warpgroups_n, parts_k), rows, blocks in variants:
             if blocks > most:
                 continue
-            # Chunks of 64 channels, two rows of sparse words, gave wrong results on an H200 with one word,
-            # bfloat16 and one scale per channel (K = 128), though not on the emulation.
-            channelwise = problem.quant_group == 0
-            if problem.format.sparsity and rows < 8 and words == 1 and channelwise and problem.bfloat16:
-                continue
             # One word: the epilogue stores 16 batch rows at a time. Four words: zero points and scales of all
             # of K spill.
             if (words == 1 and tile_m % 16) or (words == 4 and problem.zeros and problem.quant_group == 0):

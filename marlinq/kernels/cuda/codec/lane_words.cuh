@@ -50,8 +50,12 @@ struct LaneWords {
         return Codec::PLANES * PLANE_BYTES + first / 2 * PLACE_BYTES + from * 4;
     }
     // `at` and `places_at`: the words and the places in shared memory.
-    __device__ __forceinline__ void load(const void* at, const void* places_at = nullptr) {
+    __device__ __forceinline__ void load(const void* at, const void* places_at) {
         places.load(places_at);
+        load(at);
+    }
+    // The words alone.
+    __device__ __forceinline__ void load(const void* at) {
         if constexpr (COUNT == 1) {
             of[0] = *reinterpret_cast<const u32*>(at);
         } else if constexpr (COUNT == 2) {

@@ -5,7 +5,8 @@
 //   registers             dequantise row i + 1 ...   while the tensor cores multiply row i
 //
 // So the words of row i + 2 are loaded, those of row i + 1 dequantised and row i multiplied at the same time, across chunk ends
-// too. A stage is released when the first products of the next chunk have been issued and all of its own are done.
+// too. A stage is released when the first products of the next chunk have been issued and all of its own are done. Sparse weights'
+// places are operands as they are: those of row i + 1 are loaded when row i - 1, whose registers they take, is done.
 #pragma once
 #include "fault_site.cuh"
 #include "codec/lane_words.cuh"
@@ -113,11 +114,20 @@ struct WarpgroupLoop {
         Factors factors[PRODUCTS];
         Words w[2];  // of even and of odd rows, as are the fragments
         u32 a[2][PRODUCTS][4];
-        LanePlaces<Codec::SPARSE, PRODUCTS> places[2];
-        // Row i of a stage.
+        LanePlaces<Codec::SPARSE, PRODUCTS> places[2] = {};
+        // Words of row i of a stage, and its places, which a product reads until it is done.
         const auto load_row = [&](int stage, int i) {
-            w[i % 2].load(shared + (words_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES,
-                          shared + (places_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
+            w[i % 2].load(shared + (words_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
+        };
+        const auto load_places = [&](int stage, int i) {
+            places[i % 2].load(shared + (places_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
+        };
+        // Comes behind the wait for row i's products.
+        const auto keep_places = [&](int i) {
+            if constexpr (Codec::SPARSE) {
+#pragma unroll
+                for (u32 of : places[i % 2].of) keep_in_register(of, ring.stages);
+            }
         };
         // Loads scales and zero points of the quantisation group that begins with row i, if one does.
         const auto load_quant_group = [&](int stage, int i) {
@@ -128,7 +138,6 @@ struct WarpgroupLoop {
             if (ZEROS) load_pairs(zero.pair, at + (Layout::ZEROS_AT - Layout::SCALES_AT));
         };
         const auto dequantize_row = [&](int i) {
-            places[i % 2] = w[i % 2].places;
 #pragma unroll
             for (int q = 0; q < PRODUCTS; ++q) {
                 u32 (&fragment)[4] = FAULT_SITE(operand_registers, a[i % 2][q]);
@@ -179,6 +188,7 @@ struct WarpgroupLoop {
             ring.wait_full();
             load_row(ring.stage, 0);
             load_row(ring.stage, 1);
+            load_places(ring.stage, 0);
             load_quant_group(ring.stage, 0);
             if constexpr (NORMALIZED) {
                 // The first chunk, or one whose scales outgrew their columns' normalizers.
@@ -234,6 +244,11 @@ struct WarpgroupLoop {
                     matrix_commit();
                     // The products of the row before are done, so its registers may be written again.
                     FAULT_SITE(row_done, matrix_wait<1>(); if (!SCALED_GROUPS && i == 0 && chunk != entered) release(last);)
+                    keep_places(i + 1);
+                    if (i + 1 < ROWS)
+                        load_places(now.stage, FAULT_SITE(places_of_next_row, i + 1));
+                    else if (more)
+                        load_places(ring.stage, 0);
                     if constexpr (NORMALIZED) if (i + 1 == ROWS && more) {
                         u32 outgrown = 0;
                         each_scale(ring.stage, [&](u32 pair, int q) {
@@ -255,6 +270,7 @@ struct WarpgroupLoop {
                 FAULT_SITE(last_stage_released, release(last);)
             }
         } while (NORMALIZED && chunk < count);
+        keep_places(ROWS - 1);
         if (SCALING == Scaling::SUMS && QUANT_GROUP == 0) multiply_by<E>(sums, scale);
         PerColumn<PRODUCTS> units;
         units.set(1.f);

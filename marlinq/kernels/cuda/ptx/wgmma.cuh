@@ -21,6 +21,14 @@ __device__ __forceinline__ void matrix_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Keeps `value` in its register until here. A sparse product reads its places while it runs, but ptxas (CUDA 13.0) gives their
+// register to other values as soon as the product is issued: it reserves registers of A until the wait, not this one. So behind the
+// wait stands a store of the places, which cannot move before the wait and never happens: `address`, in dynamic shared memory, is
+// not 0, as static barriers lie before it, but no compiler knows that.
+__device__ __forceinline__ void keep_in_register(u32 value, u32 address) {
+    asm volatile("{ .reg .pred never; setp.eq.u32 never, %1, 0; @never st.shared.u32 [%1], %0; }" ::"r"(value), "r"(address) : "memory");
+}
+
 // Descriptor of a K-major operand in rows of 128 bytes with the 128-byte swizzle; atoms of 8 rows lie 1024 bytes apart.
 // Adding 1 to it moves the operand by 16 bytes.
 __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
