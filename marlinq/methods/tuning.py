@@ -213,17 +213,22 @@ class _Dense(torch.autograd.Function):
 class TunableVector:
     """A parameter of one dimension (a norm's weight, a bias) that an optimiser changes.
 
-    ``change`` is relative to the vector's root mean square, so that one learning rate suits vectors of any
-    size, and elements that are zero can change.
+    ``change`` is relative to the size of the vector's elements, so that one learning rate suits vectors of
+    any size, and elements that are zero can change. The size of a factor is its root mean square. That of a
+    bias is the median magnitude of its nonzero elements: key biases may hold elements of 200 among elements
+    of 0.7, and in steps that suit the former, the latter would drown what they are added to.
 
     Args:
         stored: float [n], the vector in the checkpoint; the result has its dtype.
+        added: whether it is added, as a bias, rather than multiplied, as a norm's weight.
     """
 
-    def __init__(self, stored: Tensor) -> None:
+    def __init__(self, stored: Tensor, *, added: bool) -> None:
         self._stored = stored
         self._wide = stored.to(torch.float32)
-        self._unit = float(self._wide.square().mean().sqrt()) or 1.0
+        nonzero = self._wide[self._wide != 0].abs()
+        size = nonzero.median() if added and nonzero.numel() else self._wide.square().mean().sqrt()
+        self._unit = float(size) or 1.0
         self.change = torch.zeros_like(self._wide, requires_grad=True)
 
     def parameters(self) -> dict[str, Tensor]:

@@ -112,12 +112,24 @@ def test_an_activation_order_is_refused() -> None:
 
 def test_a_vector_moves_in_units_of_its_size() -> None:
     stored = torch.tensor([0.0, 3.0, -4.0, 0.0], dtype=torch.float16)
-    vector = TunableVector(stored)
+    vector = TunableVector(stored, added=False)
     assert torch.equal(vector.tensor(), stored)
     with torch.no_grad():
         vector.change[0] = 0.1
     # The root mean square of the four is 2.5.
     assert vector.tensor().tolist() == [0.25, 3.0, -4.0, 0.0]
+
+
+def test_a_few_huge_biases_do_not_set_the_pace_of_the_others() -> None:
+    stored = torch.tensor([200.0, 0.0, -0.5, 0.25, 0.0, 0.5])
+    vector = TunableVector(stored, added=True)
+    with torch.no_grad():
+        vector.change[:2] = 0.5
+    assert vector.tensor().tolist() == [200.25, 0.25, -0.5, 0.25, 0.0, 0.5]
+    none = TunableVector(torch.zeros(2), added=True)
+    with torch.no_grad():
+        none.change[0] = 0.5
+    assert none.tensor().tolist() == [0.5, 0.0]
 
 
 @pytest.mark.parametrize("chunk", [3, 64])

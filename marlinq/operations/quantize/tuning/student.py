@@ -88,7 +88,8 @@ class Student:
         self._outside = self._outer_vectors() if vectors else []
         for name in (*(name for names in self._inside for name in names), *self._outside):
             shape = instance.model.get_parameter(name).shape
-            self.vectors[name] = TunableVector(instance.read(name, tuple(shape)).to(instance.device))
+            stored = instance.read(name, tuple(shape)).to(instance.device)
+            self.vectors[name] = TunableVector(stored, added=name.endswith("bias"))
 
     def _original(self, planned: PlannedModule) -> Tensor:
         projection = planned.projection
