@@ -14,7 +14,7 @@ from torch import Tensor
 
 from marlinq.models.convolution import GatedConvolution
 from marlinq.models.delta_net import DeltaNet
-from marlinq.models.formulas import Activation, ExpertActivation
+from marlinq.models.formulas import Activation, ExpertActivation, GateActivation
 from marlinq.models.mamba import Mamba, Scales
 from marlinq.models.parts import Norm, Slices
 
@@ -22,6 +22,7 @@ __all__ = [
     "MLP",
     "Anatomy",
     "Attention",
+    "AttentionGate",
     "DeltaNet",
     "GatedConvolution",
     "Groups",
@@ -52,6 +53,7 @@ class Rotary:
         scaling: factor on cosines and sines.
         limit: number of positions for which the frequencies are valid; None for all. Some models compute
             other frequencies for longer sequences.
+        backward: whether pairs turn by negative angles.
     """
 
     module: str
@@ -60,6 +62,22 @@ class Rotary:
     interleaved: bool = False
     scaling: float = 1.0
     limit: int | None = None
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionGate:
+    """A linear of attention's input that makes factors of attention's result.
+
+    Attributes:
+        module: full name of the linear.
+        activation: function of its result, ``sigmoid`` or ``softplus``.
+        by_head: whether a head has one factor, and not one for each channel.
+    """
+
+    module: str
+    activation: GateActivation
+    by_head: bool
 
 
 @dataclass(frozen=True)
@@ -75,12 +93,14 @@ class Attention:
         window: largest number of positions that a query sees, its own included; None for all.
         softcap: dot products become ``softcap * tanh(product / softcap)``; None for no cap.
         query_norm, key_norm: norms before the rotary embedding, per head or over all heads; None without one.
+        norms_behind: whether these norms are behind the rotary embedding, not before it.
         value_norm: norm of each head of values; None without one.
         keys_are_values: whether values are what was projected as keys, before norm and rotation.
         shared: index of the earlier layer whose keys and values this one reads; None if it has its own.
         rotary: rotary embedding; None without one.
         gated: whether attention's result is multiplied by the sigmoid of gates. Each head of queries is then
             followed by as many columns of gates, and ``qkv`` has 2 H D columns of queries.
+        gate: linear that makes factors of attention's result; None without one.
         sinks: full name of the parameter [heads] whose exponentials are added to the sums that the softmax
             divides by; None without sinks.
     """
@@ -101,6 +121,8 @@ class Attention:
     value_norm: Norm | None = None
     keys_are_values: bool = False
     shared: int | None = None
+    norms_behind: bool = False
+    gate: AttentionGate | None = None
 
 
 @dataclass(frozen=True)

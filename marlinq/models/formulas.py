@@ -26,6 +26,12 @@ _SEED = 20_260
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ExpertActivation = Activation | Literal["clamped_swiglu"]
+GateActivation = Literal["sigmoid", "softplus"]
+"""Function of a gate of attention's result."""
+GATES: Mapping[GateActivation, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+}
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

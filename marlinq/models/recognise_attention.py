@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from marlinq.models.anatomy import Attention, Norm, Rotary, Slices
+from marlinq.models.anatomy import Attention, AttentionGate, Norm, Rotary, Slices
 from marlinq.models.blueprint import towers
-from marlinq.models.formulas import factor, rotate
+from marlinq.models.formulas import GATES, factor, rotate
 from marlinq.models.recording import TOKENS, AttentionCall, Call, MaskFunction, Refusal
 
 # Exceptions of a module's forward pass on numbers where it expects other values.
@@ -96,10 +96,10 @@ class RotaryModules:
             channels = 2 * len(candidate.values)
             if channels > base.shape[-1]:
                 continue
-            for interleaved in (False, True):
+            for interleaved, backward in product((False, True), repeat=2):
                 turned = rotate(
                     base,
-                    candidate.values,
+                    -candidate.values if backward else candidate.values,
                     self._positions,
                     interleaved=interleaved,
                     scaling=candidate.scaling,
@@ -115,6 +115,7 @@ class RotaryModules:
                         interleaved,
                         candidate.scaling,
                         candidate.limit,
+                        backward,
                     )
                     return rotary, scale
         return None
@@ -190,21 +191,32 @@ def attention_part(
     if heads % kv_heads or call.values.shape[1] != kv_heads:
         raise Refusal(call.name, f"{heads} heads of queries over {kv_heads} of keys")
     projections = [each for each in before if each.kind == "linear"]
+    if not projections:
+        raise Refusal(call.name, "no linear runs before attention")
+    read = projections[0].input
+    behind = [each for each in after if each.kind == "linear"]
+    output = next((each for each in behind if not torch.equal(each.input, read)), None)
+    gate = None
+    if output is not None:
+        gates = (*projections, *behind[: behind.index(output)])
+        gate = _own_gate(call.output, read, output.input, gates)
+    if gate is not None:
+        projections = [each for each in projections if each is not gate[0]]
     if not 1 <= len(projections) <= 3:
         raise Refusal(call.name, f"expected one to three linears before attention, found {len(projections)}")
     for each in projections:
-        if not torch.equal(each.input, projections[0].input):
+        if not torch.equal(each.input, read):
             raise Refusal(each.name, f"does not read what {projections[0].name} reads")
     shared = next((each for each in earlier if _reads_the_same(call, each)), None)
     found = _explain(call, projections, before, norms, rotary, shared is not None)
-    query, key, value, gate = found.query, found.key, found.value, found.gate
-    if key is not None and query.rotary != key.rotary:
+    query, key, value = found.query, found.key, found.value
+    if key is not None and (query.rotary != key.rotary or query.behind != key.behind):
         raise Refusal(call.name, "queries and keys are not rotated alike")
-    output = next((each for each in after if each.kind == "linear"), None)
     result = call.output.reshape(1, call.output.shape[1], -1)
-    if gate is not None:
-        result = result * torch.sigmoid(gate)
-    if output is None or not torch.equal(output.input.flatten(), result.flatten()):
+    if found.gate is not None:
+        result = result * torch.sigmoid(found.gate)
+    plain = output is not None and torch.equal(output.input.flatten(), result.flatten())
+    if output is None or plain == (gate is not None):
         raise Refusal(
             call.name if output is None else output.name, "does not read the result of attention as it is"
         )
@@ -220,15 +232,35 @@ def attention_part(
         query_norm=query.norm,
         key_norm=None if key is None else key.norm,
         rotary=query.rotary,
-        gated=gate is not None,
+        gated=found.gate is not None,
         sinks=call.sinks,
         value_norm=None if value is None else value.norm,
         keys_are_values=shared is None and len(found.slices.widths) == 2,
         shared=None if shared is None else shared.block,
+        norms_behind=query.behind,
+        gate=None if gate is None else gate[1],
     )
-    inner = (each.call for each in (query, key, value) if each is not None)
+    inner = (
+        *(each.call for each in (query, key, value) if each is not None),
+        None if gate is None else gate[0],
+    )
     used = [*projections, output, *(each for each in inner if each is not None)]
     return attention, used, projections[0].input, output
+
+
+def _own_gate(
+    mixed: Tensor, read: Tensor, wanted: Tensor, candidates: Sequence[Call]
+) -> tuple[Call, AttentionGate] | None:
+    """The linear of ``read`` whose function multiplies ``mixed`` [1, T, H, D] to ``wanted``; None if none
+    does."""
+    for call, (activation, function) in product(candidates, GATES.items()):
+        by_head = call.output.shape[-1] == mixed.shape[2]
+        if not torch.equal(call.input, read) or not (by_head or call.output.numel() == mixed.numel()):
+            continue
+        gate = function(call.output).view(*mixed.shape[:3], -1)
+        if torch.equal((mixed * gate).flatten(), wanted.flatten()):
+            return call, AttentionGate(call.name, activation, by_head)
+    return None
 
 
 def _reads_the_same(call: AttentionCall, other: AttentionCall) -> bool:
@@ -239,12 +271,14 @@ def _reads_the_same(call: AttentionCall, other: AttentionCall) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Norm, rotation and factor between columns of the projections and queries, keys or values."""
+    """Norm, rotation and factor between columns of the projections and queries, keys or values; ``behind``:
+    the norm follows the rotation."""
 
     norm: Norm | None
     call: Call | None
     rotary: Rotary | None
     scale: float
+    behind: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,6 +340,13 @@ def _explain_heads(
         explained = rotary.explain(found, base)
         if explained is not None:
             return _Heads(norm, call, *explained)
+    by_head = _by_head(part, found.shape[1])
+    for call in before:
+        if call.kind == "norm" and call.input.shape == by_head.shape:
+            explained = rotary.explain(call.input, by_head)
+            scale = factor(found, call.output)
+            if explained is not None and explained[1] == 1 and scale is not None:
+                return _Heads(norms[call.name], call, explained[0], scale, behind=True)
     return None
 
 

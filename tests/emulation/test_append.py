@@ -53,7 +53,14 @@ def test_rotation_and_cache(
     norms = [head_norm(kind, size, count, dtype, wide=wide) for count in (heads, kv)]
     q = poisoned(m, heads, size, dtype=dtype)
     keys, values = (poisoned(batch, kv, capacity, size, dtype=dtype) for _ in range(2))
-    work = HeadWork(table=table, interleaved=interleaved, query_norm=norms[0], key_norm=norms[1], turns=turns)
+    work = HeadWork(
+        table=table,
+        interleaved=interleaved,
+        query_norm=norms[0],
+        key_norm=norms[1],
+        turns=turns,
+        norms_behind=interleaved and kind is not None,
+    )
     prepared = append(x, q, keys, values, lengths, work, tokens_each=tokens_each)
     memory = [
         *given(x=x, lengths=lengths),

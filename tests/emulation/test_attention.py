@@ -26,6 +26,7 @@ from tests.emulation.step import (
 from tests.kernels.step_problems import (
     BOUND,
     expected_attention,
+    expected_factors,
     expected_heads,
     random,
     relative_error,
@@ -195,12 +196,15 @@ def test_values_that_are_keys_and_keys_of_another_layer(
         assert relative_error(found, wanted.double()) < BOUND[dtype]
 
 
-# (heads, kv_heads, D, cached tokens, rows, splits, window, softcap), warps, rotated channels, norm, gated
+# (heads, kv_heads, D, cached tokens, rows, splits, window, softcap), warps, rotated channels, norm, gates
 TOGETHER = [
-    ((4, 2, 64, 0, 3, 1, None, None), 4, 64, "RMS", True),
-    ((12, 1, 32, 93, 8, 2, None, None), 4, 16, None, True),
-    ((2, 2, 80, 127, 4, 3, 40, 9.0), 4, 32, "LAYER", False),
-    ((3, 1, 16, 62, 5, 2, 2, None), 4, 0, None, False),
+    ((4, 2, 64, 0, 3, 1, None, None), 4, 64, "RMS", "queries"),
+    ((12, 1, 32, 93, 8, 2, None, None), 4, 16, None, "queries"),
+    ((2, 2, 80, 127, 4, 3, 40, 9.0), 4, 32, "LAYER", "none"),
+    ((3, 1, 16, 62, 5, 2, 2, None), 4, 0, None, "none"),
+    ((12, 2, 32, 30, 2, 2, None, None), 4, 16, "RMS", "channels"),
+    ((8, 2, 16, 3, 3, 1, None, None), 4, 16, "RMS_WIDE", "heads"),
+    ((6, 1, 64, 40, 1, 2, None, None), 4, 64, "RMS", "heads"),
 ]
 
 
@@ -208,19 +212,27 @@ TOGETHER = [
 def test_neighbouring_tokens_of_one_sequence(
     builder: Builder, case: tuple[Any, ...], dtype: torch.dtype
 ) -> None:
-    (heads, kv, size, length, rows, splits, window, softcap), warps, channels, kind, gated = case
+    (heads, kv, size, length, rows, splits, window, softcap), warps, channels, kind, gates = case
     torch.manual_seed(size)
-    capacity, columns = length + rows, ((1 + gated) * heads + 2 * kv) * size
+    capacity, gated = length + rows, gates != "none"
+    own = {"channels": heads * size, "heads": -(-heads // 8) * 8}.get(gates, 0)
+    columns = ((1 + (gates == "queries")) * heads + 2 * kv) * size
     sinks = None if gated else apart(torch.linspace(-2, 4, heads))
-    x = strided(rows, columns, columns + 64, dtype)
-    plain, factor = x, torch.ones(1)
-    if gated:
+    x = strided(rows, columns + own, columns + own + 64, dtype)
+    plain = x[:, :columns]
+    if gates == "queries":
         pairs = x[:, : 2 * heads * size].reshape(rows, heads, 2, size)
         plain = torch.cat((pairs[:, :, 0].flatten(1), x[:, 2 * heads * size :]), 1)
-        factor = pairs[:, :, 1].double().sigmoid()
     table = apart(rotation_table(capacity, channels)) if channels else None
     norms = [head_norm(kind, size, count, dtype, wide=False) for count in (heads, kv)]
-    work = HeadWork(table=table, query_norm=norms[0], key_norm=norms[1], gated=gated)
+    work = HeadWork(
+        table=table,
+        query_norm=norms[0],
+        key_norm=norms[1],
+        gates=gates,
+        softplus=gates == "channels",
+        norms_behind=own > 0,
+    )
     filled = [random(1, kv, capacity, size, dtype=dtype) for _ in range(2)]
     for cache in filled:
         cache[:, :, length:] = torch.nan
@@ -265,7 +277,7 @@ def test_neighbouring_tokens_of_one_sequence(
             Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
         ]
         start(builder, prepared, memory, seed=size)
-        assert relative_error(out, factor * expected) < BOUND[dtype]
+        assert relative_error(out, expected_factors(x, out, kv, work) * expected) < BOUND[dtype]
         for found, wanted in zip((keys, values), whole, strict=True):
             assert relative_error(found, wanted.double()) < BOUND[dtype]
 

@@ -72,6 +72,9 @@ def expected_heads(
         parts[2] = expected_norm(parts[2], RowNorm("RMS_WIDE", None, None, work.value_eps))
     for index, norm in enumerate((work.query_norm, work.key_norm)):
         part = parts[index]
+        if work.table is not None and work.norms_behind:
+            part = expected_rotation(part, work.table, positions, interleaved=work.interleaved)
+            part = part.to(x.dtype).double()
         if norm is not None and norm.wide:
             part = expected_norm(part.flatten(1), norm).unflatten(1, (-1, size))
         elif norm is not None:
@@ -81,10 +84,27 @@ def expected_heads(
                 if found is not None:
                     found = found.double().view(-1, size)
                     part = part * (found + norm.offset) if name == "weight" else part + found
-        if work.table is not None:
+        if work.table is not None and not work.norms_behind:
             part = expected_rotation(part, work.table, positions, interleaved=work.interleaved)
         parts[index] = part
     return parts[0], parts[1], parts[2]
+
+
+def expected_factors(x: Tensor, out: Tensor, kv: int, work: HeadWork) -> Tensor:
+    """Factors of attention's result ``out`` [M, H, D] in float64, from the gates in rows ``x``; 1 without."""
+    m, heads, size = out.shape
+    wide = x.double()
+    behind = wide[:, (work.heads_each * heads + work.keys_and_values * kv) * size :]
+    match work.gates:
+        case "none":
+            return torch.ones((), dtype=torch.float64)
+        case "queries":
+            gates = wide[:, : 2 * heads * size].reshape(m, heads, 2, size)[:, :, 1]
+        case "channels":
+            gates = behind[:, : heads * size].reshape(m, heads, size)
+        case "heads":
+            gates = behind[:, :heads, None]
+    return F.softplus(gates) if work.softplus else gates.sigmoid()
 
 
 def expected_activation(name: str, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from marlinq.kernels.step import (
     ConvolutionWeights,
     DeltaWeights,
     Division,
+    Gates,
     Gather,
     HeadNorm,
     HeadWork,
@@ -149,12 +150,23 @@ def attentions(*, clusters: bool = False) -> list[Prepared]:
 
 
 def runs() -> list[Prepared]:
-    """Neighbouring tokens of one sequence, with gates."""
+    """Neighbouring tokens of one sequence, with gates in every place; norms behind the rotation at last."""
     prepared = []
-    for size, dtype in ((128, HALF), (256, BFLOAT16)):
+    cases: list[tuple[int, torch.dtype, Gates]] = [
+        *((128, HALF, "queries"), (256, BFLOAT16, "queries")),
+        *((128, BFLOAT16, "channels"), (128, HALF, "heads")),
+    ]
+    for size, dtype, gates in cases:
         cache, x = empty(1, 8, 32, size, dtype=dtype), empty(8, 32 * size, dtype=dtype)
         norm = HeadNorm("RMS_WIDE", empty(size, dtype=dtype), None, 1e-6, 1.0)
-        work = HeadWork(table=torch.empty(32, size // 2, 2), query_norm=norm, key_norm=norm, gated=True)
+        work = HeadWork(
+            table=torch.empty(32, size // 2, 2),
+            query_norm=norm,
+            key_norm=norm,
+            gates=gates,
+            softplus=gates == "channels",
+            norms_behind=gates == "heads",
+        )
         division, shape = Division(2, 8), AttentionShape(8, 8, 8, size, 32)
         workspace = AttentionWorkspace.of([(shape, division)], torch.device("cpu"))
         lengths, out = torch.zeros(8, dtype=torch.int32), empty(8, 8, size, dtype=dtype)

@@ -358,6 +358,36 @@ KNOWN["gemma-4-moe"] = Decoder(
 )
 """Name -> decoder with heads of several sizes: with keys that are values, and with vectors of layers."""
 
+_GATED: dict[str, Any] = {**_HEADS, "num_attention_heads": 8, "sliding_window": WINDOW}
+KNOWN |= {
+    "afmoe": Decoder(
+        "afmoe",
+        {
+            **_GATED,
+            "num_dense_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "lfm3": Decoder(
+        "lfm3",
+        {
+            **_GATED,
+            "num_hidden_layers": 2,
+            "layer_types": ["conv", "full_attention"],
+            "use_attention_gate": True,
+            "num_dense_layers": 2,
+        },
+    ),
+    "laguna": Decoder(
+        "laguna",
+        {**_GATED, "layer_types": ["full_attention"] * 3, "mlp_layer_types": ["dense"] * 3},
+    ),
+}
+"""Name -> decoder whose attention's result is multiplied by factors of a linear."""
+
+KNOWN |= {"hunyuan": Decoder("hunyuan_v1_dense", _HEADS), "nanochat": Decoder("nanochat", _BASE)}
+"""Name -> decoder that normalises queries and keys behind their rotation."""
+
 UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
     "mamba": (
         Decoder("mamba", {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2}),
@@ -382,7 +412,6 @@ UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
         "attention interface",
     ),
     "diffllama": (Decoder("diffllama", _BASE), r"self_attn\.lambda", "no linear"),
-    "hunyuan": (Decoder("hunyuan_v1_dense", _HEADS), r"0\.self_attn", "queries are neither"),
     "cohere-query-norm": (
         Decoder("cohere", {**_BASE, "use_qk_norm": True}),
         r"0\.self_attn\.q_norm\.weight",

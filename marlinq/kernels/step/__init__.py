@@ -12,7 +12,7 @@ from marlinq.kernels.step.append import append
 from marlinq.kernels.step.attend import AttentionShape, AttentionWorkspace, Division, attend, divide
 from marlinq.kernels.step.convolution import ConvolutionWeights, convolution_refusal, gated_convolution
 from marlinq.kernels.step.delta import DeltaWeights, RateWeights, delta, delta_refusal, makes_rates
-from marlinq.kernels.step.heads import HeadNorm, HeadWork
+from marlinq.kernels.step.heads import Gates, HeadNorm, HeadWork
 from marlinq.kernels.step.latent import (
     LatentDivision,
     LatentWeights,
@@ -37,6 +37,7 @@ __all__ = [
     "ConvolutionWeights",
     "DeltaWeights",
     "Division",
+    "Gates",
     "Gather",
     "HeadNorm",
     "HeadWork",

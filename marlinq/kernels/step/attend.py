@@ -163,8 +163,8 @@ def attend(
     stream's previous kernels still run.
 
     Args:
-        x: [B, (H + 2 * KV) * D], queries, keys and values side by side, as far as ``work`` has them. Where
-            ``work.gated``, each query head is followed by D gates; the result is multiplied by their sigmoid.
+        x: [B, (H + 2 * KV) * D], queries, keys and values side by side, as far as ``work`` has them, with
+            gates in the place that ``work.gates`` says; their sigmoid or softplus multiplies the result.
         keys, values: [B, KV, L, D], contiguous; the cache. [1, KV, L, D] with ``together``.
         out: [B, H, D], each row contiguous; written.
         lengths: int32 [B], tokens in the cache; with ``together`` rising by one from row to row.
@@ -223,7 +223,8 @@ def attend(
         ("MIN_BLOCKS", division.blocks_each(size)),
         ("CLUSTER", division.splits if division.meets else 1),
         ("TOGETHER", rows),
-        ("GATED", work.gated),
+        ("GATES", f"Gates::{work.gates.upper()}"),
+        ("SOFTPLUS", work.softplus),
         ("SINKS", sinks is not None),
         ("SOFTCAP", softcap is not None),
         *head_parameters(work),

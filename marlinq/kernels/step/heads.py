@@ -12,6 +12,8 @@ from torch import Tensor
 from marlinq.kernels.contract.instantiation import Parameters
 from marlinq.kernels.launch.prepared import address, check_rows
 
+Gates = Literal["none", "queries", "channels", "heads"]
+
 
 @dataclass(frozen=True)
 class HeadNorm:
@@ -41,9 +43,13 @@ class HeadWork:
         table: float32 [L, channels / 2, 2], cosines and sines at every position; None without a rotation.
         interleaved: whether the two channels that are rotated together are neighbours.
         query_norm, key_norm: norms before the rotation, or None; both wide or none.
+        norms_behind: whether these norms are behind the rotation, not before it; not with wide ones.
         turns: runs in which queries, keys and values alternate (:class:`marlinq.models.anatomy.Slices`); 1
             for norms over all heads.
-        gated: whether each query head is followed by D gates; not with norms over all heads.
+        gates: place of the gates that multiply attention's result: ``queries``: D of them behind each query
+            head, not with norms over all heads; ``channels`` and ``heads``: behind all other columns of a
+            row, one for each channel or each head of the result; ``none`` without gates.
+        softplus: whether a gate's factor is its softplus, not its sigmoid.
         value_eps: number added to the mean square by which each head of values is normalised, without a
             weight; None where values are not normalised.
         keys_are_values: whether values are what was projected as keys, which have no columns of their own.
@@ -55,10 +61,17 @@ class HeadWork:
     query_norm: HeadNorm | None = None
     key_norm: HeadNorm | None = None
     turns: int = 1
-    gated: bool = False
+    gates: Gates = "none"
+    softplus: bool = False
     value_eps: float | None = None
     keys_are_values: bool = False
     shared: bool = False
+    norms_behind: bool = False
+
+    @property
+    def heads_each(self) -> int:
+        """Runs of D columns for each query head."""
+        return 2 if self.gates == "queries" else 1
 
     @property
     def keys_and_values(self) -> int:
@@ -106,6 +119,7 @@ def head_parameters(work: HeadWork) -> Parameters:
         ("VALUES_NORMED", work.value_eps is not None),
         ("SHARED", work.shared),
         ("WIDE", wide),
+        ("NORMS_BEHIND", work.norms_behind),
     )
 
 
@@ -113,7 +127,7 @@ def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
     """The parameter ``given`` of the kernels.
 
     Args:
-        x: [M, (heads + 2 * KV) * D], queries, keys and values side by side.
+        x: [M, (heads + 2 * KV) * D], queries, keys and values side by side, with gates as ``work`` has them.
         heads: number of heads of queries.
         keys: [B, KV, L, D], the cache.
         work: norms and rotation.
@@ -125,11 +139,12 @@ def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
     check_rows(x=x)
     _, kv_heads, capacity, size = keys.shape
     query_norm, key_norm, table, turns = work.query_norm, work.key_norm, work.table, work.turns
-    each = 2 if work.gated else 1
-    others = work.keys_and_values
-    if x.shape[1] < (each * heads + others * kv_heads) * size:
+    each, others = work.heads_each, work.keys_and_values
+    gates = {"channels": heads * size, "heads": heads}.get(work.gates, 0)
+    if x.shape[1] < (each * heads + others * kv_heads) * size + gates:
         raise ValueError(
-            f"x: expected {each * heads} + {others} * {kv_heads} heads of {size}, found {list(x.shape)}"
+            f"x: expected {each * heads} + {others} * {kv_heads} heads of {size} and {gates} gates, "
+            f"found {list(x.shape)}"
         )
     if table is not None and (table.dtype != torch.float32 or table.shape[0] < capacity):
         raise ValueError(f"table: expected float32 for {capacity} positions, found {list(table.shape)}")
@@ -137,8 +152,8 @@ def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
     wide = any(norm.wide for norm in norms)
     if heads % turns or kv_heads % turns or (wide and turns > 1):
         raise ValueError(f"turns: {turns} of {heads} and {kv_heads} heads")
-    if wide and work.gated:
-        raise ValueError("norms over all heads: expected no gates between them")
+    if wide and (work.gates == "queries" or work.norms_behind):
+        raise ValueError("norms over all heads: expected no gates between them, and no rotation before")
     if wide and not all(norm.wide and norm.kind != "LAYER" for norm in norms):
         raise ValueError("norms over all heads: expected both to be so, and none to subtract a mean")
     return NewHeads(

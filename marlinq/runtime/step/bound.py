@@ -48,6 +48,7 @@ from marlinq.models.anatomy import (
 )
 from marlinq.runtime.grouped_experts import GroupedExperts
 from marlinq.runtime.step.products import Product, single_product
+from marlinq.runtime.step.rotations import frequencies_of
 
 
 def chain_refusal(model: nn.Module, anatomy: Anatomy) -> Unrecognised | None:
@@ -168,6 +169,7 @@ def _attention_refusal(model: nn.Module, name: str, attention: Attention) -> Unr
     wide = [norm.width != size for norm in norms]
     if any(wide) and (
         not all(wide)
+        or attention.norms_behind
         or attention.qkv.turns != 1
         or attention.gated
         or any(norm.kind == "layer" for norm in norms)
@@ -178,6 +180,13 @@ def _attention_refusal(model: nn.Module, name: str, attention: Attention) -> Unr
         held = any(True for _ in model.get_submodule(value_norm.module).parameters())
         if value_norm.kind == "layer" or value_norm.width != size or held:
             return Unrecognised(value_norm.module, "a norm of values with a weight, a mean or over all heads")
+    gate = attention.gate
+    if gate is not None:
+        columns = attention.heads * (1 if gate.by_head else size)
+        if getattr(model.get_submodule(gate.module), "bias", None) is not None:
+            return Unrecognised(gate.module, "a bias of gates")
+        if columns % VECTOR:
+            return Unrecognised(gate.module, f"{columns} gates; the kernels take multiples of {VECTOR}")
     if attention.gated and attention.qkv.turns != 1:
         return Unrecognised(name, "gates among queries, keys and values that take turns")
     return None
@@ -536,6 +545,6 @@ def stream_scale(model: nn.Module, layer: Layer) -> float:
 
 def rotation_table(model: nn.Module, rotary: Rotary, capacity: int) -> Tensor:
     """Cosines and sines [L, channels / 2, 2] in float32."""
-    frequencies = model.get_submodule(rotary.module).get_buffer(rotary.frequencies).float()
+    frequencies = frequencies_of(model, rotary)
     angles = torch.arange(capacity, device=frequencies.device).float()[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin()), -1).mul_(rotary.scaling).contiguous()

@@ -20,6 +20,7 @@ from marlinq.kernels.step import (
     ConvolutionWeights,
     DeltaWeights,
     Division,
+    Gates,
     HeadWork,
     LatentDivision,
     LatentWeights,
@@ -44,6 +45,7 @@ from marlinq.models.anatomy import (
     Rotary,
 )
 from marlinq.runtime.grouped_experts import GroupedExperts
+from marlinq.runtime.quant_linear import QuantLinear
 from marlinq.runtime.step.attention import attention_sinks
 from marlinq.runtime.step.bound import (
     BoundBeside,
@@ -66,6 +68,7 @@ from marlinq.runtime.step.bound import (
 from marlinq.runtime.step.convolution import convolution_weights
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.functions import router_norm_of, vector_of
+from marlinq.runtime.step.join import JoinedSlice
 from marlinq.runtime.step.latent import absorbed_weights
 from marlinq.runtime.step.mamba import mamba_weights
 from marlinq.runtime.step.products import Product, find_product, single_product
@@ -190,10 +193,13 @@ class BoundForward(Forward):
             return self._bound_layer(
                 model, layer, apart, qkv, heads=HeadWork(), keys=empty, values=empty, **others
             )
-        qkv, reason = find_product(model, attention.qkv, interleave=False)
+        qkv, reason = _attention_product(model, attention)
         if reason is not None:
             apart[reason] = None
-        rotary = attention.rotary
+        rotary, gate = attention.rotary, attention.gate
+        gates: Gates = "queries" if attention.gated else "none"
+        if gate is not None:
+            gates = "heads" if gate.by_head else "channels"
         table = None if rotary is None else self._table(model, rotary, tables)
         shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
         if attention.shared is None:
@@ -214,10 +220,12 @@ class BoundForward(Forward):
                 query_norm=head_norm(model, attention.query_norm, attention.head_dim, self.dtype),
                 key_norm=head_norm(model, attention.key_norm, attention.head_dim, self.dtype),
                 turns=attention.qkv.turns,
-                gated=attention.gated,
+                gates=gates,
+                softplus=gate is not None and gate.activation == "softplus",
                 value_eps=None if value_norm is None else value_norm.eps,
                 keys_are_values=attention.keys_are_values,
                 shared=attention.shared is not None,
+                norms_behind=attention.norms_behind,
             ),
             keys=keys,
             values=values,
@@ -417,6 +425,22 @@ def _rate_weights(model: nn.Module, net: DeltaNet, dtype: torch.dtype) -> RateWe
         # Steps begin behind the first run's betas.
         weights.append(weights[0][net.value_heads // net.rates.turns :])
     return RateWeights(*weights)
+
+
+def _attention_product(model: nn.Module, attention: Attention) -> tuple[Product, str | None]:
+    """The product before attention, with its gates' columns behind the others; as :func:`find_product`."""
+    gate, slices = attention.gate, attention.qkv
+    if gate is None:
+        return find_product(model, slices, interleave=False)
+    if isinstance(model.get_submodule(gate.module), QuantLinear | JoinedSlice):
+        columns = attention.heads * (1 if gate.by_head else attention.head_dim)
+        widths = (*slices.widths, columns)
+        whole = replace(slices, modules=(*slices.modules, gate.module), widths=widths)
+        product, reason = find_product(model, whole, interleave=False)
+        if reason is None:
+            return product, None
+    product, reason = find_product(model, slices, interleave=False)
+    return product.followed_by(single_product(model, gate.module)), reason
 
 
 def _bound(

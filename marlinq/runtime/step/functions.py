@@ -10,8 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.kernels.step import RowNorm
-from marlinq.models.anatomy import MLP, InputGate, LayerInputs, Mixture, Norm, Router, Slices
-from marlinq.models.formulas import ACTIVATIONS
+from marlinq.models.anatomy import (
+    MLP,
+    AttentionGate,
+    InputGate,
+    LayerInputs,
+    Mixture,
+    Norm,
+    Router,
+    Slices,
+)
+from marlinq.models.formulas import ACTIVATIONS, GATES
 
 Function = Callable[[Tensor], Tensor]
 Chosen = Callable[[Tensor, Tensor], None]
@@ -175,6 +184,14 @@ def parts_of(model: nn.Module, slices: Slices) -> Callable[[Tensor], Sequence[Te
         return slices.split(joined)
 
     return split
+
+
+def gate_of(model: nn.Module, gate: AttentionGate | None) -> Function | None:
+    """Factors [..., gates] of attention's result, a function of its input; None without gates."""
+    if gate is None:
+        return None
+    linear, function = linear_of(model, gate.module), GATES[gate.activation]
+    return lambda x: function(linear(x).float()).to(x.dtype)
 
 
 def norm_of(model: nn.Module, norm: Norm | None, dtype: torch.dtype) -> Function | None:

@@ -144,8 +144,8 @@ def _halves(table: Tensor | None) -> tuple[Tensor, Tensor]:
 def _model(layer: BoundLayer) -> Model:
     if not layer.attends:
         raise _UnknownPartError("layers without ordinary attention")
-    if layer.attention.gated or layer.sinks is not None:
-        raise _UnknownPartError("gated heads, or attention sinks")
+    if layer.heads.gates != "none" or layer.heads.norms_behind or layer.sinks is not None:
+        raise _UnknownPartError("gated heads, norms behind a rotation, or attention sinks")
     if layer.input_gate is not None or layer.stream_scale != 1:
         raise _UnknownPartError("per-layer inputs, or a factor on the residual stream")
     if len(layer.attention.qkv.widths) != 3 or layer.attention.value_norm is not None:

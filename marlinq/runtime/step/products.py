@@ -60,6 +60,11 @@ class Product:
         """Columns of the result without the padding at its end."""
         return sum(self.widths)
 
+    def followed_by(self, other: Product) -> Product:
+        """Both products, with the columns of ``other`` behind these."""
+        inner = max(self.inner, other.inner)
+        return Product((*self.modules, *other.modules), (*self.widths, *other.widths), False, inner)
+
     def problems(self, rows: int) -> list[Problem]:
         """The problems to decide and compile for ``rows`` rows of activations."""
         return [module.operand.problem(rows) for module in self.modules if isinstance(module, QuantLinear)]

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from marlinq.models.anatomy import Attention
+from marlinq.models.formulas import GATES
 from marlinq.runtime.step.attention import causal_attention
 from marlinq.runtime.step.bound_forward import BoundForward
 from marlinq.runtime.step.latent_prompts import prompt_attention
@@ -84,24 +86,21 @@ def read_prompts(
             del mixed
             continue
         attention = layer.attention
-        gates = []
+        factors = []
         q = walks[0].empty("queries", total, attention.heads * attention.head_dim)
         for walk, rows in zip(walks, pieces, strict=True):
             joined = walk.before_attention(index)
             walk.mix_beside(index, rows.start if len(pieces) > 1 else 0, ends)
             walk.append(index, joined, q[rows])
-            if attention.gated:
-                pairs = joined[:, : attention.qkv.widths[0]].reshape(
-                    -1, attention.heads, 2, attention.head_dim
-                )
-                gates.append(pairs[:, :, 1].sigmoid().flatten(1))
+            if attention.gated or attention.gate is not None:
+                factors.append(_factors(joined, attention))
         queries = q.view(batch, width, attention.heads, attention.head_dim).transpose(1, 2)
         keys, values = (cache[part, :, :width] for cache in (layer.keys, layer.values))
         mixed = causal_attention(queries, keys, values, attention, layer.sinks)
         mixed = mixed.transpose(1, 2).reshape(total, -1)
         del q, queries
-        if gates:
-            mixed = mixed * torch.cat(gates)
+        if factors:
+            mixed = mixed * torch.cat(factors)
         for walk, rows in zip(walks, pieces, strict=True):
             walk.after_attention(index, mixed[rows])
         del mixed
@@ -113,6 +112,16 @@ def read_prompts(
     last = (counts[0] - 1) // piece if len(pieces) > 1 else 0
     x, pending = walks[last].end()
     return x.index_select(0, chosen), pending.select(chosen)
+
+
+def _factors(joined: Tensor, attention: Attention) -> Tensor:
+    """Factors [M, H * D] of attention's result, from the product before it."""
+    widths, heads, size = attention.qkv.widths, attention.heads, attention.head_dim
+    if attention.gate is None:
+        return joined[:, : widths[0]].reshape(-1, heads, 2, size)[:, :, 1].sigmoid().flatten(1)
+    gates = joined[:, sum(widths) :][:, : heads * (1 if attention.gate.by_head else size)]
+    factors = GATES[attention.gate.activation](gates.float()).to(joined.dtype)
+    return factors.repeat_interleave(size, 1) if attention.gate.by_head else factors
 
 
 def piece_rows(total: int, most_rows: int = MOST_ROWS) -> int:

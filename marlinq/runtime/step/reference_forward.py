@@ -28,6 +28,7 @@ from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.functions import (
     Chosen,
     Function,
+    gate_of,
     input_gate_of,
     layer_inputs_of,
     linear_of,
@@ -302,13 +303,13 @@ class ReferenceForward(Forward):
             return None
 
         def attend(x: Tensor) -> Tensor:
-            q, new, gate = parts.heads(x, turns)
+            q, new, factors = parts.heads(x, turns)
             keys, values = (cache[index][:, :, : x.shape[1]] for cache in (self._keys, self._values))
             if new is not None:
                 keys.copy_(new[0].transpose(1, 2))
                 values.copy_(new[1].transpose(1, 2))
             mixed = causal_attention(q.transpose(1, 2), keys, values, parts.attention, parts.sinks)
-            return _gated(mixed.transpose(1, 2), gate)
+            return _gated(mixed.transpose(1, 2), factors)
 
         return attend
 
@@ -331,7 +332,7 @@ class ReferenceForward(Forward):
                 return latent.step(x, turns[latent.attention.rotary], positions, end, mask)
 
         def attend(x: Tensor) -> Tensor:
-            q, new, gate = parts.heads(x, turns)
+            q, new, factors = parts.heads(x, turns)
             keys, values = self._keys[index], self._values[index]
             for cache, rows in zip((keys, values), new or (), strict=False):
                 if self._shortest == self._longest:
@@ -341,7 +342,7 @@ class ReferenceForward(Forward):
             seen = keys[:, :, first:end]
             with threads_at_most(1 if seen.is_cpu and seen.numel() <= _ALONE else None):
                 mixed = one_query(q, seen, values[:, :, first:end], mask, parts.attention, parts.sinks)
-            return _gated(mixed, gate)
+            return _gated(mixed, factors)
 
         return attend if latent is None else attend_latents
 
@@ -362,7 +363,7 @@ class ReferenceForward(Forward):
             return latent.run(x, turns[latent.attention.rotary], start, mask)
 
         def attend(x: Tensor) -> Tensor:
-            q, new, gate = parts.heads(x, turns)
+            q, new, factors = parts.heads(x, turns)
             end = start + x.shape[1]
             if new is not None:
                 keys[:, :, start:end] = new[0].transpose(1, 2)
@@ -374,7 +375,7 @@ class ReferenceForward(Forward):
                 mask &= place > query - window
             seen = keys[:, :, first:end], values[:, :, first:end]
             mixed = masked(q.transpose(1, 2), *seen, mask=mask, attention=parts.attention, sinks=parts.sinks)
-            return _gated(mixed.transpose(1, 2), gate)
+            return _gated(mixed.transpose(1, 2), factors)
 
         return attend if latent is None else attend_latents
 
@@ -407,6 +408,7 @@ class _LayerParts:
     key_norm: Function | None
     value_norm: Function | None
     qkv: Callable[[Tensor], Sequence[Tensor]] | None
+    gate: Function | None
     output: Function | None
     beside_output: Function | None
     mlp: Callable[[Tensor, Tensor], Tensor] | None
@@ -432,6 +434,7 @@ class _LayerParts:
             key_norm=norm_of(model, norms[1], dtype),
             value_norm=norm_of(model, norms[2], dtype),
             qkv=parts_of(model, attention.qkv) if isinstance(attention, Attention) else None,
+            gate=gate_of(model, attention.gate) if isinstance(attention, Attention) else None,
             output=None if attention is None else linear_of(model, attention.output),
             beside_output=None if layer.beside is None else linear_of(model, layer.beside.output),
             mlp=None if layer.mlp is None else _mlp_of(model, layer.mlp, chosen, dtype),
@@ -487,23 +490,34 @@ class _LayerParts:
 
     def heads(self, x: Tensor, turns: Turns) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
         """Rotated queries [B, T, H, D]; rotated keys and values [B, T, KV, D], None in a layer that reads
-        another layer's; and gates [B, T, H, D]."""
+        another layer's; and factors of the result, [B, T, H, D] or [B, T, H, 1], or None."""
         attention = self.attention
         assert self.qkv is not None
         q, *others = self.qkv(x)
-        gate = None
+        factors = None if self.gate is None else _heads(self.gate(x), attention.heads)
         if attention.gated:
             q, gate = q.reshape(*q.shape[:-1], attention.heads, 2, -1).unbind(-2)
-            q = q.flatten(-2)
-        q = _by_head(q, attention.heads, attention.query_norm, self.query_norm)
+            q, factors = q.flatten(-2), torch.sigmoid(gate)
         if not others:
-            return _turned(q, attention, turns), None, gate
-        k = _by_head(others[0], attention.kv_heads, attention.key_norm, self.key_norm)
+            return self._turned_queries(q, turns), None, factors
         v = _by_head(others[-1], attention.kv_heads, attention.value_norm, self.value_norm)
-        q, k = torch.split(
-            _turned(torch.cat((q, k), -2), attention, turns), [attention.heads, attention.kv_heads], -2
-        )
-        return q, (k, v), gate
+        counts = [attention.heads, attention.kv_heads]
+        if attention.norms_behind:
+            q, k = (_heads(part, count) for part, count in zip((q, others[0]), counts, strict=True))
+        else:
+            q = _by_head(q, attention.heads, attention.query_norm, self.query_norm)
+            k = _by_head(others[0], attention.kv_heads, attention.key_norm, self.key_norm)
+        q, k = torch.split(_turned(torch.cat((q, k), -2), attention, turns), counts, -2)
+        if attention.norms_behind:
+            q, k = _normed(q, self.query_norm), _normed(k, self.key_norm)
+        return q, (k, v), factors
+
+    def _turned_queries(self, q: Tensor, turns: Turns) -> Tensor:
+        """Queries [..., H * D] by head, normalised and rotated, without keys beside them."""
+        attention = self.attention
+        if attention.norms_behind:
+            return _normed(_turned(_heads(q, attention.heads), attention, turns), self.query_norm)
+        return _turned(_by_head(q, attention.heads, attention.query_norm, self.query_norm), attention, turns)
 
 
 def _turned(heads: Tensor, attention: Attention, turns: Turns) -> Tensor:
@@ -526,8 +540,13 @@ def _mlp_of(
     return lambda normed, _: run(normed)
 
 
-def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
-    return x if gate is None else x * torch.sigmoid(gate)
+def _gated(x: Tensor, factors: Tensor | None) -> Tensor:
+    return x if factors is None else x * factors
+
+
+def _normed(heads: Tensor, normalise: Function | None) -> Tensor:
+    """``heads`` [..., heads, D], each normalised."""
+    return heads if normalise is None else normalise(heads)
 
 
 def _mixer(model: nn.Module, mixer: Mixing, batch: int, dtype: torch.dtype) -> MixerLayer | None:

@@ -36,6 +36,12 @@ class Rotations:
         return {rotary: channels.turn(wide) for rotary, channels in self._channels.items()}
 
 
+def frequencies_of(model: nn.Module, rotary: Rotary) -> Tensor:
+    """Radians a position of each rotated pair, float32 [channels / 2]."""
+    frequencies = model.get_submodule(rotary.module).get_buffer(rotary.frequencies).float()
+    return -frequencies if rotary.backward else frequencies
+
+
 @dataclass(frozen=True, eq=False)
 class _Channels:
     """Tensors [D] with a value for each channel of a head: radians a position, factors of cosine and sine,
@@ -48,7 +54,7 @@ class _Channels:
 
     @classmethod
     def of(cls, model: nn.Module, rotary: Rotary, head_dim: int) -> _Channels:
-        held = model.get_submodule(rotary.module).get_buffer(rotary.frequencies).float()
+        held = frequencies_of(model, rotary)
         half, end = rotary.channels // 2, rotary.channels
         channel = torch.arange(end, device=held.device)
         if rotary.interleaved:

@@ -34,6 +34,8 @@ DELTA_NETS = ("qwen3.5", "qwen3-next")
 MIXERS = ("bamba", "granite-4", "nemotron-h", "falcon-h1", "mamba-2", "lfm2", "lfm2-biases")
 LATENT = "deepseek-v3"
 GEMMA_4 = ("gemma-4", "gemma-4-e")
+GATES = ("afmoe", "lfm3", "laguna")
+NORMS_BEHIND = ("hunyuan", "nanochat")
 MODELS = [
     *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3"),
     *("gpt_neox", "opt", "stablelm", "gpt2", "starcoder2", "olmo2", "cohere"),
@@ -41,6 +43,8 @@ MODELS = [
     *MIXERS,
     LATENT,
     *GEMMA_4,
+    *GATES,
+    *NORMS_BEHIND,
 ]
 
 
@@ -75,7 +79,7 @@ def tiny(name: str) -> PreTrainedModel:
         # Heads that the kernel of delta nets takes.
         sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
         return random_decoder(replace(KNOWN[name], config={**KNOWN[name].config, **sizes}))
-    if name in MIXERS + GEMMA_4:
+    if name in MIXERS + GEMMA_4 + GATES + NORMS_BEHIND:
         return random_decoder(KNOWN[name])
     if name == LATENT:
         # Sizes that the kernels of latent attention take.

@@ -38,6 +38,7 @@ from tests.kernels.step_problems import (
     expected_convolution,
     expected_delta,
     expected_delta_run,
+    expected_factors,
     expected_groups,
     expected_latent,
     expected_latent_queries,
@@ -184,7 +185,7 @@ def append(
     def run(_: Prepared) -> None:
         m, heads, size = q.shape
         kv = keys.shape[1]
-        each = 2 if work.gated else 1
+        each = work.heads_each
         others = work.keys_and_values
         runs = x.double()[:, : (each * heads + others * kv) * size].reshape(m, turns, -1, size)
         counts = (each * heads // turns, *((kv // turns,) * others))
@@ -197,12 +198,14 @@ def append(
             if index == len(parts):
                 break
             part = parts[index]
+            if table is not None and work.norms_behind:
+                part = expected_rotation(part, table, positions, interleaved=interleaved)
             if norm is not None:
                 rows = part.flatten(1) if norm.wide else part
                 if norm.weight is not None and not norm.wide and norm.weight.numel() != size:
                     raise NotImplementedError("weights of each head")
                 part = expected_norm(rows, norm).view(part.shape)
-            if table is not None:
+            if table is not None and not work.norms_behind:
                 part = expected_rotation(part, table, positions, interleaved=interleaved)
             parts[index] = part
         sequences = torch.arange(keys.shape[0]).repeat_interleave(tokens_each)
@@ -241,12 +244,7 @@ def attend(
         mixed = expected_attention(
             q, *seen, lengths, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
-        if work.gated:
-            columns = 2 * out.shape[1] * out.shape[2]
-            mixed = (
-                mixed * x[:, :columns].double().reshape(out.shape[0], -1, 2, out.shape[2])[:, :, 1].sigmoid()
-            )
-        out.copy_(mixed)
+        out.copy_(mixed * expected_factors(x, out, keys.shape[1], work))
 
     return Prepared(run)
 

@@ -33,11 +33,11 @@
 // of them. A block then makes the keys and values of all rows up to its own that fall into its split, and puts its own into the
 // cache.
 //
-// With GATED the result is multiplied by the sigmoid of gates that lie behind each head of queries. With SINKS the exponential of
-// sinks[h] is added to the sum of a head's exponentials, once.
+// With GATES the result is multiplied by the sigmoid of gates, or with SOFTPLUS by their softplus. With SINKS the exponential of sinks[h]
+// is added to the sum of a head's exponentials, once.
 //
-// Configuration: Element, D, WARPS, MIN_BLOCKS, CLUSTER (1, or the splits), TOGETHER, GATED, SINKS, SOFTCAP, and those of step/heads.cuh, but
-// WIDE only where TOGETHER is 1; SHARED_BYTES, the host's count of dynamic shared memory.
+// Configuration: Element, D, WARPS, MIN_BLOCKS, CLUSTER (1, or the splits), TOGETHER, GATES, SOFTPLUS, SINKS, SOFTCAP, and those of
+// step/heads.cuh, but WIDE only where TOGETHER is 1; SHARED_BYTES, the host's count of dynamic shared memory.
 #pragma once
 #include "fault_site.cuh"
 #include "ptx/bits.cuh"
@@ -48,6 +48,21 @@
 #include "step/heads.cuh"
 
 constexpr int ATTEND_HEADS = 8, ATTEND_TILE = 16, ATTEND_SLICE = 128;
+
+// Place of a row's gates: behind each head of queries (`each` is 2), or behind all heads, one for each channel or each head of the result.
+enum class Gates { NONE, QUERIES, CHANNELS, HEADS };
+
+// Multiplies `x` by the sigmoid or the softplus of a gate.
+template <typename C>
+__device__ __forceinline__ void apply_gate(float& x, float gate) {
+    if constexpr (C::SOFTPLUS) {
+        // log(1 + e) loses the digits of a small e; then it is e - e * e / 2.
+        const float e = expf(-fabsf(gate)), log = e < 1e-3f ? e - 0.5f * e * e : logf(1.f + e);
+        x *= gate > 0.f ? gate + log : log;
+    } else {
+        x /= 1.f + expf(-gate);
+    }
+}
 
 // A compile-time bool as an argument.
 template <bool VALUE>
@@ -323,11 +338,18 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     FAULT_SITE(warps_there, __syncthreads();)
     // Addresses are computed here: kept from the beginning, they would take registers that the tiles need.
     const auto store_result = [&](int head, int channel, float x0, float x1, float x2, float x3) {
-        if constexpr (C::GATED) {
-            const u32* gates = given.row(sequence) + (given.place(first_head + head) + 1) * (D / 2) + channel / 2;
+        if constexpr (C::GATES == Gates::HEADS) {
+            const int number = first_head + head;
+            const u32 both = load_l2_word(given.row(sequence) + given.gates(C::SHARED) * (D / 2) + number / 2);
+            const float gate = number % 2 ? widen_half<E, 1>(both) : widen_half<E, 0>(both);
+            apply_gate<C>(x0, gate), apply_gate<C>(x1, gate), apply_gate<C>(x2, gate), apply_gate<C>(x3, gate);
+        } else if constexpr (C::GATES != Gates::NONE) {
+            const int number = first_head + head;
+            const int place = C::GATES == Gates::QUERIES ? given.place(number) + 1 : given.gates(C::SHARED) + number;
+            const u32* gates = given.row(sequence) + place * (D / 2) + channel / 2;
             const u32 low = load_l2_word(gates), high = load_l2_word(gates + 1);
-            x0 /= 1.f + expf(-widen_half<E, 0>(low)), x1 /= 1.f + expf(-widen_half<E, 1>(low));
-            x2 /= 1.f + expf(-widen_half<E, 0>(high)), x3 /= 1.f + expf(-widen_half<E, 1>(high));
+            apply_gate<C>(x0, widen_half<E, 0>(low)), apply_gate<C>(x1, widen_half<E, 1>(low));
+            apply_gate<C>(x2, widen_half<E, 0>(high)), apply_gate<C>(x3, widen_half<E, 1>(high));
         }
         u16* to = out + sequence * out_stride + (first_head + head) * D + channel;
         store_global(to, make_uint2(E::narrow(x0, x1), E::narrow(x2, x3)));

@@ -2,15 +2,16 @@
 //
 // A row of the product is [turns, (each * heads + (1 + values) * kv_heads) / turns, D]; a turn holds its share of queries, then of
 // keys, then of values. Where `values` is 0 instead of 1, values are what was projected as keys. Each of the queries is followed by D
-// gates where `each` is 2, instead of 1. With SHARED a row has queries alone, and keys and values are those that another layer has put
-// into the cache. The rotation multiplies the complex numbers (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with
+// gates where `each` is 2, instead of 1. Behind the last turn there may be other gates (step/attend.cuh). With SHARED a row has queries
+// alone, and keys and values are those that another layer has put into the cache. The rotation multiplies the complex numbers (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with
 // table[position][i] = (cosine, sine).
 //
-// QUERY_NORM and KEY_NORM normalise each head, or with WIDE all heads of a row together: every block then sums the squares of
-// the whole row itself. With VALUES_NORMED each head of values is divided by its root mean square.
+// QUERY_NORM and KEY_NORM normalise each head, before the rotation or with NORMS_BEHIND behind it; or with WIDE, before it, all heads of
+// a row together: every block then sums the squares of the whole row itself. With VALUES_NORMED each head of values is divided by its
+// root mean square.
 //
 // Of the configuration: Element, D, WARPS, CHANNELS (rotated, of each head), INTERLEAVED, QUERY_NORM, KEY_NORM, VALUES_NORMED, SHARED,
-// WIDE.
+// WIDE, NORMS_BEHIND.
 #pragma once
 #include "ptx/approximate.cuh"
 #include "step/rows.cuh"
@@ -35,6 +36,8 @@ struct NewHeads {
         return is_query ? number / queries_each * turn + number % queries_each * each
                         : kv_head / keys_each * turn + each * queries_each + is_value * values * keys_each + kv_head % keys_each;
     }
+    // Where gates behind all other columns of a row begin, in heads; with `shared` a row has queries alone.
+    __device__ __forceinline__ int gates(bool shared) const { return each * heads + (shared ? 0 : (1 + values) * kv_heads); }
 };
 
 // Sums of squares of all queries and of all keys of a row, where they are normalised together.
@@ -155,14 +158,29 @@ struct Head {
     __device__ __forceinline__ void transform(const NewHeads& given, bool is_query, int number, const WideSquares<C>& wide,
                                               const Angles& angles, float (&mine)[D], int lane) {
         __syncwarp();
+        if constexpr (C::NORMS_BEHIND) {
+            normalize<Norm::NONE>(mine, nullptr, nullptr, 0, number, 0.f, 1, 0.f, 0.f, lane);
+            __syncwarp();
+            rotate(mine, angles, lane);
+            __syncwarp();
+        }
         if (is_query)
             normalize<C::QUERY_NORM>(mine, given.query_weight, given.query_bias, given.query_weight_stride, number,
                                      wide.queries, given.heads, given.query_eps, given.query_offset, lane);
         else
             normalize<C::KEY_NORM>(mine, given.key_weight, given.key_bias, given.key_weight_stride, number, wide.keys,
                                    given.kv_heads, given.key_eps, given.key_offset, lane);
-        __syncwarp();
-        rotate(mine, angles, lane);
+        if constexpr (C::NORMS_BEHIND) {
+            // Of its own channels a lane needs no other's.
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                const int pair = lane + 32 * i;
+                if (pair < D / 2) pairs[i] = E::narrow(mine[2 * pair], mine[2 * pair + 1]);
+            }
+        } else {
+            __syncwarp();
+            rotate(mine, angles, lane);
+        }
     }
     // Normalises a value, with VALUES_NORMED.
     __device__ __forceinline__ void transform_value(const NewHeads& given) {
