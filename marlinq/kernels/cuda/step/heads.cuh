@@ -3,8 +3,8 @@
 // A row of the product is [turns, (each * heads + (1 + values) * kv_heads) / turns, D]; a turn holds its share of queries, then of
 // keys, then of values. Where `values` is 0 instead of 1, values are what was projected as keys. Each of the queries is followed by D
 // gates where `each` is 2, instead of 1. Behind the last turn there may be other gates (step/attend.cuh). With SHARED a row has queries
-// alone, and keys and values are those that another layer has put into the cache. The rotation multiplies the complex numbers (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with
-// table[position][i] = (cosine, sine).
+// alone, and keys and values are those that another layer has put into the cache. The rotation multiplies the complex numbers
+// (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with table[position][i] = (cosine, sine).
 //
 // QUERY_NORM and KEY_NORM normalise each head, before the rotation or with NORMS_BEHIND behind it; or with WIDE, before it, all heads of
 // a row together: every block then sums the squares of the whole row itself. With VALUES_NORMED each head of values is divided by its
