@@ -105,12 +105,16 @@ def _with_matrices(module: nn.Module) -> Iterator[str]:
 
 
 def _head_counts(owner: nn.Module) -> Iterator[int]:
-    """Numbers of heads of a module, from its attributes and the length of its decay."""
+    """Numbers of heads of a module: of its attributes, of its linears, of its decay."""
     for key, value in vars(owner).items():
         if isinstance(value, int) and not isinstance(value, bool) and value > 1:
             words = key.split("_")
             if "heads" in words or key in ("n_head", "num_head"):
                 yield value
+    size = getattr(owner, "head_dim", None)
+    if isinstance(size, int) and size > 1:
+        rows = [linear_shape(module)[1] for module in owner.children() if is_linear(module)]
+        yield from (n // size for n in rows if n % size == 0 and n > size)
     for module in owner.children():
         yield from (value.numel() for key, value in module.named_parameters(recurse=False) if key == "A_log")
     for key, value in owner.named_parameters(recurse=False):

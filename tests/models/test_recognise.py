@@ -75,6 +75,7 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
             named = {*mixer.inputs.modules, mixer.query, mixer.expansion, mixer.output}
         elif mixer is not None:
             named = {*mixer.qkv.modules, mixer.output}
+            named.add(None if mixer.gate is None else mixer.gate.module)
         if isinstance(mlp, Mixture):
             named |= {each.name for each in block.projections if each.name.startswith(f"{mlp.experts}.")}
             named |= {mlp.into, mlp.out} - {None}

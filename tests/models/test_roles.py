@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from lab.models.families import Family, random_model
 from lab.models.shrink import shrunk
 from marlinq.models import build_blueprint, describe
+from tests.testing.decoders import KNOWN
 
 ROUTERS = {
     "afmoe": ("AfmoeForCausalLM", "mlp.router.gate"),
@@ -53,6 +54,15 @@ def test_a_router_beside_the_block_of_experts_is_found() -> None:
     )
     blueprint = describe(lambda: AutoModelForCausalLM.from_config(config))
     assert "model.layers.0.router.proj" in blueprint.routers
+
+
+def test_heads_are_counted_by_the_linears_beside_a_gate() -> None:
+    """LFM3's attention keeps its number of heads in the config alone."""
+    known = KNOWN["lfm3"]
+    blueprint = build_blueprint({**known.config, "model_type": known.model_type}, source="lfm3")
+    kept = {name: keep.reason for name, keep in blueprint.usually_kept.items()}
+    assert "8 numbers" in kept["model.layers.1.self_attn.g_proj"]
+    assert not any("q_proj" in name for name in kept)
 
 
 @pytest.mark.parametrize("family", GATES)
