@@ -21,9 +21,11 @@ from marlinq.runtime.step.products import Product
 from marlinq.runtime.step.reference_forward import ReferenceForward
 from tests.runtime.step.test_chain import (
     DELTA_NETS,
+    GATES,
     GEMMA_4,
     LATENT,
     MIXERS,
+    NORMS_BEHIND,
     error,
     halved,
     quantized,
@@ -89,6 +91,8 @@ def run(
         *MIXERS,
         LATENT,
         *GEMMA_4,
+        *GATES,
+        *NORMS_BEHIND,
     ],
 )
 @torch.no_grad()
@@ -107,7 +111,7 @@ def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "starcoder2", LATENT, *GEMMA_4])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", LATENT, "afmoe", "hunyuan", *GEMMA_4])
 @torch.no_grad()
 def test_captured_verifications_are_steps(name: str, dtype: torch.dtype) -> None:
     model = tiny(name)
