@@ -1,4 +1,4 @@
-"""CUDA C++ sources, their run-time compilation, tile decisions and the torch op with its CPU reference."""
+"""CUDA C++ sources, their run-time compilation, the choice of kernels, torch operators and CPU references."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from marlinq.kernels.launch.token_sampling import (
 UNITS = 2.0**19
 """Distances of logits are counted in units of 1 / UNITS."""
 FARTHEST = 2**25 - 2
-"""The largest distance, which all that are farther get; the largest float32 below 2^25."""
+"""Largest distance, to which larger ones are cut: the largest float32 below 2^25."""
 RING = 64
 """Tokens of a row that the ring holds until the host has fetched them."""
 FAULT = -1
@@ -46,7 +46,7 @@ _NEVER_ONE = 1.0 - 2.0**-24
 
 
 class SamplerShape(NamedTuple):
-    """Kinds of work of a sampler, for which its kernel is compiled and a graph captured.
+    """What a sampler computes; its kernel is compiled, and a graph captured, for that alone.
 
     Attributes:
         draws: whether tokens are drawn at random; else the most likely one is taken.
@@ -109,7 +109,7 @@ class Sampling:
 
     @property
     def shape(self) -> SamplerShape:
-        """The kinds of work that these settings need."""
+        """What a sampler computes under these settings."""
         filters = bool(self.top_k) or self.top_p not in (None, 1.0) or bool(self.min_p)
         return SamplerShape(self.temperature is not None, filters, self.repetition_penalty not in (None, 1.0))
 
@@ -131,7 +131,7 @@ class Sampler:
     """Chooses a token for each row, again and again, without the host.
 
     Args:
-        shape: sizes and options of the work.
+        shape: what the sampler computes: random draws, filters, a penalty.
         batch: B.
         vocabulary: width of the logits.
         device: device of the logits.
@@ -203,7 +203,7 @@ def choose(logits: Tensor, shape: SamplerShape, state: SamplerState) -> tuple[Te
 
     Args:
         logits: [B, V], a floating type.
-        shape: sizes and options of the work.
+        shape: what the sampler computes: random draws, filters, a penalty.
         state: as it is before the draw.
 
     Returns:

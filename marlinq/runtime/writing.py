@@ -32,13 +32,14 @@ from marlinq.runtime.step.forward_choice import take_decoder
 STAGE = "writing text"
 
 TOP_K = 50
-"""The default of top-k sampling."""
+"""Default k of top-k sampling."""
 _TEMPERATURE = 1.0
 _MOST_ROWS = 128
 _MESSAGE_TOKENS = 64
 _FEW = 4
 """A round ends when less than 1 / _FEW of its rows have not ended."""
 _FEWEST_ROUNDS = 64
+"""Rounds that any model may take before writing fails."""
 _SMALL_SHARE = 8
 """Writing fails if a model fills less than 1 / _SMALL_SHARE of the positions of its rounds."""
 _PROBE_STEPS = 3

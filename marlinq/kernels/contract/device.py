@@ -144,10 +144,10 @@ H200 = Device(
 
 
 class GpuProperties(NamedTuple):
-    """What the driver says of a GPU, in its own units; 0 for what it does not know.
+    """Properties that the driver reports of a GPU, in its own units; 0 for those it does not know.
 
     Attributes:
-        name: as the driver spells it.
+        name: name of the GPU as the driver spells it.
         capability: the compute capability.
         multiprocessors: number of multiprocessors.
         shared_bytes: bytes of dynamic shared memory a block may have, at most.

@@ -28,8 +28,9 @@ class Operand:
         order: int32 [K'], the input channel that each row multiplies, -1 for padding; None for 0, 1, 2, ...
         in_features: K.
         out_features: N.
-        activations: 8-bit scheme of activations that the checkpoint names, used for the values of M where it
-            is faster (:mod:`marlinq.kernels.choose.eight_bit_decision`). None keeps them in 16 bits.
+        activations: 8-bit format of activations that the checkpoint names or the caller asks for, used for
+            the values of M where it is faster (:mod:`marlinq.kernels.choose.eight_bit_decision`). None keeps
+            them in 16 bits.
         input_scale: scale of static activations, float32 []; None where they are dynamic, or not quantised.
     """
 

@@ -37,7 +37,7 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
-"""Names of the functions that may stand between the products."""
+"""Names of the functions that turn gate and up into the input of the down product."""
 
 
 def expert_matrix(stored: StoredExperts, expert: int) -> Tensor:

@@ -72,4 +72,4 @@ GEMMS: dict[str, Callable[..., Tensor]] = {name: _gemm(operator) for name, opera
 """``GEMMS[format.name](x, words, scales, zeros, bias, group_size, out_features, order)``."""
 
 w4a16_gemm = GEMMS[INT4.name]
-"""That of 4-bit integers."""
+"""The function of :data:`GEMMS` for 4-bit integers."""

@@ -20,7 +20,7 @@ _COLUMNS = (64, 32, 16)
 # Rows of the state that a thread holds: with four columns, 32 registers.
 _ROWS = 8
 _MOST_THREADS = 256
-# Blocks from which on they are not made smaller, since small ones convolve the same keys more often.
+# Blocks of a launch from which on they are not made smaller: small blocks convolve the same keys more often.
 _ENOUGH_BLOCKS = 96
 
 

@@ -1,4 +1,4 @@
-"""The operator for 2:4 sparse weights: sparse tensor cores, on a CPU torch arithmetic."""
+"""The operator for 2:4 sparse weights: on sparse tensor cores, on a CPU in torch."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def prompt_attention(latent: BoundLatent, queries: Tensor, rows: Tensor) -> Tens
         values = torch.matmul(c, weights.values[heads].transpose(1, 2))
         q = queries[:, :, heads].transpose(1, 2)
         scale = latent.attention.scale
-        found = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale)
-        mixed[:, :, heads] = found.transpose(1, 2)
+        some = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale)
+        mixed[:, :, heads] = some.transpose(1, 2)
     return mixed.view(-1, weights.heads * weights.value_dim)
 
 

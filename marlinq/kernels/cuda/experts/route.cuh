@@ -6,7 +6,7 @@
 //
 // A counting sort without atomics, so that equal pairs keep their order. A block sorts up to 1024 pairs, one a thread:
 //
-//   1. lanes with the same expert find each other (match.any); the first of them notes their number in counts[warp][expert]
+//   1. lanes with the same expert find each other (match.any); the first of them writes how many they are to counts[warp][expert]
 //   2. thread e sums expert e's counts over the warps, and leaves in their place what the warps before have
 //   3. a scan over the experts gives their first rows and tiles
 //

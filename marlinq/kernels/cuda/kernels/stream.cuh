@@ -51,13 +51,14 @@ struct NothingFirst {
     __device__ __forceinline__ void operator()(int, int, u32, int) const {}
 };
 
-// How parts share K: evenly, one run of chunks behind the other. Another way may send a part elsewhere first
-// (kernels/experts_stream.cuh).
+// Shares K among the parts of a block: evenly, in runs of chunks. A type with the same members may first send a part to another
+// weight (kernels/experts_stream.cuh).
 template <int PARTS>
 struct EvenParts {
     static constexpr u32 COUNT = PARTS;  // parts that share the K of one weight
 
-    // The place of part `part` among those of its weight, whose operands the addresses become; false where it has none.
+    // Sets the addresses to the operands of the weight that part `part` multiplies, and `part` to its index among that weight's parts.
+    // False if there is no such weight.
     __device__ __forceinline__ bool enter(u32& part, const u16*& x, const uint4*& words, const u16*& scales,
                                           const u16*& zeros) const {
         return true;

@@ -10,7 +10,7 @@
 #include "ptx/bits.cuh"
 #include "ptx/message.cuh"
 
-// Turns of waiting after which something must be wrong: seconds, where a step takes a millisecond.
+// Turns of a wait after which the kernel gives up: they take seconds, a whole step takes a millisecond.
 constexpr u32 PATIENCE = 1u << 23;
 
 __device__ __forceinline__ void send(float* to, float value, u32 round) {
@@ -61,8 +61,8 @@ struct Letters {
     __device__ __forceinline__ float value(int i, int n) const { return __uint_as_float(words[i][n] & ~1u); }
 };
 
-// Returns when all letters are of `round`. Every lane requests all its missing letters again: with few letters a lane L2 delivers
-// more than that, and waiting for one word before asking for the others costs a trip more.
+// Returns when all letters are of `round`. Every lane requests all its missing letters again: lanes have few, which do not saturate L2,
+// and waiting for one word before requesting the others would take one trip more.
 template <typename... SomeLetters>
 __device__ __forceinline__ void await(u32 round, SomeLetters&... letters) {
     for (u32 turns = 0; turns < PATIENCE; ++turns) {

@@ -140,7 +140,7 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
     return grid<C>(chosen % 2 ? -factor : factor, range, low, high, top, middle);
 }
 
-// The rows' errors replace their values; the codes are kept.
+// Rounds the rows in order: their errors replace their values in at.v, their codes go to at.codes.
 __device__ __forceinline__ void round_rows(const Shared& at, int padded, float top) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int first = 0; first < padded; first += LEAF) {

@@ -88,7 +88,7 @@ struct Sample {
     const float4 values;
     int exchanges = 0;
 
-    // The cluster's blocks have written what the others read.
+    // Waits until all blocks of the cluster have written what the others read.
     __device__ __forceinline__ void meet() {
         if constexpr (CLUSTER > 1) {
             FAULT_SITE(sample_blocks_met, cluster_arrive(); cluster_wait();)
@@ -157,7 +157,7 @@ struct Sample {
         return make_uint2(key, inverted_index);
     }
 
-    // This block's histogram has been counted: the cluster's, in shared.totals, for warp 0.
+    // Adds up the histograms of all threads of the cluster, when they have been counted. Warp 0 may read the sums in shared.totals.
     __device__ __forceinline__ void gather_bins() {
         float(&bins)[BINS] = shared.bins[exchanges++ % 2];
         FAULT_SITE(bins_counted, __syncthreads();)
@@ -230,7 +230,7 @@ struct Sample {
         return prefix;
     }
 
-    // A distance in units; what is no number is far away.
+    // A distance in units; NaN becomes the farthest.
     static __device__ __forceinline__ u32 units(float nats) { return static_cast<u32>(fminf(nats * UNITS, FARTHEST)); }
 
     __device__ __forceinline__ void run() {
