@@ -1,7 +1,7 @@
 // Sorts a few pairs by expert inside every block that needs their order. So no launch sorts them (experts/route.cuh) or gathers
 // their rows: a block loads rows directly from the batch.
 //
-//   1. lanes with the same expert find each other (match.any); the first of them notes their number in counts[warp][expert]
+//   1. lanes with the same expert find each other (match.any); the first of them writes how many they are to counts[warp][expert]
 //   2. thread e sums expert e's counts over the warps, and leaves in their place what the warps before have
 //   3. a scan over the experts gives their first rows and tiles
 //   4. thread e leaves a record for each of its tiles, thread p the row of the batch that pair p is of
@@ -44,7 +44,7 @@ struct FewPairs {
         return {record.expert, record.first_tile, record.first_row, record.rows};
     }
 
-    // Before `sort`, without what an earlier kernel writes.
+    // Call it before `sort`. It reads nothing that an earlier kernel writes.
     __device__ __forceinline__ void clear() {
         for (int i = threadIdx.x; i < WARPS * Experts / 2; i += Threads) counts[i] = 0;
         __syncthreads();

@@ -92,7 +92,7 @@ struct PersistentStep {
                     }
                 }
             }
-            // Every part of the result by one block.
+            // One block of each part stores the result.
             if (blockIdx.x < PARTS) {
                 const Residual<S, Codec> residual{step, plan.shares[QKV], shared, warp, lane};
                 residual.run(step.layers + step.layer_count - 1, DOWN, step.layer_count - 1, nullptr, 0, 0);
@@ -101,8 +101,8 @@ struct PersistentStep {
     }
 
 private:
-    // A single row is normalised by its sums. And no block may send what others have not read yet two layers later: when down's
-    // sums are sent, all blocks have got as far as gate_up, and with it have read all sums before.
+    // Messages that must have come before a product's sums are sent. qkv and gate_up: sums of squares of the row, for the norm's factor.
+    // down: all blocks have reached gate_up, hence have read all earlier sums, whose memory later layers write again.
     static __device__ __forceinline__ Expected expected(const StepArguments& step, const Share<S>& share, int product, u32 round) {
         if (product == DOWN) return {step.arrivals, (int)gridDim.x, round, 0, 0.f};
         if (product == OUTPUT) return {nullptr, 0, round, 0, 0.f};

@@ -87,7 +87,7 @@ private:
         else
             release();
     }
-    // The block's own columns of gate and up, from all parts.
+    // Adds the block's own columns of gate and up from all parts, and sends activation(gate) * up.
     __device__ __forceinline__ void exchange(const StepLayer& layer, u32 round, const TileSet<S>& set, int first_tile, float root) {
         const int N = step.shape[GATE_UP].tiles * 64;
         const u16* bias = layer.bias[GATE_UP];

@@ -4,7 +4,7 @@
 #include "persistent/shape.cuh"
 #include "tma/ring.cuh"
 
-// A tensor map into the cache of the copying unit.
+// Prefetches a tensor map into the cache of the TMA unit.
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -12,14 +12,14 @@ struct Slots {
     static constexpr int STAGES = S::SLOTS, BYTES = S::SLOT_BYTES;
 };
 
-// Messages that a block needs before it sends sums, but not before it multiplies: sums of squares of the row before a norm, or
-// words that tell that all blocks have reached gate_up.
+// Messages that a block needs before it sends sums, but not before it multiplies: sums of squares of the row that is normalised, or
+// words which say that all blocks have reached gate_up.
 constexpr int EXPECTED_LETTERS = 5;  // of a lane: 160 words
 struct Expected {
     const float* from;
     int count;  // 0: none
     u32 round;
-    int channels;  // that the squares are of, or 0
+    int channels;  // of the row that is normalised; 0 without a norm
     float eps;
 
     // The factor of sums: 1 / sqrt(mean square + eps) of the row, or 1 without a norm.
@@ -35,7 +35,7 @@ struct Expected {
     }
 };
 
-// A walk of one warp.
+// The products of one multiplying warp.
 template <typename S, typename Codec>
 struct Multiplier {
     typedef typename Codec::Element E;
@@ -58,8 +58,8 @@ struct Multiplier {
         ring.advance(S::TEAMS);
     }
 
-    // All tiles of the block's share, with the activations that are in shared memory. The first warp's sums don't leave before the
-    // messages of `expected` are there; roots[slot] gets the factor of a slot's sums, which these are the squares for.
+    // Multiplies all tiles of the block's share by the activations in shared memory. Before it leaves sums, the first warp waits for the
+    // messages of `expected`, and writes the norm's factor to roots[slot].
     __device__ __forceinline__ void multiply(const Share<S>& share, const Expected& expected, float* roots) {
         const bool leads = team == 0 && member == 0;
         float root = 0.f;  // not known yet

@@ -36,9 +36,9 @@ struct Residual {
     unsigned char* shared;
     int warp, lane;
 
-    // Adds what `product` of `layer` gave in `round`, behind its norm where it has one; with no layer, takes the hidden state that
-    // the step begins with. Then makes the activations of qkv (which: 0) or gate_up (1) of round `next`; or the step's result, if
-    // there is no gamma.
+    // Adds the result of `product` of `layer`, of round `round`, to the stream, after its norm with POST_NORMS; without a layer, takes the
+    // hidden state that the step begins with. Then computes the activations of qkv (which: 0) or gate_up (1) of round `next`; or,
+    // without gamma, stores the step's result.
     __device__ __forceinline__ void run(const StepLayer* layer, Product product, u32 round, const float* gamma, int which, u32 next) const {
         const int items = share.units;
         const float* parts = layer == nullptr ? step.start : step.parts[product];
@@ -139,7 +139,7 @@ private:
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = it.exists ? rounded<E>(old[i] + values[i]) : 0.f;
     }
-    // With the stream's new channels.
+    // Stores a unit's new channels in the stream, computes their activations and sends their sum of squares; or stores the result.
     __device__ __forceinline__ void finish(const Item& it, const float (&now)[4], const float* gamma, const float (&weight)[4], int which, u32 next,
                                            bool& met) const {
         if (gamma == nullptr) {

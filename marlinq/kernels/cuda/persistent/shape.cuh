@@ -33,7 +33,7 @@ struct StepShape {
     static constexpr int WARPS = TEAM * TEAMS;  // that multiply
     static constexpr int EPILOGUE_WARPS = SLOTS, PRODUCER = WARPS + EPILOGUE_WARPS, THREADS = 32 * (PRODUCER + 1);
 
-    static constexpr int LOG_TEAM = TEAM == 4 ? 2 : 1, WIDEST = LOG_TEAM;  // the latter a set's tiles, as a logarithm
+    static constexpr int LOG_TEAM = TEAM == 4 ? 2 : 1, WIDEST = LOG_TEAM;  // log2 of the widest set's tiles
     static_assert(TEAM == 2 || TEAM == 4, "sets of tiles divide a team");
 
     // Sums of a set of tiles: [contribution][tile][64 columns].
@@ -82,7 +82,7 @@ struct Share {
     int first_tile, tiles;  // of columns
     int group;              // of columns
 
-    // Once, since divisions take longer than a trip to shared memory.
+    // Computed once and kept in shared memory: divisions take longer than reading it.
     __device__ __forceinline__ void make(const ProductShape& shape, int product) {
         const int part = blockIdx.x % PARTS, all = (shape.channels + S::UNIT - 1) / S::UNIT;
         const int groups = gridDim.x / PARTS;

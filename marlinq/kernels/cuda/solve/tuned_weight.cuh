@@ -19,7 +19,7 @@ namespace tuned {
 
 constexpr int COLUMNS = 32, WARPS = 4, THREADS = COLUMNS * WARPS;
 
-// What codes are given as.
+// Type of the codes: float latents, or uint8.
 template <typename C, bool LATENT = C::LATENT>
 struct Given {
     typedef float type;
