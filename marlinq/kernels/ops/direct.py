@@ -39,7 +39,7 @@ other transforms, and traces. ``torch.compile`` is not covered: ask ``torch.comp
 
 if not _complete:
     warnings.warn(
-        f"torch {torch.__version__} does not tell who follows its operators; every call goes through its "
+        f"torch {torch.__version__} does not tell what intercepts its operators; every call goes through its "
         "dispatcher, and products of small batches cost the host some microseconds more",
         stacklevel=2,
     )

@@ -18,10 +18,10 @@ def values(words: Tensor, dtype: torch.dtype) -> Tensor:
     rows, columns = words.shape[0], words.shape[1] // 2
     # Axes: row of tiles, tile, u, v, q, l, j; two codes a byte.
     pairs = words.view(torch.uint8).reshape(rows, columns // TILE_N, 8, 4, 4, 2, 2)
-    found = torch.empty((rows, 2, 4, 2, columns // TILE_N, 4, 2, 8), dtype=dtype, device=words.device)
+    ordered = torch.empty((rows, 2, 4, 2, columns // TILE_N, 4, 2, 8), dtype=dtype, device=words.device)
     for half, codes in enumerate((pairs & 15, pairs >> 4)):
-        found[:, half].copy_(codes.permute(0, 3, 5, 1, 4, 6, 2))
-    return found.view(rows * TILE_K, columns)
+        ordered[:, half].copy_(codes.permute(0, 3, 5, 1, 4, 6, 2))
+    return ordered.view(rows * TILE_K, columns)
 
 
 INT4 = register_weight_format(

@@ -18,7 +18,7 @@ struct Int4Codes<Half> {
     static constexpr float SECOND = 0.0625f;   // factor of the second kind's sums
     static constexpr float UNIT = 16777216.f;  // factor of the first kind's sums
     static constexpr float BASE = 0.f;         // number that an operand contains beside the code
-    // Operands A whose products sum the activations: times 1, and times base + 8, what symmetric codes contain too much.
+    // Operands A whose products sum the activations: times 1, and times base + 8, the excess of symmetric codes.
     static constexpr u32 ONES_AS_CODES = 0x00010001u;
     static constexpr u32 EIGHTS_AS_CODES = 0x00080008u;
 

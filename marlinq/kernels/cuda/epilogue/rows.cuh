@@ -74,7 +74,7 @@ __device__ __forceinline__ void share_factors(const RowOperands& given, int m0, 
     }
 }
 
-// Where sums are read four columns at a time: reduce/dsmem_pull.cuh.
+// The row work where sums are read four columns at a time: reduce/dsmem_pull.cuh.
 template <bool IS_NORMED, bool IS_ADDED, int TileM, int TileN, int Threads>
 struct RowEpilogue {
     static constexpr bool NORMED = IS_NORMED, ADDS = IS_ADDED, WHOLE_WARPS = ADDS;
@@ -86,8 +86,8 @@ struct RowEpilogue {
     uint2 residual;
     float4 weight;
 
-    // Behind the wait for the previous kernel, before the product: what the epilogue needs is requested, and the rows' factors
-    // go to shared memory. `rank` is the block's of its cluster.
+    // Called after the wait for the previous kernel and before the product: requests what the epilogue needs, and writes the
+    // rows' factors to shared memory. `rank` is the block's in its cluster.
     __device__ __forceinline__ void begin(int m0, int n0, u32 rank, int rows) {
         if constexpr (ADDS) request(m0, n0, rank, rows);
         if constexpr (NORMED) {
@@ -149,8 +149,8 @@ struct RowEpilogue {
     }
 };
 
-// Where sums are received as eight rows and 16 columns of a warp's accumulators: reduce/dsmem_push.cuh. Element i of a lane is
-// of row 2 (lane % 4) + i % 2 and column lane / 4 + 8 (i / 2).
+// The row work where a warp receives sums of eight rows and 16 columns: reduce/dsmem_push.cuh. Element i of a lane is of
+// row 2 (lane % 4) + i % 2 and column lane / 4 + 8 (i / 2).
 template <bool IS_NORMED, bool IS_ADDED>
 struct PushedRows {
     static constexpr bool NORMED = IS_NORMED, ADDS = IS_ADDED;
@@ -160,10 +160,10 @@ struct PushedRows {
         float weight[2];
     };
     const RowOperands& given;
-    const float* factors;  // of the tile's rows, shared
+    const float* factors;  // of the tile's rows, in shared memory
     int N;
 
-    // Of rows m .. m + 7, of which those before `rows` exist, and columns n .. n + 15.
+    // Requests the addends of rows m .. m + 7, of which those before `rows` exist, and columns n .. n + 15.
     __device__ __forceinline__ Addend request(int m, int n, int rows, int lane) const {
         Addend addend;
         const int mine = m + 2 * (lane % 4);
@@ -185,8 +185,8 @@ struct PushedRows {
             sum[0] *= low, sum[1] *= high, sum[2] *= low, sum[3] *= high;
         }
     }
-    // Results of one of the lane's columns: becomes the next product's activations; returns what the residual stream becomes and
-    // adds up its squares.
+    // Replaces the results `low` and `high` of one of the lane's columns, in two rows, by the next product's activations. Returns
+    // the residual stream's new values, packed, and adds up their squares.
     template <typename E>
     __device__ __forceinline__ u32 add(float& low, float& high, const Addend& addend, int h, float (&squares)[2]) const {
         const u32 kept = E::narrow(fmaf(given.factor, low, widen_half<E, 0>(addend.residual[h])),

@@ -40,7 +40,7 @@ struct DigitSums {
         for (int q = 0; q < 4; ++q) total[q][0] = total[q][1] = 0.f;
     }
 
-    // A chunk of eight k16 rows of words. `x` are its activations, `words` this lane's of the first row, 32 vectors from one row
+    // Adds a chunk of eight k16 rows of words. `x` are its activations, `words` this lane's in the first row, 32 vectors from one row
     // to the next, `digits` the warp's memory. `scales` and `zeros` give those of a quantisation group of QuantGroupRows rows.
     template <int QuantGroupRows, typename GetScales, typename GetZeros>
     __device__ __forceinline__ void add(const u16* x, const uint4* words, u32* digits, int lane, GetScales scales,

@@ -4,7 +4,7 @@
 #include "persistent/shape.cuh"
 #include "scale/stored_order.cuh"
 
-// `words` are this lane's of the first of eight k16 rows, `stride` vectors from one row to the next. All words are requested
+// `words` are this lane's in the first of eight k16 rows, `stride` vectors from one row to the next. All words are requested
 // before the first is used, and even and odd rows have sums of their own, so that products wait less for each other.
 template <typename S, typename Codec, typename GetScales, typename GetZeros>
 __device__ __forceinline__ void add_digit_unit(DigitSums<Codec>& sums, const unsigned char* unit, const uint4* words, int stride, int lane,

@@ -9,7 +9,7 @@ struct Philox {
 
     __device__ __forceinline__ Philox(u64 seed) : key{static_cast<u32>(seed), static_cast<u32>(seed >> 32)} {}
 
-    // Gumbel noise of a token in the draw with this number: -log(E) with E exponential, made of 32 random bits v as
+    // Gumbel noise of a token in draw number `draw`: -log(E) with E exponential, made of 32 random bits v as
     // -log1p(-v).
     __device__ __forceinline__ float noise(int token, u32 draw, u32 stream) {
         if (token / 4 != four) fill(four = token / 4, draw, stream);

@@ -5,7 +5,7 @@
 #include "element/half.cuh"
 #include "ptx/memory.cuh"
 
-// Normalisations: RMS rounds the normalised value before the weight multiplies it (Llama), RMS_WIDE behind it (Gemma), LAYER
+// Normalisations: RMS rounds the normalised value before it is multiplied by the weight (Llama), RMS_WIDE after (Gemma), LAYER
 // subtracts the mean first.
 enum class Norm { NONE, RMS, RMS_WIDE, LAYER };
 

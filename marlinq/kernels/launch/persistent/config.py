@@ -115,7 +115,7 @@ def persistent_refusal(
     if architecture != "sm_90a":
         return f"the persistent kernel is for sm_90a, this GPU is {architecture}"
     if head_dim not in (64, 128, 256):
-        return f"heads of {head_dim} channels, 64, 128 or 256 are known"
+        return f"heads of {head_dim} channels, the kernel takes 64, 128 or 256"
     if model.heads % model.kv_heads or model.heads // model.kv_heads > 8:
         return f"{model.heads} heads of queries for {model.kv_heads} of keys, at most eight share one"
     formats = {operand.weight.format for layer in layers for operand in layer.operands} - {INT4}
@@ -128,13 +128,13 @@ def persistent_refusal(
         return "weights of several granularities, or some with zero points and some without"
     granularity = weights[0].granularity
     if granularity.kind != "group" or granularity not in GRANULARITIES:
-        return f"{granularity.describe()}; groups of 32, 64 or 128 are known"
+        return f"{granularity.describe()}; the kernel takes groups of 32, 64 or 128"
     shapes = {tuple((one.channels, one.columns) for one in layer.operands) for layer in layers}
     if len(shapes) > 1:
         return "layers of several shapes"
     for operand in first.operands:
         if operand.channels < PARTS * UNIT:
-            return f"a product of {operand.channels} channels, {PARTS * UNIT} are the least"
+            return f"a product of {operand.channels} channels, the kernel takes {PARTS * UNIT} and more"
     if choose_for(first, model, bfloat16=False, shared_bytes=shared_bytes) is None:
         return f"a row of these products doesn't fit {shared_bytes} bytes of shared memory"
     return None
