@@ -24,7 +24,7 @@ from marlinq.kernels import Device, dependent_launches, device_numbers
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.experts.configurations import ExpertsDecision, ExpertsShape
 from marlinq.kernels.experts.experts_decision import decide_experts, direct_variants, sorted_variants
-from marlinq.kernels.experts.launch import instantiations
+from marlinq.kernels.experts.steps import instantiations
 from marlinq.models.anatomy import Anatomy
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
@@ -77,11 +77,7 @@ def sweep(model: torch.nn.Module, anatomy: Anatomy, batch: int, context: int) ->
         layer.keys.normal_()
         layer.values.normal_()
     ways = listed(_asked[-1], device)
-    wanted = [
-        one
-        for way in ways.values()
-        for one in instantiations(_asked[-1], way, "silu", torch.float16, wide=False)
-    ]
+    wanted = [one for way in ways.values() for one in instantiations(_asked[-1], way, "silu", wide=False)]
     compile_missing(device.architecture, list(dict.fromkeys(wanted)))
     # Other tokens in every row, which choose other experts.
     tokens = torch.randperm(own.vocabulary, device="cuda")[:batch].contiguous()

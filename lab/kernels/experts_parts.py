@@ -30,7 +30,9 @@ from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.experts import ExpertWeights
 from marlinq.kernels.experts.configurations import DirectDecision, ExpertsDecision, ExpertsShape
 from marlinq.kernels.experts.experts_decision import _alone, _shared, decide_experts, decisions
-from marlinq.kernels.experts.launch import ExpertsWorkspace, instantiations, layer_steps, shape_of, start
+from marlinq.kernels.experts.launch import start
+from marlinq.kernels.experts.steps import instantiations, placed_steps, shape_of
+from marlinq.kernels.experts.workspace import ExpertsWorkspace
 from marlinq.operations.bench.expert_shapes import EXPERT_LAYERS, ExpertsLayer
 from marlinq.operations.bench.experts import even_routings
 from marlinq.operations.bench.peers.contenders import Routing
@@ -57,24 +59,20 @@ class Batch:
 
     def record(self, decision: ExpertsDecision, most: int, first: int = 0) -> GraphRecording:
         """A CUDA graph that repeats launches ``first`` to ``most - 1``."""
-        workspace = ExpertsWorkspace.of(self.shape, decision, self.x.dtype, self.x.device)
+        workspace = ExpertsWorkspace.of(self.shape, decision, self.x.device)
         out = torch.empty_like(self.x)
 
         def launch(index: int) -> None:
             routing = self.routings[index % len(self.routings)]
             given = (self.x, routing.ids, routing.weights, self.weights, "silu", None, out, workspace)
             with on_device(0):
-                start(layer_steps(self.shape, decision, *given, dependent=True)[first:most], 0)
+                start(placed_steps(self.shape, decision, *given, dependent=True)[first:most], 0)
 
         launch(0)
         return capture(launch, launches_for(5e-5 if self.shape.m < 256 else 5e-4))
 
     def compile(self, listed: list[ExpertsDecision]) -> None:
-        found = [
-            one
-            for each in listed
-            for one in instantiations(self.shape, each, "silu", self.x.dtype, wide=False)
-        ]
+        found = [one for each in listed for one in instantiations(self.shape, each, "silu", wide=False)]
         compile_missing(device_numbers(0).architecture, list(dict.fromkeys(found)))
 
     def variants(self) -> None:
@@ -132,9 +130,9 @@ class Batch:
         """Times and prints the first n launches of the decision, for every n."""
         self.compile([chosen])
         routing = self.routings[0]
-        workspace = ExpertsWorkspace.of(self.shape, chosen, self.x.dtype, self.x.device)
+        workspace = ExpertsWorkspace.of(self.shape, chosen, self.x.device)
         given = (self.x, routing.ids, routing.weights, self.weights, "silu", None, self.x, workspace)
-        steps = layer_steps(self.shape, chosen, *given, dependent=True)
+        steps = placed_steps(self.shape, chosen, *given, dependent=True)
         names = [step.instantiation.function for step in steps]
         recordings = {" ".join(names[:most]): self.record(chosen, most) for most in range(1, len(names) + 1)}
         for done, seconds in time_in_turn(recordings, 1e-4).items():

@@ -18,7 +18,6 @@ from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
 from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.precompile import LayerShape, precompile, precompile_model
-from marlinq.kernels.ops.early import early_operator
 from marlinq.kernels.ops.gemm_reference import reference_gemm
 from marlinq.kernels.ops.operators import GEMMS, w4a16_gemm
 from marlinq.kernels.variants import KERNELS
@@ -53,7 +52,6 @@ __all__ = [
     "dependent_launches",
     "device_numbers",
     "early_launches",
-    "early_operator",
     "explain",
     "forced_kernel",
     "precompile",

@@ -12,7 +12,8 @@ from emulation.faults import Planted
 from emulation.launching import EmulatedKernel, Memory, apart
 from marlinq.kernels.experts import ExpertWeights
 from marlinq.kernels.experts.configurations import ExpertsDecision
-from marlinq.kernels.experts.launch import ExpertsWorkspace, layer_steps, shape_of
+from marlinq.kernels.experts.steps import placed_steps, shape_of
+from marlinq.kernels.experts.workspace import ExpertsWorkspace
 from tests.emulation.gemm import SOURCES
 from tests.emulation.tensor_maps import emulated_tensor_maps
 
@@ -61,12 +62,12 @@ def run_layer(
     experts = ExpertWeights(*(stored.with_tensors(apart) for stored in experts))
     out = apart(torch.full(x.shape, torch.nan, dtype=x.dtype))
     shape = shape_of(x, ids, experts)
-    made = ExpertsWorkspace.of(shape, decision, x.dtype, torch.device("cpu"))
+    made = ExpertsWorkspace.of(shape, decision, torch.device("cpu"))
     for tensor in made:
         tensor.view(torch.uint8).fill_(255)
     workspace = ExpertsWorkspace(*(apart(tensor) for tensor in made))
     with emulated_tensor_maps():
-        steps = layer_steps(
+        steps = placed_steps(
             shape,
             decision,
             x,

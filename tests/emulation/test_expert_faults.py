@@ -12,7 +12,7 @@ from emulation.build import Builder
 from emulation.faults import Planted, sites
 from emulation.launching import KernelFault
 from marlinq.kernels.experts.configurations import DirectConfig, DirectDecision, ExpertsDecision
-from marlinq.kernels.experts.launch import shape_of
+from marlinq.kernels.experts.steps import shape_of
 from marlinq.kernels.variants.stream import StreamConfig
 from tests.emulation.experts import run_layer
 from tests.emulation.gemm import SOURCES

@@ -12,7 +12,7 @@ from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT8
 from marlinq.kernels.experts.configurations import DirectConfig, DirectDecision, ExpertsShape, SortedDecision
 from marlinq.kernels.experts.experts_decision import Columns, decide_experts, grouped
 from marlinq.kernels.experts.experts_reference import local_experts
-from marlinq.kernels.experts.launch import shape_of
+from marlinq.kernels.experts.steps import shape_of
 from marlinq.kernels.variants.stream import StreamConfig
 from tests.emulation.experts import Routed, run_layer
 from tests.emulation.gemm import H200

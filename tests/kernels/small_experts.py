@@ -17,7 +17,8 @@ from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.experts import ExpertWeights
 from marlinq.kernels.experts.experts_decision import decisions
-from marlinq.kernels.experts.launch import instantiations, launch_experts, shape_of
+from marlinq.kernels.experts.launch import launch_experts
+from marlinq.kernels.experts.steps import instantiations, shape_of
 from tests.kernels.experts_problems import Layer, Shape, random_layer, random_routing
 from tests.kernels.problems import BOUND, relative_error
 
@@ -47,11 +48,7 @@ def wrong_variants(m: int, layer: Layer) -> tuple[int, int]:
     problem = shape_of(x, ids, layer.weights)
     device = device_numbers(0)
     listed = decisions(problem, device)
-    kernels = [
-        one
-        for decision in listed
-        for one in instantiations(problem, decision, "silu", shape.dtype, wide=False)
-    ]
+    kernels = [one for decision in listed for one in instantiations(problem, decision, "silu", wide=False)]
     compile_missing(device.architecture, list(dict.fromkeys(kernels)))
     wrong = 0
     for decision in listed:

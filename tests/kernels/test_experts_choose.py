@@ -32,7 +32,8 @@ from marlinq.kernels.experts.experts_decision import (
     grouped,
     sorted_variants,
 )
-from marlinq.kernels.experts.launch import ExpertsWorkspace, instantiations, most_tiles
+from marlinq.kernels.experts.steps import instantiations
+from marlinq.kernels.experts.workspace import ExpertsWorkspace, most_tiles
 from marlinq.kernels.variants.stream import StreamConfig
 from tests.emulation.gemm import AMPERE, H200
 from tests.testing.architectures import MAIN_FIRST
@@ -93,7 +94,7 @@ def test_tiles_of_any_routing_have_room() -> None:
 
 def test_the_workspace_is_one_allocation_without_overlap() -> None:
     shape = replace(QWEN, m=300)
-    workspace = ExpertsWorkspace.of(shape, decide_experts(shape, H200), torch.bfloat16, torch.device("cpu"))
+    workspace = ExpertsWorkspace.of(shape, decide_experts(shape, H200), torch.device("cpu"))
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in workspace)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert len({tensor.untyped_storage().data_ptr() for tensor in workspace}) == 1
@@ -114,11 +115,10 @@ def small_kernels(device: Device, groups: tuple[tuple[int, bool, bool], ...]) ->
     found: list[Instantiation] = []
     for group, zeros, bfloat16 in groups:
         shape = replace(QWEN, m=4, top=2, granularity=of_size(group), zeros=zeros, bfloat16=bfloat16)
-        dtype = torch.bfloat16 if bfloat16 else torch.float16
         listed = [decision for _, decision in direct_variants(shape, device)]
         assert [decision.down.columns for decision in listed] == [0, 4]
         for decision in listed:
-            found += instantiations(shape, decision, "silu", dtype, wide=zeros)
+            found += instantiations(shape, decision, "silu", wide=zeros)
     return found
 
 
@@ -217,8 +217,7 @@ def test_blocks_that_sort_spill_nowhere(group: int) -> None:
         listed = [decision for _, decision in sorted_variants(shape, H200) if decision.local_sort]
         assert listed
         for decision in listed:
-            dtype = torch.bfloat16 if more else torch.float16
-            sorting = instantiations(shape, decision, "gelu_tanh", dtype, wide=more)
+            sorting = instantiations(shape, decision, "gelu_tanh", wide=more)
             found += [one for one in sorting if one.function == "experts_wgmma"]
     spills(found, "sm_90a")
 
@@ -250,10 +249,9 @@ def test_few_rows_of_other_formats_spill_nowhere(
         format=weight_format,
         biased=True,
     )
-    dtype = torch.bfloat16 if bfloat16 else torch.float16
     found: list[Instantiation] = []
     for _, decision in direct_variants(shape, H200):
-        found += instantiations(shape, decision, "gelu_tanh", dtype, wide=True)
+        found += instantiations(shape, decision, "gelu_tanh", wide=True)
     # With as few registers as a variant may have.
     tile = StreamConfig(2, 2, 1, 8, group != 16, 1, 3, 2 if weight_format.bits == 8 else 3)
     config = DirectConfig(tile, True, shape.top, 8, biased=True)
@@ -296,9 +294,9 @@ def test_blocks_sort_few_pairs_of_few_experts() -> None:
     assert isinstance(chosen, SortedDecision)
     assert chosen.local_sort
     # No launch sorts, and nothing is left for others but where pairs are.
-    functions = [one.function for one in instantiations(shape, chosen, "silu", torch.float16, wide=False)]
+    functions = [one.function for one in instantiations(shape, chosen, "silu", wide=False)]
     assert functions == ["experts_wgmma", "experts_wgmma", "experts_sum"]
-    workspace = ExpertsWorkspace.of(shape, chosen, torch.float16, torch.device("cpu"))
+    workspace = ExpertsWorkspace.of(shape, chosen, torch.device("cpu"))
     assert [tensor.numel() for tensor in workspace[:4]] == [0, 0, 0, 128]
 
 
@@ -308,7 +306,7 @@ def test_sorting_and_sum_spill_nowhere(m: int) -> None:
     for experts, wide in ((8, False), (512, True)):
         shape = replace(QWEN, m=m, experts=experts)
         decision = next(found for _, found in sorted_variants(shape, H200) if not found.local_sort)
-        listed = instantiations(shape, decision, "silu", torch.bfloat16, wide=wide)
+        listed = instantiations(shape, decision, "silu", wide=wide)
         found += [one for one in listed if one.function != "experts_wgmma"]
     spills(found, "sm_90a")
 

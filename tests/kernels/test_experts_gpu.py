@@ -20,7 +20,8 @@ from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.experts import ACTIVATIONS, ExpertWeights, reference_experts, routed_experts
 from marlinq.kernels.experts.configurations import ExpertsDecision, ExpertsShape
 from marlinq.kernels.experts.experts_decision import decide_experts, decisions
-from marlinq.kernels.experts.launch import instantiations, launch_experts
+from marlinq.kernels.experts.launch import launch_experts
+from marlinq.kernels.experts.steps import instantiations
 from marlinq.operations.bench.timing import capture
 from tests.kernels.experts_problems import Layer, Shape, random_layer, random_routing
 from tests.kernels.problems import BOUND, relative_error
@@ -146,9 +147,7 @@ def test_random_layers() -> None:
     wanted = [
         one
         for call in calls
-        for one in instantiations(
-            call.layer(), call.decision(), call.activation, call.shape.dtype, wide=call.wide
-        )
+        for one in instantiations(call.layer(), call.decision(), call.activation, wide=call.wide)
     ]
     compile_missing(device.architecture, list(dict.fromkeys(wanted)))
     print(f"{len(set(wanted))} kernels")

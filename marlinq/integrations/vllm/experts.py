@@ -193,9 +193,7 @@ def _method_with_kernels(method: Any) -> Any:
                 super().process_weights_after_loading(layer)
                 return
             self._operands = put_operands(layer, weights)
-            from marlinq.kernels import early_operator
-
-            self._routed_experts = early_operator("routed_experts")
+            self._routed_experts = torch.ops.marlinq_early.routed_experts.default
 
         def get_fused_moe_quant_config(self, layer: Any) -> Any:
             """None, because no kernel of vLLM reads the parameters."""

@@ -44,9 +44,9 @@ class OperandLayer:
         zeros: str | None = None,
         order: str | None = None,
     ) -> None:
-        from marlinq.kernels import early_operator
-
-        self._product: Callable[..., Tensor] = early_operator(operand.format.operator)
+        self._product: Callable[..., Tensor] = getattr(
+            torch.ops.marlinq_early, operand.format.operator
+        ).default
         self._group_size = operand.granularity.group_size
         self._out_features = operand.out_features
         self._padding = operand.padded_shape[0] - operand.in_features

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.instantiation import Instantiation, Parameters
 from marlinq.kernels.contract.problem import Problem
 from marlinq.kernels.contract.weight_formats import WeightFormat
+from marlinq.kernels.experts.stored_experts import ExpertWeights
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 
@@ -42,6 +45,24 @@ class ExpertsShape:
     bfloat16: bool
     format: WeightFormat
     biased: bool = False
+
+    @classmethod
+    def of(cls, m: int, top: int, experts: ExpertWeights) -> ExpertsShape:
+        """Sizes and types for ``m`` rows with ``top`` experts each."""
+        stored = experts.down
+        count, inner, hidden = stored.shape
+        return cls(
+            m,
+            top,
+            count,
+            hidden,
+            inner,
+            stored.granularity,
+            stored.zeros is not None,
+            stored.scales.dtype == torch.bfloat16,
+            stored.format,
+            stored.bias is not None,
+        )
 
     @property
     def pairs(self) -> int:

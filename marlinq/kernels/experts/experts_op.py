@@ -13,16 +13,15 @@ from marlinq.kernels.contract.problem import GRANULARITIES
 from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
 from marlinq.kernels.experts.experts_reference import ACTIVATIONS, reference_experts
 from marlinq.kernels.experts.stored_experts import ExpertWeights, StoredExperts
+from marlinq.kernels.ops.definition import define_operator
 
 _NAME = "routed_experts"
-_LIBRARY = torch.library.Library("marlinq", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    f"{_NAME}(Tensor x, Tensor ids, Tensor weights, "
+_SCHEMA = (
+    "(Tensor x, Tensor ids, Tensor weights, "
     "Tensor gate_up_words, Tensor gate_up_scales, Tensor? gate_up_zeros, "
     "Tensor down_words, Tensor down_scales, Tensor? down_zeros, "
     "str weight_format, int group_size, str activation, Tensor? expert_map=None, "
-    "Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor"
 )
 
 
@@ -177,12 +176,21 @@ def _cpu(x: Tensor, ids: Tensor, weights: Tensor, *behind: Any) -> Tensor:
 
 
 def _cuda(x: Tensor, ids: Tensor, weights: Tensor, *behind: Any) -> Tensor:
+    # Imported late: a machine without a GPU needs no launches.
+    from marlinq.kernels.experts import checked_layers
+    from marlinq.kernels.experts.launch import launch_experts
+
+    tensors = *behind[:6], *behind[9:]
+    key = checked_layers.key_of(tensors, behind[6:9])
+    layer = checked_layers.find(key)
+    found = None if layer is None else layer.run(x, ids, weights, tensors)
+    if found is not None:
+        return found
     given = _given(*behind)
     check_experts(x, ids, weights, *given)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"{_NAME}: x has dtype {x.dtype}; the kernels take float16 and bfloat16")
-    from marlinq.kernels.experts.launch import launch_experts
-
+    checked_layers.remember(key, tensors, *given)
     return launch_experts(x, ids, weights, *given)
 
 
@@ -190,5 +198,4 @@ def _meta(x: Tensor, *behind: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-for _function, _key in ((_cuda, "CUDA"), (_cpu, "CPU"), (_meta, "Meta")):
-    _LIBRARY.impl(_NAME, _function, _key)  # type: ignore[no-untyped-call]
+define_operator(_NAME, _SCHEMA, _cuda, _cpu, _meta)

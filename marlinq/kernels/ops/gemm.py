@@ -15,9 +15,9 @@ from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.launch import plans
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.gather import gather_channels
+from marlinq.kernels.ops.definition import define_operator
 from marlinq.kernels.ops.gemm_reference import reference_gemm
 
-_LIBRARY = torch.library.Library("marlinq", "FRAGMENT")  # type: ignore[no-untyped-call]
 _SCHEMA = (
     "(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, "
     "int group_size, int out_features, Tensor? order=None) -> Tensor"
@@ -64,11 +64,7 @@ class GemmOperator:
 
     def __init__(self, weight_format: WeightFormat) -> None:
         self.format = weight_format
-        name = weight_format.operator
-        _LIBRARY.define(name + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        for function, key in ((self.cuda, "CUDA"), (self.cpu, "CPU"), (self.meta, "Meta")):
-            _LIBRARY.impl(name, function, key)  # type: ignore[no-untyped-call]
-        self.overload = getattr(torch.ops.marlinq, name).default
+        self.overload = define_operator(weight_format.operator, _SCHEMA, self.cuda, self.cpu, self.meta)
 
     def planned(
         self,

@@ -12,15 +12,12 @@ from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch.w4a8_product import w4a8_product
+from marlinq.kernels.ops.definition import define_operator
 from marlinq.kernels.ops.gemm_reference import reference_rounded_gemm
 from marlinq.kernels.variants.warpgroup_fp8 import GROUP
 
 _NAME = "w4a8_gemm"
-_LIBRARY = torch.library.Library("marlinq", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    f"{_NAME}(Tensor x, Tensor words, Tensor scales, Tensor? bias, int out_features) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+_SCHEMA = "(Tensor x, Tensor words, Tensor scales, Tensor? bias, int out_features) -> Tensor"
 
 
 def w4a8_gemm(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
@@ -93,5 +90,4 @@ def _meta(*given: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], columns))[..., : arguments.out_features]
 
 
-for _function, _key in ((_cuda, "CUDA"), (_cpu, "CPU"), (_meta, "Meta")):
-    _LIBRARY.impl(_NAME, _function, _key)  # type: ignore[no-untyped-call]
+define_operator(_NAME, _SCHEMA, _cuda, _cpu, _meta)

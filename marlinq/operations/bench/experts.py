@@ -18,7 +18,8 @@ from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.experts import ExpertWeights, reference_experts
 from marlinq.kernels.experts.configurations import ExpertsShape
 from marlinq.kernels.experts.experts_decision import decide_experts
-from marlinq.kernels.experts.launch import precompile_experts, shape_of
+from marlinq.kernels.experts.launch import precompile_experts
+from marlinq.kernels.experts.steps import shape_of
 from marlinq.operations.bench.contest import Launch, attempted, check_and_time, first_and_last
 from marlinq.operations.bench.expert_shapes import ExpertsLayer, layers_named
 from marlinq.operations.bench.hardware import hardware_line

@@ -15,7 +15,8 @@ from marlinq.kernels.contract.whole_rows import Normed, RowWork
 from marlinq.kernels.experts import routed_experts
 from marlinq.kernels.experts.configurations import DirectDecision, ExpertsShape
 from marlinq.kernels.experts.experts_decision import decide_experts
-from marlinq.kernels.experts.launch import ExpertsWorkspace, layer_steps, shape_of
+from marlinq.kernels.experts.steps import placed_steps, shape_of
+from marlinq.kernels.experts.workspace import ExpertsWorkspace
 from marlinq.kernels.step import Gather, Prepared, RoutedRows, RowNorm
 from marlinq.runtime.step.bound import BoundMixture, BoundMLP
 from marlinq.runtime.step.bound_forward import BoundForward
@@ -216,9 +217,9 @@ class RecordedStep(Walk):
         shape = shape_of(x, ids, held)
         decision = decide_experts(shape, device_numbers(self.forward.device_index))
         if shape not in self._workspaces:
-            self._workspaces[shape] = ExpertsWorkspace.of(shape, decision, x.dtype, x.device)
+            self._workspaces[shape] = ExpertsWorkspace.of(shape, decision, x.device)
         workspace = self._workspaces[shape]
-        steps = layer_steps(
+        steps = placed_steps(
             *(shape, decision, x, ids, weights, held, grouped.activation, None, out, workspace),
             dependent=True,
             summed=summed,

@@ -14,7 +14,9 @@ from torch import Tensor
 from marlinq.formats.packing import pack_rows
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8, WeightFormat
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
-from marlinq.kernels.experts.launch import ExpertsWorkspace, shape_of, start, sum_step
+from marlinq.kernels.experts.launch import start
+from marlinq.kernels.experts.steps import place, shape_of, sum_step
+from marlinq.kernels.experts.workspace import ExpertsWorkspace
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.peers.contenders import Routing, Run, RunLayer
 from marlinq.operations.bench.synthetic_experts import gate_then_up
@@ -218,7 +220,8 @@ class HummingExperts:
             shape = shape_of(x, routing.ids, weights)
             nothing = rows[:0]
             workspace = ExpertsWorkspace(nothing, nothing, nothing, places, rows, nothing)
-            start([sum_step(shape, routing.weights, out, workspace)], x.device.index)
+            given = x, routing.ids, routing.weights, weights, None, out, workspace
+            start(place([sum_step(shape)], *given), x.device.index)
             return out
 
         return run
