@@ -36,6 +36,9 @@ _PRIOR = 3.0, 1.0
 """Accepted and refused tokens that are added to a head's counts, as for one of which nothing is known."""
 _UNTRIED = 2
 """Tokens by which a draft may exceed the count of accepted ones."""
+_MOST_MISSED, _READ_AGAIN = 16, 8
+"""Tokens since a head's last draft that it still reads, at most; of more it reads the last ones only, as
+those of a new text, since reading eight takes nearly as long as drafting a token."""
 
 
 class Lookup:
@@ -234,6 +237,8 @@ class LayerSpeculation(Speculation):
         self._layer, self._hidden = layer, hidden
         self._most, self._cost, self._always = most, cost + _FIXED_COST, always
         layer.begin()
+        # Index of the first token that the head's cache is of.
+        self._first = 0
         # Recent tokens that were accepted and refused.
         self._right = self._wrong = 0.0
         # Steps that drafts may lose from now on.
@@ -251,7 +256,10 @@ class LayerSpeculation(Speculation):
         count = min(most, self._best_length())
         if count < 1:
             return []
-        known, last = self._layer.known, len(self._text) - 1
+        known, last = self._first + self._layer.known, len(self._text) - 1
+        if self._layer.known and last - known > _MOST_MISSED:
+            self._layer.begin()
+            self._first = known = last - _READ_AGAIN
         # The hidden state behind a token goes with the token that follows it.
         return self._layer.draft(self._text[known + 1 :], self._hidden[known:last], count)
 

@@ -160,9 +160,11 @@ class Guess(DraftForward):
         self.known = 0
 
     def draft(self, tokens: list[int], hidden: Tensor, most: int) -> list[int]:  # type: ignore[override]
+        place = int(hidden[-1]) + 1
+        assert self.known == 0 or len(tokens) <= 16, "pairs of a long pause are not read"
+        assert tokens == self._text[place - len(tokens) + 1 : place + 1]
         self.known += len(tokens)
-        assert tokens == self._text[self.known - len(tokens) + 1 : self.known + 1]
-        ahead = self._text[self.known + 1 : self.known + 1 + most]
+        ahead = self._text[place + 1 : place + 1 + most]
         ahead += [0] * (most - len(ahead))
         return [token if self._rng.random() < self._chance else -1 for token in ahead]
 
@@ -198,9 +200,9 @@ def time_of(length: int, chance: float, costs: Costs, seed: int = 0) -> tuple[fl
     """Steps that take as long as a text of ``length`` tokens, and the share of drafted tokens accepted."""
     text = list(range(length + 1))
     head = Guess(text, chance, costs.token, seed)
-    hidden = torch.zeros(length + 1, 1)
-    speculation = LayerSpeculation(text[:1], head, hidden, most=costs.most, cost=costs.verification)
-    place, spent = 1, 0.0
+    hidden = torch.arange(length + 1)[:, None]
+    speculation = LayerSpeculation(text[:2], head, hidden, most=costs.most, cost=costs.verification)
+    place, spent = 2, 1.0
     while place <= length:
         draft = speculation.draft(min(costs.most, length - place)) if speculation.promising else []
         if not draft:
@@ -237,8 +239,9 @@ def test_a_head_that_is_wrong_from_some_token_on_loses_little_more_than_it_may()
     costs = COSTS[0]
     text = list(range(2001))
     head = Guess(text, 1.0, costs.token, 0)
-    speculation = LayerSpeculation(text[:1], head, torch.zeros(2001, 1), most=7, cost=costs.verification)
-    place, behind = 1, 0
+    hidden = torch.arange(2001)[:, None]
+    speculation = LayerSpeculation(text[:2], head, hidden, most=7, cost=costs.verification)
+    place, behind = 2, 0
     while place <= 1000:
         draft = speculation.draft(7)
         speculation.checked(draft, text[place : place + len(draft) + 1])

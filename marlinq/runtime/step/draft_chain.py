@@ -21,7 +21,6 @@ from marlinq.runtime.step.forward import DraftForward
 from marlinq.runtime.step.functions import linear_of, norm_of
 from marlinq.runtime.step.prompts import MOST_ROWS, read_prompts
 from marlinq.runtime.step.recorded_step import RecordedStep
-from marlinq.runtime.step.walk import Walk, finish
 
 _BEYOND = 64
 """Places in the cache beyond a text's tokens: :data:`MOST_TOGETHER`, rounded up as capacities are."""
@@ -31,13 +30,14 @@ class ChainDraft(BoundForward, DraftForward):
     """Computes a draft head on a GPU.
 
     Its cache takes pairs of a token and a hidden state: those of a prompt as prompts are read, later ones by
-    a step of up to :data:`MOST_TOGETHER` neighbouring tokens. Steps are replayed CUDA graphs, where
-    ``graphs`` are wanted and can be captured.
+    a step of up to :data:`MOST_TOGETHER` neighbouring tokens. Such a step and all steps of a draft are one
+    replayed CUDA graph for each number of drafted tokens, where ``graphs`` are wanted and can be captured.
 
     Args:
         layer: a draft head that :func:`marlinq.runtime.step.bound.chain_refusal` does not refuse.
         capacity: L, tokens that the cache can hold.
-        graphs: whether steps are captured.
+        most: tokens of a draft at most.
+        graphs: whether drafts are captured.
         progress: called after each kernel that is compiled.
 
     Raises:
@@ -50,6 +50,7 @@ class ChainDraft(BoundForward, DraftForward):
         layer: DraftLayer,
         *,
         capacity: int,
+        most: int = MOST_TOGETHER - 1,
         graphs: bool = True,
         progress: ReportProgress = no_progress,
     ) -> None:
@@ -62,18 +63,32 @@ class ChainDraft(BoundForward, DraftForward):
         self._token_norm = norm_of(layer.model, layer.token_norm, self.dtype)
         self._hidden_norm = norm_of(layer.model, layer.hidden_norm, self.dtype)
         self.anatomy = replace(layer.anatomy, embedding_scale=1.0)
+        self._drafted = torch.zeros(most, dtype=torch.int64, device=self.lengths.device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         with self.on_device(), dependent_launches():
-            together = self.neighbours(MOST_TOGETHER)
-            self._run = _Rows(together, self.lengths, self._inputs, progress)
+            self._pairs = _Rows(self.neighbours(MOST_TOGETHER), self.lengths, self._inputs, progress)
             self._step = _Rows(self, None, self._inputs, progress)
             if graphs and self.lengths.is_cuda:
-                self._capture()
+                self._capture(most)
 
-    def _capture(self) -> None:
+    def _capture(self, most: int) -> None:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        pool = None
         try:
-            for rows in (self._run, self._step):
-                rows.capture()
+            with torch.cuda.stream(side):
+                # Run once outside the graphs: kernels are loaded, and memory allocated, at first use.
+                self._compute(min(most, 2))
+            torch.cuda.current_stream().wait_stream(side)
+            for count in range(1, most + 1):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    self._compute(count)
+                self._graphs[count] = graph
+                # One at a time is replayed, so all may use the same memory.
+                pool = graph.pool()
         except RuntimeError as error:
+            self._graphs.clear()
             reason = " ".join(str(error).split())[:160]
             self.reason = f"drafts could not be captured into a CUDA graph ({reason})"
 
@@ -83,23 +98,34 @@ class ChainDraft(BoundForward, DraftForward):
     @torch.no_grad()
     def draft(self, tokens: Sequence[int], hidden: Tensor, most: int) -> list[int]:
         with self.on_device():
-            given = torch.tensor(tokens, device=hidden.device)
+            given, first = torch.tensor(tokens, device=hidden.device), 0
             if not self.known and len(tokens) > MOST_TOGETHER:
-                token, behind = self._read(given, hidden)
-                self.known = len(tokens)
-            else:
-                for start in range(0, len(tokens), MOST_TOGETHER):
-                    part = slice(start, start + MOST_TOGETHER)
-                    self.lengths.fill_(self.known)
-                    token, behind = self._run.start(given[part], hidden[part])
-                    self.known += len(given[part])
-            drafted = [token.clone()]
-            self.lengths.fill_(self.known)
-            while len(drafted) < most:
-                token, behind = self._step.start(token, behind)
-                drafted.append(token.clone())
-            found: list[int] = torch.cat(drafted).tolist()
-        return found
+                # A step takes the last pair, behind which tokens are drafted.
+                first = len(tokens) - 1
+                self._read(given[:first], hidden[:first])
+            for start in range(first, len(tokens), MOST_TOGETHER):
+                part = slice(start, start + MOST_TOGETHER)
+                self.lengths.fill_(self.known + start)
+                self._pairs.give(given[part], hidden[part])
+                count = most if start + MOST_TOGETHER >= len(tokens) else 1
+                if count in self._graphs:
+                    self._graphs[count].replay()
+                else:
+                    self._compute(count)
+            self.known += len(tokens)
+            drafted: list[int] = self._drafted[:most].tolist()
+        return drafted
+
+    def _compute(self, count: int) -> None:
+        """Append the pairs that were given, and draft ``count`` tokens behind them."""
+        token, behind = self._pairs.start()
+        self._drafted[:1].copy_(token)
+        if count > 1:
+            self.lengths.add_(self._pairs.count)
+        for place in range(1, count):
+            self._step.give(token, behind)
+            token, behind = self._step.start()
+            self._drafted[place : place + 1].copy_(token)
 
     def _inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Inputs of the block, [T, hidden]."""
@@ -110,16 +136,14 @@ class ChainDraft(BoundForward, DraftForward):
             x = x * self._scale
         return self._project(torch.cat((self._token_norm(x), self._hidden_norm(hidden)), -1))
 
-    def _read(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, tokens: Tensor, hidden: Tensor) -> None:
         """Append the pairs of a text to the empty cache."""
         table = self.embedding
         self.embedding = self._inputs(tokens, hidden)
         rows = torch.arange(len(tokens), device=tokens.device)
         self.lengths.zero_()
-        x, pending = read_prompts(self, rows[None], slice(0, 1), [len(tokens)], MOST_ROWS)
-        _, normed = Walk(self, rows[:1], slice(0, 1), 1).add(x, pending, self.final_norm)
+        read_prompts(self, rows[None], slice(0, 1), [len(tokens)], MOST_ROWS)
         self.embedding = table
-        return finish(self.head.run(normed), self.anatomy).argmax(-1), normed
 
     # Abstract in the base class. A head is never decoded as a model: draft() calls _read and captured graphs.
 
@@ -139,6 +163,9 @@ class _Rows:
             computed; None for a single row, whose own length counts.
         inputs: function from tokens and hidden states to the block's inputs.
         progress: called after each kernel that is compiled.
+
+    Attributes:
+        count: number of pairs that were given, int32 [1].
     """
 
     def __init__(
@@ -158,47 +185,30 @@ class _Rows:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._hidden = torch.zeros((rows, forward.hidden), dtype=forward.dtype, device=device)
         self._last = torch.zeros(1, dtype=torch.int64, device=device)
+        self.count = torch.ones(1, dtype=torch.int32, device=device)
         self._recorded = RecordedStep(forward, progress)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._results: tuple[Tensor, Tensor] | None = None
 
-    def start(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Append pairs; returns the most likely token behind the last, int64 [1], and the head's hidden state
-        there, [1, hidden], in memory that the next call overwrites.
+    def give(self, tokens: Tensor, hidden: Tensor) -> None:
+        """Set the pairs of the next :meth:`start`.
 
         Args:
             tokens: int64 [T], as many as rows at most.
             hidden: [T, hidden].
         """
-        count = len(tokens)
+        count, rows = len(tokens), len(self._tokens)
         # Further rows repeat the last pair; what they leave in the cache is overwritten before it is read.
         self._tokens[:count].copy_(tokens)
         self._hidden[:count].copy_(hidden)
-        if count < len(self._tokens):
+        if count < rows:
             self._tokens[count:] = tokens[-1]
             self._hidden[count:] = hidden[-1]
+        if rows > 1:
             self._last.fill_(count - 1)
-        elif count > 1:
-            self._last.fill_(count - 1)
-        if self._graph is None or self._results is None:
-            return self._computed()
-        self._graph.replay()
-        return self._results
+            self.count.fill_(count)
 
-    def capture(self) -> None:
-        """Capture the step into a CUDA graph."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            # Run once outside the graph: kernels are loaded, and memory allocated, at first use.
-            self._computed()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = self._computed()
-        self._graph, self._results = graph, results
-
-    def _computed(self) -> tuple[Tensor, Tensor]:
+    def start(self) -> tuple[Tensor, Tensor]:
+        """Append the pairs; returns the most likely token behind the last, int64 [1], and the head's hidden
+        state there, [1, hidden]."""
         self._made.copy_(self._inputs(self._tokens, self._hidden))
         if self._starts is not None:
             start, lengths, places = self._starts

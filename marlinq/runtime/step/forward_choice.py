@@ -157,7 +157,8 @@ def _own_forward(
         if isinstance(forward, ChainForward) and (apart := join_layers(forward, progress)) is not None:
             forward.reason += f"; layers as single kernels: {apart}"
         if layer is not None and on_gpu:
-            forward.drafter = drafter = ChainDraft(layer, capacity=capacity, progress=progress)
+            most = max(1, forward.most_verified - 1)
+            forward.drafter = drafter = ChainDraft(layer, capacity=capacity, most=most, progress=progress)
             forward.reason += f"; {drafter.reason}"
         elif layer is not None:
             forward.drafter = ReferenceDraft(layer, capacity=capacity)
