@@ -23,7 +23,7 @@ from torch import Tensor
 
 from marlinq.core.errors import MarlinqError
 from marlinq.kernels.contract.instantiation import CUDA_SOURCES
-from marlinq.kernels.driver.cuda_driver import on_device
+from marlinq.kernels.driver.cuda_driver import Launch, on_device
 from marlinq.kernels.launch.prepared import Prepared, bind
 from marlinq.kernels.step.attend import AttentionShape, AttentionWorkspace, attend, divide
 from marlinq.kernels.step.heads import HeadWork
@@ -145,9 +145,9 @@ class Attention:
         return found["whole"], found["paged"]
 
 
-def _start(launches: list[object], number: int) -> None:
+def _start(launches: list[Launch], number: int) -> None:
     with on_device(0):
-        launches[number % len(launches)].start()  # type: ignore[attr-defined]
+        launches[number % len(launches)].start()
 
 
 def main() -> int:

@@ -66,8 +66,11 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     launch.layer_call.cache_clear()
 
 
-def call(layer: Layer, rows: int, expert_map: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
-    x, ids, weights = (value.contiguous() for value in random_routing(layer.shape, rows))
+def call(
+    layer: Layer, rows: int, expert_map: Tensor | None = None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    x, ids, weights = random_routing(layer.shape, rows)
+    x = x.contiguous()
     gate_up, down = layer.weights
     kind = down.format.name, layer.shape.group_size, "silu"
     operands = gate_up.words, gate_up.scales, gate_up.zeros, down.words, down.scales, down.zeros
@@ -75,7 +78,11 @@ def call(layer: Layer, rows: int, expert_map: Tensor | None = None) -> tuple[tup
 
 
 def expected(
-    given: tuple[Tensor, ...], experts: ExpertWeights, expert_map: Tensor | None, out: Tensor, memory: Tensor
+    given: tuple[Tensor, Tensor, Tensor],
+    experts: ExpertWeights,
+    expert_map: Tensor | None,
+    out: Tensor,
+    memory: Tensor,
 ) -> list[bytes]:
     """Parameters of a call's launches with these tensors."""
     shape = shape_of(given[0], given[1], experts)
@@ -83,9 +90,8 @@ def expected(
     whole = ExpertsWorkspace.of(shape, decision, torch.device("cpu"))
     starts = [tensor.storage_offset() * tensor.itemsize for tensor in whole]
     workspace = ExpertsWorkspace(*(memory[start:] for start in starts))
-    steps = placed_steps(
-        *(shape, decision, *given, experts, "silu", expert_map, out, workspace), dependent=True
-    )
+    behind = experts, "silu", expert_map, out, workspace
+    steps = placed_steps(shape, decision, *given, *behind, dependent=True)
     return [bytes(step.arguments) for step in steps]
 
 

@@ -356,7 +356,8 @@ def place(
     """Writes the addresses of these tensors into the parameters of ``steps``, which it returns."""
     addresses = Addresses(
         *(x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr(), address(expert_map)),
-        *map(WeightAddresses.of, experts),
+        WeightAddresses.of(experts.gate_up),
+        WeightAddresses.of(experts.down),
         *(value.data_ptr() for value in workspace),
     )
     for step in steps:
