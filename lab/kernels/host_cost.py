@@ -1,4 +1,4 @@
-"""Host time of the W4A16 product: calls, the first call of a process, and compiling.
+"""Host time of the W4A16 product and of routed experts: calls, the first call of a process, and compiling.
 
     python lab/kernels/host_cost.py
 
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.compiler import nvrtc_version
 from marlinq.kernels.driver.cuda_driver import empty_strided
 from marlinq.kernels.driver.gpu_rates import device_numbers
+from marlinq.kernels.experts import ExpertWeights, StoredExperts, routed_experts
 from marlinq.kernels.launch.call import prepare
 from marlinq.kernels.ops.operators import OPERATORS, w4a16_gemm
 from marlinq.operations.bench.hardware import hardware_line
@@ -130,8 +132,34 @@ def calls(device: torch.device) -> dict[str, dict[str, float]]:
         found["operator, dependent launch"] = microseconds(operator)
     with torch.no_grad():
         found["QuantLinear"] = microseconds(lambda: linear(x))
+    with torch.no_grad():
+        found |= experts_calls(device)
     found["torch.empty"] = microseconds(lambda: torch.empty((1, n), dtype=torch.float16, device=device))
     found["torch.mm, output given"] = microseconds(lambda: torch.mm(x, dense, out=out))
+    return found
+
+
+def experts_calls(device: torch.device) -> dict[str, dict[str, float]]:
+    """Microseconds a call of a layer of eight small experts, for numbers of rows that take two to five
+    launches."""
+    experts, size, top = 8, 64, 2
+    products = [
+        StoredExperts(
+            INT4,
+            Granularity.group(32),
+            torch.zeros(experts, size // 16, 2 * n, dtype=torch.int32, device=device),
+            torch.ones(experts, size // 32, n, dtype=torch.float16, device=device),
+        )
+        for n in (2 * size, size)
+    ]
+    weights, found = ExpertWeights(*products), {}
+    for rows in (1, 16, 256, 2048):
+        x = torch.zeros(rows, size, dtype=torch.float16, device=device)
+        ids = torch.arange(rows * top, dtype=torch.int32, device=device).remainder(experts).view(rows, top)
+        factors = torch.ones(rows, top, device=device)
+        found[f"routed_experts, {rows} rows"] = microseconds(
+            partial(routed_experts, x, ids, factors, weights)
+        )
     return found
 
 
