@@ -147,13 +147,6 @@ def _deepest(
     # NVRTC 13.0 puts fragments of this shape into local memory.
     if words == 1 and problem.bfloat16 and problem.quant_group == 32 and not problem.format.fuses:
         return None
-    # Of sparse kernels, NVRTC 13.0 spills registers with 64 columns a warp, 64 rows and groups of 32; with 16
-    # columns a warp, three parts of K and more than 128 rows it serialises the products.
-    if problem.format.sparsity is not None:
-        if words == 4 and tile_m == 64 and problem.quant_group == 32:
-            return None
-        if words == 1 and parts_k == 3 and tile_m > 128:
-            return None
     most = device.multiprocessors * min_blocks
     # 1024 bytes a block: barriers, and the shared memory that the driver reserves.
     room = device.shared_bytes // min_blocks - 1024
