@@ -107,7 +107,13 @@ class Attention:
             self.caches += [*cache, *pools]
             self.whole.append(
                 attend(
-                    *(self.x, *cache, self.outs[0], self.lengths, work, self.workspace),
+                    self.x,
+                    cache[0],
+                    cache[1],
+                    self.outs[0],
+                    self.lengths,
+                    work,
+                    self.workspace,
                     scale=HEAD_DIM**-0.5,
                     division=division,
                 )
