@@ -17,8 +17,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +35,7 @@ from marlinq.operations.bench import serve_engine
 ENGINES = {"vLLM": "off", "vLLM with marlinq": "all"}
 """Name of an engine -> its value of ``MARLINQ_VLLM``."""
 INTERRUPTED = "interrupted"
-"""Value of :attr:`ServeBench.unfinished` after Ctrl-C."""
+"""Value of :attr:`ServeBench.unfinished` after Ctrl-C or SIGTERM."""
 _SAID = re.compile(r"Using \S+ for \S+|Using \S+ \S*MoE\S*|marlinq: [^\n]*|GPU KV cache size: [^\n]*")
 # Runs the file without importing its package, which would import transformers and take seconds.
 _MAIN = f"import runpy, sys; runpy.run_path({serve_engine.__file__!r})['main'](*sys.argv[1:])"
@@ -287,8 +288,12 @@ def _timed(engine: str, mode: str, workload: Workload, kept: Path, folder: Path)
 
 def run_alone(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
     """Runs ``command`` in a process group of its own, kills processes that it leaves, returns its exit
-    status."""
-    with log.open("wb") as sink:
+    status.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, or a request to terminate this process, which would leave the group behind.
+    """
+    with log.open("wb") as sink, _termination_interrupts():
         child = subprocess.Popen(
             command, env=os.environ | environment, stdout=sink, stderr=sink, start_new_session=True
         )
@@ -303,3 +308,16 @@ def run_alone(command: Sequence[str], environment: dict[str, str], log: Path) ->
                     os.killpg(child.pid, 0)
                     time.sleep(_POLL_SECONDS)
             child.wait()
+
+
+@contextlib.contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM raises KeyboardInterrupt in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -112,6 +112,7 @@ def test_times_are_the_engines_own(checkpoint: Path, tmp_path: Path) -> None:
 FAULTS = {
     "error": ("raise SystemExit('out of memory')", EnvironmentProblem.exit_code, "out of memory"),
     "Ctrl-C": ("import signal; os.kill(os.getppid(), signal.SIGINT); time.sleep(600)", 130, "interrupted"),
+    "end": ("import signal; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)", 130, "interrupted"),
 }
 
 
@@ -144,7 +145,10 @@ def test_what_was_measured_before_a_fault_is_kept(
     assert words in partial["unfinished"]
     assert [each["complete"] for each in partial["engines"].values()] == [True, False]
     assert partial["engines"]["vLLM with marlinq"]["step_seconds"] == pytest.approx({"1": 1e-3, "4": 1e-3})
-
+    left = [int(line) for line in (checkpoint / "left").read_text().split()]
+    assert not [pid for pid in left if alive(pid)]
+    if fault != "error":
+        return
     (checkpoint / "fault").unlink()
     assert run()[0] == 0
     assert plot.exists()
