@@ -48,7 +48,7 @@ def test_no_format_is_a_default(room: str) -> None:
     assert found == {}
 
 
-def test_what_it_looks_for() -> None:
+def test_formats_in_defaults_are_found() -> None:
     assert formats_in("def f(x, element=INT4): ...") == ["INT4"]
     assert formats_in("class A:\n    shared: Granularity = Granularity.group(128)\n") == ["Granularity"]
     assert formats_in("def f(element: Element, shared: Granularity | None = None): ...") == []

@@ -37,7 +37,7 @@ def rounded(x: Tensor, group: int) -> Tensor:
 
 
 def round_inputs(loaded: LoadedModel, group: int) -> list[torch.utils.hooks.RemovableHandle]:
-    """Round what every quantised linear is given, until the handles are removed."""
+    """Round the inputs of every quantised linear until the handles are removed."""
 
     def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return rounded(inputs[0], group), *inputs[1:]

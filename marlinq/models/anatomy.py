@@ -92,8 +92,9 @@ class Attention:
         scale: factor on the dot products.
         window: largest number of positions that a query sees, its own included; None for all.
         softcap: dot products become ``softcap * tanh(product / softcap)``; None for no cap.
-        query_norm, key_norm: norms before the rotary embedding, per head or over all heads; None without one.
-        norms_behind: whether these norms are behind the rotary embedding, not before it.
+        query_norm, key_norm: norms before or behind the rotary embedding, per head or over all heads; None
+            without one.
+        norms_behind: whether these norms are behind the rotary embedding.
         value_norm: norm of each head of values; None without one.
         keys_are_values: whether values are what was projected as keys, before norm and rotation.
         shared: index of the earlier layer whose keys and values this one reads; None if it has its own.

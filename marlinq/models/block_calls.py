@@ -1,4 +1,4 @@
-"""Records how a model calls its decoder blocks, whose ``forward`` is a stub meanwhile."""
+"""Records arguments with which a model calls its decoder blocks, whose ``forward`` is a stub meanwhile."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ HIDDEN = Hidden()
 
 
 class StopForward(BaseException):
-    """Ends the outer forward after the last block. A BaseException, so that no error handler catches it."""
+    """Ends the model's forward at the last block. A BaseException, so that no error handler catches it."""
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """Arguments of a block; ``added`` is what the model adds to the hidden states before it."""
+    """A call of a block.
+
+    Attributes:
+        args, kwargs: arguments, with :data:`HIDDEN` for the hidden states.
+        added: tensor that the model adds to the hidden states before the block; None if it adds none.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -36,16 +41,17 @@ class BlockCall:
 
 
 class CallRecorder:
-    """The stubs of one outer forward, and the calls that they stored.
+    """The stubs for one forward of a model around its blocks, and the calls that they stored.
 
     Args:
         instance: the loaded model.
         shape: [B, T] of the token ids.
         keep: function that stores a tensor.
-        wrap: function that wraps hidden states as a block returns them; None: the first block shows it.
+        wrap: function that wraps hidden states as a block returns them; None if it is still to be learnt
+            from the first block's real output.
         adding: whether the model may add something to hidden states between blocks, as vision-language models
-            add features of an image behind the first ones.
-        scale: factor of the first block's output over its input.
+            add features of an image after each of the first blocks.
+        scale: factor by which the first block's stub multiplies the hidden states.
     """
 
     def __init__(
@@ -128,7 +134,7 @@ class CallRecorder:
         """Checks that the model added the same to the hidden states of ``scaled``.
 
         Raises:
-            UnsupportedError: it did not, so that it does something else than add.
+            UnsupportedError: it did not, so it does something else than add.
         """
         assert self._initial is not None
         # Both sums were rounded, and so were their differences from what they were added to.

@@ -906,7 +906,7 @@ class _Block:
     def _router(self, routed: ExpertsCall, found: _RoutedExperts) -> tuple[Router, Call]:
         """(router of the experts' numbers and weights, call that made its logits).
 
-        Of several explanations by chance the one with most of the router's parameters is right."""
+        Where several fit by chance, the one that uses most of the router's parameters is right."""
         own = [name for name, values in self.corrections.items() if values.numel() == found.count]
         vectors = [name for name in own if name.startswith(f"{self.name}.") and name != found.correction]
         explained = list(self._routers(routed, found, vectors))

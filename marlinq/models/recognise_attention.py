@@ -251,8 +251,8 @@ def attention_part(
 def _own_gate(
     mixed: Tensor, read: Tensor, wanted: Tensor, candidates: Sequence[Call]
 ) -> tuple[Call, AttentionGate] | None:
-    """The linear of ``read`` whose function multiplies ``mixed`` [1, T, H, D] to ``wanted``; None if none
-    does."""
+    """(linear, gate) of the linear that reads ``read``, and whose activation times ``mixed`` [1, T, H, D] is
+    ``wanted``; None if there is none."""
     for call, (activation, function) in product(candidates, GATES.items()):
         by_head = call.output.shape[-1] == mixed.shape[2]
         if not torch.equal(call.input, read) or not (by_head or call.output.numel() == mixed.numel()):
@@ -271,8 +271,8 @@ def _reads_the_same(call: AttentionCall, other: AttentionCall) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Norm, rotation and factor between columns of the projections and queries, keys or values; ``behind``:
-    the norm follows the rotation."""
+    """Norm, rotation and factor between columns of the projections and queries, keys or values. ``behind``
+    says that the norm follows the rotation."""
 
     norm: Norm | None
     call: Call | None

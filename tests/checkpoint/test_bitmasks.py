@@ -136,7 +136,7 @@ def test_masks_and_shapes_that_contradict_are_named(
         with_dense_weights(Checkpoint.open(tmp_path / "copy")).tensor(f"{LINEAR}.weight")
 
 
-def test_channels_past_the_end_of_a_row(tmp_path: Path) -> None:
+def test_bits_past_the_end_of_a_row_are_refused(tmp_path: Path) -> None:
     tensors = {f"x.{suffix}": tensor for suffix, tensor in compressed(torch.randn(3, 12)).items()}
     tensors["x.bitmask"][1, 1] |= 1 << 6
     save_bitmasks(tmp_path, tensors)
@@ -152,7 +152,7 @@ def test_channels_past_the_end_of_a_row(tmp_path: Path) -> None:
         ({"y.shape": torch.zeros(2)}, None),
     ],
 )
-def test_tensors_that_belong_to_none_or_two(
+def test_missing_and_doubled_weights_are_refused(
     tmp_path: Path, changes: dict[str, Tensor | None], message: str | None
 ) -> None:
     tensors = {f"x.{suffix}": tensor for suffix, tensor in compressed(torch.randn(3, 12)).items()}

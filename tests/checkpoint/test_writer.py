@@ -564,7 +564,7 @@ def test_a_shard_of_another_header_or_length_is_said(unfinished: Path, place: in
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("call", ["unlink", "rename", "ftruncate", "write", "fsync", "mkdir"])
-def test_whatever_a_failing_disk_refuses_is_one_line(
+def test_errors_of_a_failing_disk_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes], code: int, call: str
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> int:

@@ -47,7 +47,7 @@ def command_lines(folders: tuple[str, str], out: Path) -> list[list[str]]:
         ("tpu", 2, "error: device: expected auto, cpu, cuda or cuda:N, found 'tpu'\n"),
     ],
 )
-def test_one_answer_for_all_commands(
+def test_all_commands_say_the_same_of_a_device(
     marlinq: Callable,
     folders: tuple[str, str],
     tmp_path: Path,

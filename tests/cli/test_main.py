@@ -151,7 +151,7 @@ def test_interrupted_convert_continues_when_it_is_repeated(marlinq: Callable, op
     }
 
 
-def test_interrupted_elsewhere(marlinq: Callable, operation: Callable) -> None:
+def test_commands_that_cannot_continue_say_interrupted(marlinq: Callable, operation: Callable) -> None:
     operation("marlinq.operations.inspect", "inspect", KeyboardInterrupt())
     outcome = marlinq("inspect", "folder")
     assert (outcome.code, outcome.err.strip()) == (130, "interrupted")

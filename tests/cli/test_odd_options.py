@@ -84,7 +84,7 @@ def test_a_number_that_python_does_not_print() -> None:
         (["bench", "kernels", "--against", " , "], "--against"),
     ],
 )
-def test_a_list_without_a_name(
+def test_lists_without_names_are_refused(
     tmp_path: Path, arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")

@@ -131,7 +131,7 @@ def test_lines_come_by_themselves_and_end() -> None:
 
 
 @on_each_screen
-def test_who_does_not_ask_sees_nothing(screen: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_only_if_asked_for(screen: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     use(screen, monkeypatch)
     with showing(False) as progress:
         assert progress is no_progress

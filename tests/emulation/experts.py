@@ -20,11 +20,11 @@ from tests.emulation.tensor_maps import emulated_tensor_maps
 
 @dataclass(frozen=True)
 class Routed:
-    """What a layer left.
+    """Results of a layer.
 
     Attributes:
         out: [M, H].
-        workspace: of its launches.
+        workspace: workspace of its launches.
     """
 
     out: Tensor

@@ -44,7 +44,7 @@ class Case:
         dependent: whether the previous kernel of the stream still runs.
         bias: whether there is one.
         x_padding: elements between the rows of the activations, a multiple of 8.
-        seed: of operands and schedule.
+        seed: seed of operands and schedule.
         capability: ten times the compute capability that the source is compiled for.
         resident: how many blocks run at once where they hand sums to each other.
         launches: number of launches with equal operands, one after another; results must have the same bits.

@@ -62,7 +62,8 @@ def row_norm(kind: Any, width: int, dtype: torch.dtype, *, bias: bool = False) -
 
 
 def head_norm(kind: Any, size: int, count: int, dtype: torch.dtype, *, wide: bool) -> HeadNorm | None:
-    """Of ``count`` heads: weights of each where all are normalised together or a mean is subtracted."""
+    """A norm of ``count`` heads. Each has weights of its own if all are normalised together or a mean is
+    subtracted."""
     if kind is None:
         return None
     norm = row_norm(kind, size * (count if wide or kind == "LAYER" else 1), dtype, bias=kind == "LAYER")

@@ -17,7 +17,7 @@ from tests.emulation.test_warpgroup_fp8 import fragments
 
 
 def activations(m: int, k: int, dtype: torch.dtype) -> Tensor:
-    """Of many sizes; a row of zeros, and a zero group in another."""
+    """Activations of many sizes, with a row of zeros, and a zero group in another."""
     torch.manual_seed(m + k)
     x = torch.randn(m, k) * torch.exp2(torch.randint(-12, 5, (m, k)).float())
     x[-1] = 0
@@ -34,7 +34,7 @@ def quantized(
     *,
     fragments: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel makes of ``x``; scales as the launcher has them, without rows past M."""
+    """(codes, scales) that the kernel makes of ``x``: scales in the launcher's shape, without rows past M."""
     m, k = x.shape
     rows, of_scales = eight_bit_product.quantized_shapes(m, k, group)
     # Rows of x further apart than their channels.

@@ -242,7 +242,7 @@ def test_pairs_that_share_experts(builder: Builder, name: str) -> None:
     ("way", "activation"), in_turn(("alone", "together", "sorted"), ("silu", "clamped_swiglu"))
 )
 def test_biases(builder: Builder, way: str, activation: str) -> None:
-    """Of GPT-OSS: with the gate's clamp, which activations of this size reach."""
+    """GPT-OSS's activation, with the gate's clamp, which activations of this size reach."""
     shape = Shape(4, 2, 256, 192, 64, False, torch.bfloat16, True)
     layer = random_layer(shape)
     x, ids, weights = random_routing(replace(shape, experts=shape.experts + 1), 9)

@@ -42,7 +42,7 @@ def solved(
 
 
 def values(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """What codes stand for, float64 [K, N]. A negative scale may name the same values by other codes."""
+    """Values of the codes, float64 [K, N]. A negative scale may name the same values by other codes."""
     g = codes.shape[0] // scales.shape[0]
     wide = (part.repeat_interleave(g, dim=0).double() for part in (scales, zeros))
     scales, zeros = wide

@@ -113,7 +113,7 @@ def test_compressed_tensors_targets_and_ignored_modules_hold(prefix: str, loader
 
 @pytest.mark.parametrize("loader", RENAMINGS)
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_parts_of_names_hold(prefix: str, loader: str) -> None:
+def test_excluded_parts_of_names_hold_for_kept_modules_alone(prefix: str, loader: str) -> None:
     four, _, kept = names(prefix)
     # "mlp.gate" is a part of "mlp.gate_proj", which such a list can't tell apart.
     kept = [name.replace("mlp.gate", "mlp.router") for name in kept]

@@ -81,7 +81,7 @@ class Base:
 
 @dataclass
 class Result:
-    """What one run of a command gave."""
+    """Output of one run of a command."""
 
     code: int
     out: str
@@ -100,7 +100,7 @@ class Finding:
 
 @dataclass
 class Tally:
-    """What came of all cases."""
+    """Outcome of all cases."""
 
     cases: int = 0
     runs: int = 0

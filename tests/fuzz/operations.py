@@ -91,7 +91,7 @@ metric_list:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the cases start from.
+    """Inputs that the cases start from.
 
     Attributes:
         arguments: command line of a run with a target, up to the output folder.

@@ -22,8 +22,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: channels of the residual stream and of the MLP, heads and their channels, and what a cache
-    has room for."""
+    """Sizes of a model: channels of the residual stream and of the MLP, heads and their channels, and a
+    cache's positions."""
 
     hidden: int
     intermediate: int
@@ -38,12 +38,12 @@ LLAMA_3_8B = Sizes(4096, 14336, 32, 8, 128, 4352)
 
 @dataclass(frozen=True)
 class Features:
-    """What a layer has.
+    """Features of a layer.
 
     Attributes:
         group: channels that share a scale.
         zeros, bias, head_norms, post_norms: whether there are any.
-        dtype: of activations.
+        dtype: dtype of activations.
         window: window of the attention.
     """
 
@@ -57,7 +57,7 @@ class Features:
 
 
 def bound(dtype: torch.dtype, layers: int) -> float:
-    """What rounding explains of the relative distance between a step and :class:`Reference`.
+    """Largest relative distance between a step and :class:`Reference` that rounding explains.
 
     Both round at the same places, but for the input of a single row's products. Sums in float32 flip some of
     these roundings, each of which is eps / sqrt(12) in the mean. A layer has a dozen, which add like random
@@ -124,14 +124,14 @@ class Reference:
     Args:
         model: sizes and features that layers share.
         lengths: positions in the cache of every row.
-        dtype: of activations.
+        dtype: dtype of activations.
     """
 
     def __init__(self, model: Model, lengths: list[int], dtype: torch.dtype) -> None:
         self._model, self._lengths, self._dtype = model, lengths, dtype
 
     def step(self, layers: list[LayerOperands], hidden: Tensor) -> Tensor:
-        """What leaves the last layer; caches are appended to."""
+        """Rows that leave the last layer; caches are appended to."""
         x = hidden.double()
         for layer in layers:
             given = self._product(self._attend(layer, self._norm(x, layer.attention_gamma)), layer.output)

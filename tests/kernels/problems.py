@@ -72,7 +72,7 @@ SPREADS = ("even", "small", "any order", "growing", "sparse", "late")
 
 
 def _factors(spread: str, groups: int, n: int, device: str) -> Tensor:
-    """What scales [G, N] of one size are multiplied by."""
+    """Factors for scales [G, N] of one size."""
     if spread == "small":
         # Most of them subnormal float16.
         return torch.full((groups, n), 2.0**-12, device=device)

@@ -22,7 +22,7 @@ from tests.kernels import test_persistent, test_sample, test_step_gpu
 
 
 def checks(*, single_launch: bool) -> Iterator[Callable[[], None]]:
-    """Of each kind of kernel the GPU tests' own cases, the small ones."""
+    """The small ones of the GPU tests' cases for each kind of kernel."""
     for dtype in test_step_gpu.DTYPES:
         for kind, width in (("RMS", 576), ("RMS_WIDE", 64), ("LAYER", 4096)):
             yield partial(test_step_gpu.test_residual_stream_and_norm, kind, width, 3, dtype)
@@ -44,7 +44,7 @@ def checks(*, single_launch: bool) -> Iterator[Callable[[], None]]:
 
 
 def main() -> None:
-    """All of them; the first that fails ends the run."""
+    """Run all cases; the first that fails ends the run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--no-single-launch", action="store_true", help="leave the launch of all layers out")
     options = parser.parse_args()

@@ -96,7 +96,7 @@ def test_the_decision_never_takes_what_was_measured_slower(layer: tuple[str, int
             assert eight < sixteen
 
 
-def test_where_activations_stay_in_16_bits_the_reason_says_why() -> None:
+def test_reasons_say_why_activations_stay_in_16_bits() -> None:
     hopper, before_ada = H200, AMPERE
     ada = replace(AMPERE, architecture="sm_89")
     group = replace(GATE_UP, granularity=Granularity.group(128))

@@ -170,8 +170,8 @@ def test_rows_of_many_experts_are_not_compared() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUP_SIZES)
 def test_grouped_products_spill_nowhere(group: int) -> None:
-    """Of compute capability 9.0 only: they are wgmma. All variants, with their tallest tiles and biases; of
-    groups of 128 in both types, of the others in one."""
+    """For compute capability 9.0 alone, because they use wgmma. All variants, with their tallest tiles and
+    biases: groups of 128 in both types, others in one."""
     found: list[Instantiation] = []
     for bfloat16 in (False, True) if group == 128 else (group == 32,):
         zeros = bfloat16

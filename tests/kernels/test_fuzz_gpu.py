@@ -93,7 +93,7 @@ class Call:
 
     Attributes:
         weight: what it multiplies with.
-        seed: of the activations.
+        seed: seed of the activations.
         m: rows of activations.
         out_features: columns to return.
         kernel: the forced one; None leaves the choice to the decision.

@@ -215,7 +215,7 @@ def test_recorded_choices_of_a_chain_keep_norms_in_products() -> None:
         (int4_problem(1, 5120, 2048, 128, False, False), Rows()),
     ],
 )
-def test_a_chains_sweep_tries_what_does_the_same_work(problem: Problem, work: Rows) -> None:
+def test_a_chains_sweep_tries_configurations_of_the_same_work(problem: Problem, work: Rows) -> None:
     demanded = Demands(dependent=True)
     with dependent_launches():
         present = decide(problem, H200).config

@@ -96,7 +96,7 @@ def test_a_note_that_does_not_hold_is_made_anew(
     assert len(asked) == 2
 
 
-def test_whatever_decisions_rest_on_makes_another_note(
+def test_layers_dtypes_modes_and_code_have_notes_of_their_own(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare()

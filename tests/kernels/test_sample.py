@@ -148,7 +148,7 @@ def test_faults_are_reported_on_the_gpu() -> None:
     ],
 )
 def test_a_token_takes_microseconds(sampling: Sampling, microseconds: float) -> None:
-    """Of a vocabulary of 128,256 in a replayed graph; a bound for regressions, not a figure."""
+    """Time for a vocabulary of 128,256 in a replayed graph; a bound for regressions, not a figure."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("one block works on a row there")
     sampler = Sampler(sampling.shape, 1, 128256, torch.device("cuda"))

@@ -309,7 +309,7 @@ def activations() -> list[Prepared]:
 
 
 def routers(*, clusters: bool = False) -> list[Prepared]:
-    """Of given rows, and of rows that they make, up to the widest."""
+    """Routers of given rows, and of rows that they make, up to the widest."""
     return [
         router(
             *(x, empty(experts, width, dtype=dtype)),

@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def activations(m: int, k: int, dtype: torch.dtype) -> Tensor:
-    """Of a size of its own in each group of a row."""
+    """Random activations [m, k], of another size in each group of a row."""
     sizes = torch.exp2(torch.randint(-3, 4, (m, k // 128), device="cuda").float())
     return (torch.randn(m, k, device="cuda") * sizes.repeat_interleave(128, 1)).to(dtype)
 

@@ -114,7 +114,7 @@ def test_another_format_has_an_operator_beside_it(toy_operator: GemmOperator) ->
     assert torch.ops.marlinq.w4a16_gemm.default is not toy_operator.overload
 
 
-def test_a_name_stands_for_one_format(toy_operator: GemmOperator) -> None:
+def test_two_formats_of_one_name_are_refused(toy_operator: GemmOperator) -> None:
     assert register_weight_format(TOY) is TOY
     with pytest.raises(ValueError, match="toy8"):
         register_weight_format(replace(TOY, bits=4))

@@ -67,7 +67,7 @@ def test_frozen_codes_stay_for_the_last_steps() -> None:
     assert all(b[0] < a[0] for a, b in pairwise(seen))
 
 
-def test_the_last_tenth_of_what_was_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_tenth_of_the_divergences_is_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.zeros(1, 1)
 
     def divergence(total: float, *, weight: float, gradient: bool = True) -> Any:

@@ -196,7 +196,7 @@ def test_layer_that_saw_nothing_is_rounded_to_nearest(make_layer):
     assert q.difference(round_to_nearest(weight, scheme())) is None
 
 
-def test_zero_weight():
+def test_a_zero_weight_stays_zero():
     q, report = solve_gptq(torch.zeros(4, 64), torch.eye(64), scheme())
     assert torch.equal(q.dequantize(), torch.zeros(4, 64))
     assert report.relative_error == 0

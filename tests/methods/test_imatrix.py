@@ -43,7 +43,7 @@ def test_strong_inputs_lose_less(symmetric: bool, group_size: int) -> None:
     assert found.scheme == wanted
 
 
-def test_one_weight_at_a_time_or_all_together() -> None:
+def test_weights_solved_together_are_solved_as_alone() -> None:
     weight, x = weight_and_inputs()
     power, wanted = gathered(x), scheme(group_size=G)
     together = Imatrix().solve([weight[:8], weight[8:]], power, wanted, ImatrixOptions(), names=["a", "b"])

@@ -104,7 +104,9 @@ def one_format_each() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "formats"), one_format_each())
-def test_the_whole_way(name: str, formats: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_mixture_is_quantised_verified_and_loaded(
+    name: str, formats: tuple[str, ...], tmp_path: Path
+) -> None:
     mixture = MIXTURES[name]
     original = save_mixture(tmp_path / "model", name)
     text = calibration_text(tmp_path)

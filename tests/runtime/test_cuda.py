@@ -107,7 +107,7 @@ def test_activation_order_is_sorted_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 20, 1 << 40])
-def test_what_is_read_ahead_to_the_gpu_is_what_is_stored(
+def test_tensors_read_ahead_to_the_gpu_are_the_stored_ones(
     budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small pieces go round a small ring many times, and memory that is freed is used again at once."""

@@ -108,7 +108,7 @@ def test_a_missing_package_is_named_with_its_fix(
     ],
 )
 @pytest.mark.parametrize("operator", ["auto", "w4a16"])
-def test_what_the_kernel_does_not_take_runs_dense(
+def test_weights_that_no_kernel_takes_run_dense(
     options: dict[str, object], reason: str, operator: str, hopper: list[tuple[object, ...]]
 ) -> None:
     found = decided(**options, operator=operator)

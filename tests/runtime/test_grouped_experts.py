@@ -110,7 +110,7 @@ def test_scales_of_another_dtype_keep_their_power_of_two() -> None:
     assert relative_error(module.to(torch.float16)(given[0].half(), *given[1:]), after.double()) < 5 * 2.0**-8
 
 
-def test_what_can_not_be_grouped_says_why() -> None:
+def test_experts_that_can_not_be_grouped_say_why() -> None:
     gate, up, down = experts(2, 128, 64, 64, False)
     cases = [
         (([], [], []), "0 gates"),

@@ -93,7 +93,7 @@ def test_a_torch_without_the_product_is_named(fast: None, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "setting", [Setting(torch.device("cuda:0"), torch.float32), Setting(CPU, torch.bfloat16)]
 )
-def test_others_have_nothing_to_decide(setting: Setting, fast: None) -> None:
+def test_heads_on_gpus_and_in_bfloat16_are_left_alone(setting: Setting, fast: None) -> None:
     assert pack_head(rounded_model(), setting) == []
 
 

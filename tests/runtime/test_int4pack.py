@@ -148,7 +148,7 @@ def test_groups_are_split_into_those_of_the_product() -> None:
         ({}, Setting(torch.device("cuda:0"), torch.bfloat16), "does not run on cuda"),
     ],
 )
-def test_what_it_does_not_take_is_said(options: dict[str, int], setting: Setting, reason: str) -> None:
+def test_refusals_name_the_reason(options: dict[str, int], setting: Setting, reason: str) -> None:
     q = random_tuple(**{"k": 64, "n": 64, "group_size": 32, **options})
     refusal = OPERATORS["int4pack"].refusal(stored_weight(q), setting)
     assert refusal is not None
@@ -207,7 +207,9 @@ def test_the_measured_times_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("packed", "chosen"), [(99e-6, "int4pack"), (101e-6, "dense"), (300e-6, "dense")])
-def test_it_has_to_gain_a_fifth(packed: float, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4pack_is_chosen_where_it_gains_a_fifth(
+    packed: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_times(monkeypatch, packed, 120e-6)
     stored = stored_weight(random_tuple(64, 64, group_size=32))
     found = decide(stored, ROUNDED)
@@ -246,7 +248,7 @@ def test_few_rows_take_the_threads_that_are_fastest(
     assert seen == [expected or 3, 3]
 
 
-def test_other_devices_do_not_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4pack_is_named_on_other_devices_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = stored_weight(random_tuple(64, 64, group_size=32))
     elsewhere = Setting(torch.device("mps"), torch.bfloat16)
     assert "int4pack" not in decide(stored, elsewhere).reason

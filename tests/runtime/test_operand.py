@@ -93,7 +93,7 @@ def test_sorting_by_group_is_stable() -> None:
         ),
     ],
 )
-def test_what_the_kernel_cannot_hold_is_refused(q: QuantizedWeight, reason: str) -> None:
+def test_weights_that_kernels_cannot_hold_are_refused(q: QuantizedWeight, reason: str) -> None:
     refusal = operand_refusal(q)
     assert refusal is not None
     assert reason in refusal

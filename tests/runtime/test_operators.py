@@ -107,7 +107,7 @@ def test_a_registered_operator_runs_a_model(layout: str, toy: Codes, tmp_path: P
     assert "not w8a16: a CPU runs its reference" in bench
 
 
-def test_what_it_refuses_goes_to_another(toy: Codes, tmp_path: Path) -> None:
+def test_weights_that_an_operator_refuses_go_to_another(toy: Codes, tmp_path: Path) -> None:
     save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())
     loaded = load(tmp_path, device="cpu", operator="codes")
     assert {decision.operator for decision in loaded.decisions.values()} == {"dense"}

@@ -53,7 +53,7 @@ def test_an_anatomy_is_read_as_it_was_found(name: str, found_anew: list[PreTrain
     assert len(found_anew) == 1
 
 
-def test_what_it_rests_on_is_part_of_its_name(
+def test_models_dtypes_and_code_have_notes_of_their_own(
     found_anew: list[PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llama = random_decoder(KNOWN["llama"])

@@ -26,7 +26,7 @@ def stored(layout: str) -> StoredWeight:
 
 
 @pytest.mark.parametrize("layout", ["marlin-24", "gptq-marlin-24"])
-def test_it_multiplies_when_asked_for(layout: str) -> None:
+def test_the_operator_multiplies_where_it_is_asked_for(layout: str) -> None:
     weight = stored(layout)
     assert weight.scheme.sparsity == TWO_OF_FOUR
     decision = decide(weight, CPU, operator="sparse-w4a16")

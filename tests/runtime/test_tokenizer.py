@@ -117,7 +117,7 @@ def test_a_change_of_any_file_is_another_question(folder: Path, name: str) -> No
     assert not isinstance(tokenizer_of(folder, kept=True), FileTokenizer)
 
 
-def test_what_a_file_does_not_say_is_left_to_transformers(
+def test_tokenizers_not_described_by_their_file_are_transformers(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A token that only the settings know.

@@ -24,7 +24,7 @@ def test_environments(flags: set[str], levels: list[str]) -> None:
     assert {environment["OMP_NUM_THREADS"] for environment in found} <= {"1", "2"}
 
 
-def test_its_tests_exist() -> None:
+def test_tests_of_the_script_exist() -> None:
     for test in script["_TESTS"]:
         path, _, name = test.partition("::")
         assert f"def {name or 'test_'}" in (Path(__file__).parents[2] / path).read_text()

@@ -411,7 +411,7 @@ def weight_bytes(model: nn.Module, batch: int) -> int:
             if isinstance(module, GroupedExperts):
                 whole: Any = model.config
                 config = whole.get_text_config()
-                # Gemma 4 calls it otherwise.
+                # Gemma 4 has another name for num_experts_per_tok.
                 chosen = getattr(config, "top_k_experts", None) or config.num_experts_per_tok
                 share -= (1 - chosen / module.weights.down.shape[0]) ** batch
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):

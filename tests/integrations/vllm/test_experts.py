@@ -93,7 +93,9 @@ def test_without_an_nvidia_gpu_nothing_is_taken(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("mode", "linear", "experts"), [("linear", 1, 0), ("experts", 0, 1), ("all", 1, 1)])
-def test_modes(monkeypatch: pytest.MonkeyPatch, mode: str, linear: int, experts: int) -> None:
+def test_each_mode_registers_its_own_kernels(
+    monkeypatch: pytest.MonkeyPatch, mode: str, linear: int, experts: int
+) -> None:
     kernels = stub.install(monkeypatch)._POSSIBLE_KERNELS[stub.PlatformEnum.CUDA]
     monkeypatch.setenv(VARIABLE, mode)
     register()

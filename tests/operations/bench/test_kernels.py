@@ -85,7 +85,7 @@ def test_refused_layers(models: list[str], shapes: list[str], message: str) -> N
         ({"device": "meta"}, "expected auto, cpu, cuda or cuda:N"),
     ],
 )
-def test_refused_options(options: dict[str, object], message: str) -> None:
+def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         bench_kernels(["llama-3-8b"], **options)  # type: ignore[arg-type]
 
@@ -146,7 +146,7 @@ def report() -> KernelBench:
     )
 
 
-def test_means_and_cells_behind(report: KernelBench) -> None:
+def test_a_report_holds_means_and_cells_behind_a_peer(report: KernelBench) -> None:
     means = report.geometric_means()
     assert means["marlinq"] == pytest.approx({1: math.sqrt(2 * 8), 8: math.sqrt(2 * 2.05)})
     assert means["humming"] == pytest.approx({1: math.sqrt(3 * 2)})

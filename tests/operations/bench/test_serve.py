@@ -118,7 +118,7 @@ FAULTS = {
 
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_was_measured_before_a_fault_is_kept(
+def test_measurements_before_a_fault_are_kept(
     fault: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The second engine ends at its first prompts, after its steps.

@@ -65,7 +65,7 @@ def bits(weight: QuantizedWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("source", FLOATS)
-def test_a_scheme_as_every_other(source: str) -> None:
+def test_every_scheme_becomes_every_other_or_is_refused(source: str) -> None:
     held = set()
 
     @settings(max_examples=12, deadline=None, derandomize=True)
@@ -102,7 +102,7 @@ def layouts(weight: QuantizedWeight) -> list[tuple[str, Layout]]:
 
 
 @pytest.mark.parametrize("source", FLOATS)
-def test_a_format_as_every_other(source: str) -> None:
+def test_every_weight_survives_every_format_that_holds_it(source: str) -> None:
     seen = set()
 
     @settings(max_examples=12, deadline=None, derandomize=True)

@@ -58,7 +58,9 @@ def reason(layout: str, kind: dict[str, Any]) -> str | None:
 @pytest.mark.parametrize(
     ("source", "target", "kind"), every_pair([(*pair, kind) for kind in KINDS for pair in PAIRS])
 )
-def test_there_and_back(tmp_path: Path, source: str, target: str, kind: str) -> None:
+def test_every_pair_of_formats_converts_there_and_back(
+    tmp_path: Path, source: str, target: str, kind: str
+) -> None:
     if reason(source, KINDS[kind]) is not None:
         return
     modules = model_tuples(**KINDS[kind])

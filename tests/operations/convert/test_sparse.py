@@ -33,7 +33,7 @@ def test_zeros_are_codes_and_back(tmp_path: Path, layout: str, sparse: str) -> N
     assert_same_tensors(dense, back)
 
 
-def test_one_name_to_the_other(tmp_path: Path) -> None:
+def test_words_of_one_sparse_format_convert_to_the_other(tmp_path: Path) -> None:
     modules = model_tuples(group_size=32, bits=8, sparse=True)
     convert(write(tmp_path / "a", "gptq", modules), tmp_path / "b", target_format="marlin-24")
     convert(tmp_path / "b", tmp_path / "c", target_format="gptq-marlin-24")

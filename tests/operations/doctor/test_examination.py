@@ -124,7 +124,7 @@ def test_required_versions(installed: Callable, version: str | None, state: Stat
     assert bool(finding.fix) == (state is State.PROBLEM)
 
 
-def test_code_apart_reports_its_last_line() -> None:
+def test_code_in_a_process_of_its_own_reports_its_last_line() -> None:
     assert packages.run_apart("print(1 + 1)") == ("2", None)
     assert packages.run_apart("import no_such_module_at_all") == (
         "",

@@ -111,7 +111,9 @@ def test_without_text_the_original_writes_it(original: Path, quantized: Path) ->
     assert str(quantized) in alone.text
 
 
-def test_reports(original: Path, quantized: Path, text: Path) -> None:
+def test_reports_hold_divergence_perplexity_and_operators(
+    original: Path, quantized: Path, text: Path
+) -> None:
     found = evaluate(quantized, against=original, text=str(text), windows=1, length=32, device="cpu")
     assert json.loads(json.dumps(found.to_dict()))["kl"] == found.kl
     rendered = found.render()

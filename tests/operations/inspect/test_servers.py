@@ -155,7 +155,7 @@ HEAD_CASES = {
 
 @pytest.mark.parametrize("case", HEAD_CASES)
 @pytest.mark.parametrize("name", ["lm_head", "language_model.lm_head", "embed_out"])
-def test_who_loads_a_quantised_head(case: str, name: str) -> None:
+def test_servers_that_load_a_quantised_head(case: str, name: str) -> None:
     layer, settings, expected = HEAD_CASES[case]
     whole = replace(Whole(layer.layout, False, (), 8, 4, "LlamaForCausalLM"), **settings)
     found = {verdict.server: verdict for verdict in verdicts({name: layer}, whole)}
@@ -468,7 +468,7 @@ def test_a_linear_that_a_server_builds_plain_is_refused_there() -> None:
         ("JambaForCausalLM", "model.layers.0.mamba.x_proj", {"vLLM"}),
     ],
 )
-def test_who_builds_a_linear_in_16_bits(architecture: str, module: str, names: set[str]) -> None:
+def test_servers_that_build_a_linear_in_16_bits(architecture: str, module: str, names: set[str]) -> None:
     """As the model files of vLLM 0.33 and SGLang 0.5.23 have it."""
     found = {
         server.name for server in servers() if any(each.holds(architecture, module) for each in server.plain)

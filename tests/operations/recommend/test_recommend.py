@@ -190,7 +190,7 @@ def test_the_roofline_is_a_picture(found: Recommendation, tmp_path: Path) -> Non
             assert 60 <= y <= 400
 
 
-def test_where_four_bits_stop_paying(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_from_which_four_bits_are_slower_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marlinq.operations.recommend.recommend_weights.AXIS", (1, 64, 256))
     found = recommend("llama-3-8b", synthetic=True, context=128, progress=False)
     assert found.until in (64, 256)

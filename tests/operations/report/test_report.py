@@ -251,7 +251,7 @@ def test_names_of_modules_are_only_text(tmp_path: Path) -> None:
     assert "block 0, <b>&\"': 12.5 %" in reader.text
 
 
-def test_two_side_by_side(tmp_path: Path) -> None:
+def test_two_checkpoints_are_reported_side_by_side(tmp_path: Path) -> None:
     folders = []
     for number, (layout, error) in enumerate((("gptq", 0.02), ("awq", 0.01))):
         (tmp_path / str(number)).mkdir()
@@ -365,7 +365,7 @@ def test_experts_share_a_cell() -> None:
     assert place("a.²." + "b") == (None, "a.².b")
 
 
-def test_ramps() -> None:
+def test_values_take_steps_of_a_ramp() -> None:
     ramp = Ramp(1e-4, 1e-2)
     assert [ramp.step(value) for value in (0, 1e-5, 1e-4, 1e-3, 1e-2, 1)] == [
         "s0",

@@ -30,7 +30,7 @@ def statuses(report):
 
 
 @pytest.mark.parametrize(("layout", "group_size", "symmetric", "act_order"), every_value(CASES))
-def test_passes(original, quantized, layout, group_size, symmetric, act_order):
+def test_clean_checkpoints_pass(original, quantized, layout, group_size, symmetric, act_order):
     folder = quantized(layout, group_size=group_size, symmetric=symmetric, act_order=act_order)
     report = verify(folder, against=original)
     found = [(check.name, check.detail) for check in report.checks if check.status == "failed"]

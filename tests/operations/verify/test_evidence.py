@@ -240,7 +240,7 @@ def test_many_exchanged_words_fail(layout):
 
 
 @pytest.mark.parametrize("layout", INTEGERS)
-def test_names_what_is_exchanged_in_every_word(layout):
+def test_codes_exchanged_in_every_word_are_named(layout):
     weight = heavy_tailed(1)
     q = quantize(weight, group_size=64, symmetric=True, act_order="none", seed=1)
     stored = INTEGERS[layout].pack(q)
@@ -353,7 +353,7 @@ def test_several_wrong_codes_do_not_excuse_each_other():
     }
 
 
-def test_finds_one_entry_of_g_idx():
+def test_two_exchanged_entries_of_g_idx_are_found():
     weight = heavy_tailed(4)
     q = quantize(weight, group_size=32, symmetric=True, act_order="scattered", seed=4)
     g_idx = q.g_idx.clone()

@@ -33,7 +33,7 @@ def findings(weight, q, layout):
     ("group_size", "symmetric", "act_order"),
     every_value(list(product((32, 64, 128, -1), (True, False), ("static", "none")))),
 )
-def test_in_every_layout(group_size, symmetric, act_order):
+def test_no_false_alarm_in_any_layout(group_size, symmetric, act_order):
     weight, hessian = layer(512, 256, 0)
     q, _ = solve_gptq(
         weight, hessian, scheme(group_size, symmetric=symmetric), GPTQOptions(act_order=act_order)
@@ -72,7 +72,7 @@ def test_scales_of_other_sparse_weights_are_found():
         (896, 640, 128, torch.float16),
     ],
 )
-def test_in_shapes_that_were_refused(k, n, group_size, dtype):
+def test_no_false_failure_in_shapes_that_had_one(k, n, group_size, dtype):
     for seed, dominant in ((1, 0), (2, 4)):
         weight, hessian = layer(k, n, seed, dominant=dominant, dtype=dtype)
         q, _ = solve_gptq(weight, hessian, scheme(group_size))

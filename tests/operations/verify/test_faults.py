@@ -187,14 +187,14 @@ def damaged(quantized, tmp_path, name, layout, *, manifest):
 
 # A manifest knows digests: whose words they are of makes no difference to it.
 @pytest.mark.parametrize(("name", "layout"), in_some_layouts(1))
-def test_with_the_manifest(quantized, tmp_path, name, layout):
+def test_faults_are_found_with_a_manifest(quantized, tmp_path, name, layout):
     report = verify(damaged(quantized, tmp_path, name, layout, manifest=True))
     assert not report.ok
     assert failed(report) & {"manifest", "files"}, report.render()
 
 
 @pytest.mark.parametrize(("name", "layout"), in_some_layouts(1))
-def test_without_the_manifest(original, quantized, tmp_path, name, layout):
+def test_faults_are_found_without_a_manifest(original, quantized, tmp_path, name, layout):
     fault = FAULTS[name]
     folder = damaged(quantized, tmp_path, name, layout, manifest=False)
     report = verify(folder, against=original if fault.needs_original else None)
@@ -275,7 +275,7 @@ def test_blank_codes(quantized, tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
-def test_impossible_scales(original, quantized, tmp_path, value):
+def test_impossible_scales_are_found(original, quantized, tmp_path, value):
     def put(scales):
         scales[0, 0] = value
         return scales

@@ -71,7 +71,7 @@ def refusals(q):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("name", ODD)
-def test_is_not_refused(name, symmetric):
+def test_odd_weights_pass(name, symmetric):
     weight, layout = ODD[name](), INTEGERS["gptq-v2"]
     for q in (
         solve_gptq(weight, hessian_of(K, 0), scheme(GROUP, symmetric=symmetric))[0],

@@ -109,7 +109,7 @@ def test_a_step_is_the_references(name: str, changes: dict[str, Any]) -> None:
         ("phi", 1, {}, "parallel blocks"),
     ],
 )
-def test_what_the_kernel_does_not_compute_stays_a_chain(
+def test_models_that_the_kernel_does_not_take_stay_a_chain(
     name: str, batch: int, changes: dict[str, Any], reason: str
 ) -> None:
     own, _ = made(name, batch, **changes)

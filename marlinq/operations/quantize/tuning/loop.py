@@ -26,7 +26,7 @@ from marlinq.operations.quantize.watch import SECONDS_BETWEEN, duration
 
 _WARMUP = 5
 """steps over which the learning rate grows from zero, because Adam's moments are poor at first, and again
-behind a return"""
+after a return to the best values"""
 _LOOKS = 12
 """evaluations on held-out text in a run"""
 _ASTRAY = 4.0

@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(source, folder / "out", quantize(source, folder / "out", recipe=TARGET, device="cpu"))
 
 
-def test_the_whole_way(run: Run) -> None:
+def test_an_allocated_model_is_verified_inspected_and_loaded(run: Run) -> None:
     found = run.report.allocation
     assert found is not None
     assert 4.8 < found.bits <= 5.0
