@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from marlinq.core.boundaries import reason
 from marlinq.core.dtypes import dtype_name
+from marlinq.core.errors import UnsupportedError
 from marlinq.core.float_elements import E4M3
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Scheme
@@ -88,8 +89,16 @@ class FloatWeightKernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         return self._operand.multiply(layer, x, bias)
 
     def apply_scaled_mm(self, **_: Any) -> Tensor:
-        """Abstract in the base class; called by its :meth:`apply_weights` alone, which is overridden."""
-        raise NotImplementedError("apply_weights multiplies 16-bit activations; there are no scaled ones")
+        """Refuses FP8 activations: vLLM's base class declares the method abstract and calls it in its own
+        ``apply_weights`` alone, which :meth:`apply_weights` replaces.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "vLLM gave FP8 activations to marlinq's kernel for 16-bit ones; expected a call of apply_weights. "
+            "Start vLLM with VLLM_PLUGINS= to run it without marlinq"
+        )
 
 
 def _stored(codes: Tensor, scales: Tensor) -> StoredWeight:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem, UnsupportedError
 from marlinq.integrations.vllm import register
 from tests.integrations.vllm import stub
 
@@ -57,6 +57,11 @@ def test_the_kernel_comes_first_once(kernels: list[Any]) -> None:
     assert names == ["FloatWeightKernel", "RefusingFloatKernel", "OtherFloatKernel"]
     assert kernels[0].is_supported(80) == (True, None)
     assert kernels[0].is_supported(75)[0] is False
+
+
+def test_fp8_activations_are_refused(kernels: list[Any]) -> None:
+    with pytest.raises(UnsupportedError, match="VLLM_PLUGINS="):
+        kernels[0](config(), NAMES).apply_scaled_mm(A=None, B=None)
 
 
 def test_without_an_nvidia_gpu_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
