@@ -27,6 +27,7 @@ _OURS = "marlinq"
 _SHOWN_BATCHES = (1, 16, 64, 256, 1024, 4096)
 """Batches of the tables of products; result files have more."""
 _SHOWN_EXPERT_BATCHES = (1, 16, 64, 1024, 16384)
+_SHOWN_SCHEMES = ("INT8, 64", "FP8", "NVFP4", "INT4, 32", "MXFP4", "INT4, 64")
 _PEER = "AutoRound"
 _OTHER_RUN = "AutoRound, rows without the start token (an earlier run)"
 _STRONG_PEER = "AutoRound, 1,000 iterations, alg_ext, all its text"
@@ -282,6 +283,15 @@ def _named(row: dict[str, Any]) -> str:
     return f"{row['package']}: {row['method']}"
 
 
+def quality_schemes_table() -> str:
+    """KL divergence of one model by type of weights, a column each."""
+    rows = [row for row in result("quality-schemes-h200")["rows"] if row["weights"] in _SHOWN_SCHEMES]
+    table = [["", *(row["weights"] for row in rows)]]
+    for title, key in (("novels", "novels"), ("C4", "c4")):
+        table.append([title, *(f"{row[key]:.4f}" for row in rows)])
+    return _table(table)
+
+
 def quality_texts_table() -> str:
     """KL divergence of two models on four kinds of text, groups of 64."""
     models = {"SmolLM2": result("quality-smollm2")["texts"], "Gemma": result("quality-models")["models"][0]}
@@ -435,6 +445,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sustained": sustained_table,
     "experts": experts_table,
     "quality": quality_table,
+    "quality-schemes": quality_schemes_table,
     "quality-texts": quality_texts_table,
     "quality-worst": quality_worst_table,
     "quality-ratios": quality_ratios_table,
