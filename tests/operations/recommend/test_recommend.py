@@ -48,7 +48,7 @@ def results(name: str) -> Any:
     ("name", "schemes"),
     [
         ("llama-3-8b", {"16", "int4", "int8", "fp8"}),
-        ("gemma-3-4b", {"16", "int4", "int8"}),
+        ("gemma-3-4b", {"16", "int4", "int8", "fp8"}),
         ("qwen3-30b-a3b", {"int4"}),  # no constant was fitted to its steps
     ],
 )
