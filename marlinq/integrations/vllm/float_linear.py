@@ -96,7 +96,7 @@ class FloatWeightKernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "vLLM gave FP8 activations to marlinq's kernel for 16-bit ones; expected a call of apply_weights. "
+            "vLLM gave FP8 activations to marlinq's kernel, whose apply_weights takes 16-bit ones. "
             "Start vLLM with VLLM_PLUGINS= to run it without marlinq"
         )
 

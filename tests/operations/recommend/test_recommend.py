@@ -227,7 +227,7 @@ def test_quality_is_that_of_the_results() -> None:
         assert quality is not None
         assert quality.kl == measured[row]
         assert quality.model == "SmolLM2-135M"  # rows of different models could not be compared
-    # Its linears of 576 channels have no groups of 128; rounding of activations was not measured with FP8 weights.
+    # Linears of 576 channels have no groups of 128; FP8 activations were not measured.
     assert known_quality("int4 g128") is None
     assert known_quality("fp8-dynamic") is None
 
