@@ -168,8 +168,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     };
     const int first_tile = part.first + TILE * warp;
     // The first tile is requested early where launches overlap. It then has code of its own, in which sums take no registers until its
-    // scores are computed. On GPUs after 9.0 the compiler lacks registers for its values even so.
-    constexpr bool EARLY = __CUDA_ARCH__ >= 900, VALUES_EARLY = __CUDA_ARCH__ == 900 && SLICES == 1;
+    // scores are computed; heads in slices need these registers on every GPU. On GPUs after 9.0 the compiler lacks registers for its
+    // values even so.
+    constexpr bool EARLY = __CUDA_ARCH__ >= 900 || SLICES > 1, VALUES_EARLY = __CUDA_ARCH__ == 900 && SLICES == 1;
     if (EARLY) load_keys(first_tile, 0);
     if (VALUES_EARLY) load_values(first_tile, 0);
     const typename Head<C>::Angles angles(given, min(length, capacity - 1), lane);
