@@ -128,6 +128,26 @@ def test_lengths_grow_at_the_end(builder: Builder) -> None:
     assert lengths.tolist() == list(range(1, 71))
 
 
+def test_rows_are_kept_at_their_places(builder: Builder) -> None:
+    x, out = apart(random(3, 576, dtype=torch.float16)), poisoned(3, 576, dtype=torch.float16)
+    lengths, kept = apart(torch.tensor([4, 5, 9], dtype=torch.int32)), apart(torch.zeros(10, 576).half())
+    norm = RowNorm("RMS", None, None, 1e-6)
+    prepared = residual(x, out=out, norm=norm, counter=lengths, kept=kept)
+    memory = [
+        *given(residual=x),
+        *results(out=out),
+        Memory("kept", kept, writable=True, holds_values=True),
+        Memory("lengths", lengths, writable=True, after_previous=True, holds_values=True),
+    ]
+    start(builder, prepared, memory)
+    assert lengths.tolist() == [5, 6, 10]
+    assert torch.equal(kept[[4, 5, 9]], out)
+    assert not kept[[0, 1, 2, 3, 6, 7, 8]].any()
+    assert relative_error(out, expected_norm(x.double(), norm)) < BOUND[torch.float16]
+    with pytest.raises(ValueError, match="a counter of each row"):
+        residual(x, out=out, norm=norm, counter=lengths[:2], kept=kept)
+
+
 def check_routed_rows(
     builder: Builder,
     dtype: torch.dtype = torch.float16,

@@ -63,11 +63,13 @@ def residuals() -> list[Prepared]:
         x, weight = empty(2, width, dtype=dtype), empty(width, dtype=dtype)
         norms = [RowNorm(kind, weight, weight, 1e-5) for kind in ("RMS", "RMS_WIDE", "LAYER")]
         gather = Gather(torch.zeros(2, dtype=torch.int64), x, positions=x)
+        counter = torch.zeros(2, dtype=torch.int32)
         prepared += [
             residual(x, stored=x, out=x, norm=norms[0], first=x),
             residual(x, stored=x, out=x, norm=norms[1], first=x, post=norms[1]),
             residual(x, stored=x, out=x, norm=norms[2], first=x, second=x),
             residual(gather, stored=x, out=x, norm=norms[2]),
+            residual(x, stored=x, out=x, norm=norms[0], first=x, second=x, counter=counter, kept=x),
         ]
         for top, gates in ((8, torch.zeros(2, 1)), (32, None)):
             places, routing = torch.zeros(2, top, dtype=torch.int32), torch.zeros(2, top)

@@ -79,7 +79,7 @@ class _Arguments(ctypes.Structure):
             for name in (
                 *("tokens", "embedding", "positions", "lengths", "residual", "first", "second", "gates"),
                 *("places", "routing"),
-                *("post_weight", "post_bias", "weight", "bias", "stored", "out", "counter"),
+                *("post_weight", "post_bias", "weight", "bias", "stored", "out", "kept", "counter"),
             )
         ),
         *((name, ctypes.c_int) for name in ("counted", "width", "tokens_each", "positions_offset")),
@@ -109,6 +109,7 @@ def residual(
     lengths: Tensor | None = None,
     tokens_each: int = 1,
     counter: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Prepared:
     """Add to the residual stream and normalise it.
 
@@ -129,6 +130,8 @@ def residual(
         lengths: int32 [B], tokens of each sequence before the new ones; needed for embeddings of positions.
         tokens_each: T, new tokens of each sequence; row m belongs to sequence m // T.
         counter: int32 [B], incremented by one at the end; or None.
+        kept: [L, width], contiguous, or None; row m of ``norm(x)`` goes to its row ``counter[m]`` too. B is M
+            then.
 
     Raises:
         ValueError: a tensor has a dtype, shape or alignment that the kernel can't load, or more than
@@ -138,7 +141,7 @@ def residual(
     rows = source if isinstance(source, Tensor) else source.embedding
     routed = first if isinstance(first, RoutedRows) else None
     first = first.rows if isinstance(first, RoutedRows) else first
-    check_rows(source=rows, stored=stored, out=out, first=first, second=second)
+    check_rows(source=rows, stored=stored, out=out, first=first, second=second, kept=kept)
     width = rows.shape[-1]
     if width > WIDEST:
         raise ValueError(f"rows of {width} channels; the kernel holds {WIDEST}")
@@ -167,6 +170,10 @@ def residual(
             raise ValueError(
                 f"routed rows: expected contiguous int32 and float32 [{m}, T], found {list(shape)}"
             )
+    if kept is not None and (
+        norm is None or counter is None or len(counter) != m or not kept.is_contiguous()
+    ):
+        raise ValueError("kept: expected contiguous rows, a norm, and a counter of each row")
     positions = None if gather is None else gather.positions
     parameters = (
         ("Element", ELEMENTS[rows.dtype]),
@@ -179,6 +186,7 @@ def residual(
         ("GATED", gates is not None),
         ("POST", _kind(post)),
         ("NORM", _kind(norm)),
+        ("KEEPS", kept is not None),
     )
     arguments = _Arguments(
         tokens=0 if gather is None else gather.tokens.data_ptr(),
@@ -197,6 +205,7 @@ def residual(
         bias=address(norm.bias) if norm else 0,
         stored=address(stored),
         out=address(out),
+        kept=address(kept),
         counter=address(counter),
         counted=0 if counter is None else counter.shape[0],
         width=width,

@@ -165,7 +165,7 @@ class ChainForward(BoundForward):
             if self.observe is not None:
                 walk = Walk(self, tokens, slice(0, self.batch), 1)
                 x, pending = walk.layers()
-                _, normed = walk.add(x, pending, self.final_norm, counter=self.lengths)
+                _, normed = walk.add(x, pending, self.final_norm, self.lengths, self.hidden_states)
                 return finish(self.head.run(normed), self.anatomy)
             return self.recorded.start(tokens)
 

@@ -73,10 +73,7 @@ class RecordedStep(Walk):
         self._held: tuple[Product, Tensor] | None = None
         self._normed: dict[int, Normed] = {}
         x, pending = self.recorded_layers()
-        _, self.normed = self.add(x, pending, forward.final_norm, counter=forward.lengths)
-        if forward.hidden_states is not None:
-            # The kernel before has counted the new tokens.
-            self.record(partial(_store, forward.hidden_states, forward.lengths, self.normed))
+        _, self.normed = self.add(x, pending, forward.final_norm, forward.lengths, forward.hidden_states)
         logits = self.multiply("logits", forward.head, self.normed)
         self.logits = logits[:, : forward.head.features]
         if forward.anatomy.logit_scale != 1 or forward.anatomy.logit_softcap is not None:
@@ -151,10 +148,11 @@ class RecordedStep(Walk):
         pending: Pending | None,
         norm: RowNorm | None,
         counter: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         link = self._links.link_of(norm)
         if link is None or pending is None or self._held is None or not isinstance(source, Tensor):
-            return super().add(source, pending, norm, counter)
+            return super().add(source, pending, norm, counter, kept)
         # The product before the norm adds to the stream, and the product behind applies the norm.
         product, x = self._held
         self._held = None
@@ -234,8 +232,3 @@ class RecordedStep(Walk):
 
     def observed(self, index: int, x: Tensor) -> None:
         pass
-
-
-def _store(hidden_states: Tensor, lengths: Tensor, normed: Tensor) -> None:
-    """Store the newest token's hidden state, [1, hidden], at its place among those of earlier tokens."""
-    hidden_states.index_copy_(0, lengths.long() - 1, normed)

@@ -291,9 +291,10 @@ class Walk:
         pending: Pending | None,
         norm: RowNorm | None,
         counter: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream after adding ``pending``, and its normalisation; the stream twice without
-        ``norm``."""
+        ``norm``. ``counter`` and ``kept`` are those of :func:`marlinq.kernels.step.residual`."""
         forward = self.forward
         if isinstance(source, Tensor) and pending is None and norm is None:
             return source, source
@@ -318,6 +319,7 @@ class Walk:
                 lengths=self.lengths,
                 tokens_each=self.tokens_each,
                 counter=counter,
+                kept=kept,
             )
         )
         x = source if stored is None else stored

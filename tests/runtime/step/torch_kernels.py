@@ -104,6 +104,7 @@ def residual(
     lengths: Tensor | None = None,
     tokens_each: int = 1,
     counter: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Prepared:
     def run(launch: Prepared) -> None:
         if isinstance(source, Gather):
@@ -130,6 +131,9 @@ def residual(
         if norm is not None:
             assert out is not None
             out.copy_(expected_norm(x.double(), norm))
+            if kept is not None:
+                assert counter is not None
+                kept[counter.long()] = out
         if counter is not None:
             counter.add_(1)
 

@@ -4,6 +4,7 @@
 //   x = scale * (x + factor * post(first[m]) + factor * second[m])       as many of them as ADDENDS says
 //   stored[m] = x                                                        unless it is null
 //   out[m] = norm(x)                                                     unless NORM is NONE
+//   kept[counter[m]] = norm(x)                                           with KEEPS
 //
 // With EXPERTS, first[m] is the sum over that many experts, sum_s routing[m, s] * first[places[m, s]], slots in order, in float32, then
 // rounded; a place of -1 adds nothing.
@@ -11,9 +12,10 @@
 // With GATED, second[m] is multiplied by gates[m].
 //
 // p is the row's position: lengths[m / T] + m % T + positions_offset. post is a normalisation too. One block a row, whose
-// elements stay in registers. With a counter, the last thing that is done is counter[b] += 1 for the first `counted` rows.
+// elements stay in registers. With a counter, the last thing that is done is counter[b] += 1 for the first `counted` rows; with KEEPS
+// these are the rows of x, and each block counts its own.
 //
-// Configuration: Element, THREADS, VECTORS (of eight elements, a thread), GATHER, POSITIONS, ADDENDS, EXPERTS, GATED, POST, NORM.
+// Configuration: Element, THREADS, VECTORS (of eight elements, a thread), GATHER, POSITIONS, ADDENDS, EXPERTS, GATED, POST, NORM, KEEPS.
 #pragma once
 #include "fault_site.cuh"
 #include "ptx/launch.cuh"
@@ -97,7 +99,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
                                                  const uint4* second, const float* gates, const int* places,
                                                  const float* routing, const uint4* post_weight, const uint4* post_bias,
                                                  const uint4* weight, const uint4* bias, uint4* stored, uint4* out,
-                                                 int* counter, int counted, int width, int T, int positions_offset,
+                                                 uint4* kept, int* counter, int counted, int width, int T, int positions_offset,
                                                  i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale,
                                                  float factor, float scale, float post_eps, float post_offset, float eps,
                                                  float offset) {
@@ -111,6 +113,9 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
     float x[VECTORS][8];
     i64 token = 0, position = 0;
     if (C::GATHER) token = load_scalar(tokens + m);
+    // Read by all threads here, behind whose sums one of them writes it.
+    const i64 kept_place = C::KEEPS ? load_scalar(counter + m) : 0;
+    static_assert(!C::KEEPS || C::NORM != Norm::NONE, "normalised rows are kept");
     if (C::POSITIONS) position = load_scalar(lengths + m / T) + m % T + positions_offset;
     // Rows of the residual stream may be padded to a multiple of 8 elements.
     uint4 a[VECTORS], d[VECTORS], e[VECTORS];
@@ -173,10 +178,15 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             const int v = threadIdx.x + i * THREADS;
-            if (v < vectors) out[m * (out_stride / 8) + v] = narrow_vector<E>(x[i]);
+            if (v >= vectors) continue;
+            const uint4 normed = narrow_vector<E>(x[i]);
+            out[m * (out_stride / 8) + v] = normed;
+            if (C::KEEPS) kept[kept_place * vectors + v] = normed;
         }
     }
-    if (counter && m == 0)
+    if (C::KEEPS) {
+        if (threadIdx.x == 0) counter[m] = kept_place + 1;
+    } else if (counter && m == 0)
         for (int row = threadIdx.x; row < counted; row += THREADS) counter[row] = load_scalar(counter + row) + 1;
 }
 
@@ -185,11 +195,11 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
     NAME(const i64* tokens, const uint4* embedding, const uint4* positions, const int* lengths, const uint4* residual,   \
          const uint4* first, const uint4* second, const float* gates, const int* places, const float* routing, const uint4* post_weight, \
          const uint4* post_bias, const uint4* weight,                                                                    \
-         const uint4* bias, uint4* stored, uint4* out, int* counter, int counted, int width, int T, int positions_offset, \
+         const uint4* bias, uint4* stored, uint4* out, uint4* kept, int* counter, int counted, int width, int T, int positions_offset, \
          i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale, float factor,  \
          float scale, float post_eps, float post_offset, float eps, float offset) { \
         advance_residual<CONFIGURATION>(tokens, embedding, positions, lengths, residual, first, second, gates, places, routing, post_weight, \
-                                        post_bias, weight, bias, stored, out, counter, counted, width, T,                \
+                                        post_bias, weight, bias, stored, out, kept, counter, counted, width, T,                \
                                         positions_offset, residual_stride, first_stride, second_stride, out_stride, embedding_scale,   \
                                         factor, scale, post_eps, post_offset, eps, offset);                                     \
     }
