@@ -226,9 +226,9 @@ class Router:
     """The choice of a token's experts, and their weights.
 
     ``logits = W x + bias`` become ``scores``. The ``top`` experts of highest score, or with a correction of
-    highest ``score + correction``, are chosen. The weight of a chosen expert is ``scale * score``, or
-    ``scale * score / (sum of the chosen scores)`` if ``normalised``; a correction does not change it. (A
-    softmax over the chosen logits equals a normalised one over all.)
+    highest ``score + correction`` (or ``logit + correction``), are chosen. The weight of a chosen expert is
+    ``scale * score``, or ``scale * score / (sum of the chosen scores)`` if ``normalised``; a correction does
+    not change it. (A softmax over the chosen logits equals a normalised one over all.)
 
     Attributes:
         module: full name of the module whose ``weight`` [experts, hidden] makes the logits, in its dtype.
@@ -243,6 +243,7 @@ class Router:
         scale: factor on the weights.
         correction: full name of the buffer or parameter of ``experts`` numbers that is added to scores for
             the choice; None without one.
+        corrects_logits: whether it is added to logits instead.
         groups: groups that limit the choice; None without groups.
         wide: whether logits are computed and kept in float32, without rounding to the activations' dtype.
         bias: full name of the parameter [experts] that is added to the logits; None without one.
@@ -262,6 +263,7 @@ class Router:
     input_scale: str | None = None
     input_factor: float = 1.0
     expert_scale: str | None = None
+    corrects_logits: bool = False
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,8 @@ T = TypeVar("T")
 _ANY_WIDTH = 64
 _CHOICES = 256
 """recorded choices of corrected routers, over all layers, from which groups of experts are found"""
+_LEAST_SEEDS = 3
+"""recordings besides the first, of which the last has larger corrections than the others"""
 _SEED = 17
 
 
@@ -104,30 +106,39 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
             counts = {name: routed.count for name, routed in experts.items()}
             return record(model, blocks, widths, start, counts, randomised, seed, mixers, routing)
 
+        routers: dict[str, set[Router]] = {}
+
         def anatomy_in(recording: Recording) -> Anatomy:
-            return _anatomy(model, names, norms, rotary, experts, mixers, groups, recording)
+            return _anatomy(model, names, norms, rotary, experts, mixers, groups, recording, routers)
 
         try:
             choosing = {name: found.correction for name, found in experts.items()}
             recordings = [recorded(0)]
-            # Groups change few choices, so more recordings are made to find them: if routers have a
-            # correction, or if the first recording already shows groups.
+            # Groups and corrections change few choices, so more recordings are made to find them: if routers
+            # may have a correction, or if the first recording already shows groups.
+            more = 0
             if corrections or find_groups(recordings, choosing) is not None:
-                again = -(-_CHOICES // (TOKENS * len(experts)))
-                recordings += [recorded(0, seed) for seed in range(again)]
+                more = max(_LEAST_SEEDS, -(-_CHOICES // (TOKENS * len(experts))))
+            elif any(
+                math.prod(shape) == each.count for shape in routing.values() for each in experts.values()
+            ):
+                more = _LEAST_SEEDS
+            recordings += [recorded(0, seed) for seed in range(more)]
             groups = find_groups(recordings, choosing)
-            anatomy = anatomy_in(recordings[0])
+            for recording in recordings:
+                anatomy = anatomy_in(recording)
             if far is not None and anatomy != anatomy_in(recorded(far)):
                 reason = f"its forward pass is another one at position {far} than at 0"
                 raise Refusal(type(model).__name__, reason)
-            if any(anatomy != anatomy_in(recording) for recording in recordings[1:]):
+            # The last one's routers explain all recordings.
+            if any(anatomy != anatomy_in(recording) for recording in recordings[:-1]):
                 raise Refusal(type(model).__name__, "its forward pass is another one each time")
             for layer in anatomy.layers:
                 if isinstance(layer.attention, Attention):
                     vectors.pop(layer.attention.sinks or "", None)
                 if isinstance(layer.mlp, Mixture):
                     router = layer.mlp.router
-                    for used in (router.correction, router.input_scale, router.expert_scale):
+                    for used in (router.correction, router.input_scale, router.expert_scale, router.bias):
                         routing.pop(used or "", None)
             _refuse_strange({**vectors, **routing})
         except FORWARD_ERRORS as error:
@@ -337,7 +348,7 @@ def _routing_vectors(
         prefix = f"{name}.{inner}" if inner else name
         for beside, module in around.named_modules():
             full = f"{prefix}.{beside}" if beside else prefix
-            if is_linear(module) or full in norms or full in (*experts, *routed.routers):
+            if is_linear(module) or full in norms or full in experts:
                 continue
             for key, value in module.named_parameters(recurse=False):
                 if value.numel() == max(value.shape) and value.numel() in (routed.count, hidden):
@@ -372,8 +383,10 @@ def _anatomy(
     mixers: dict[str, Mixer],
     groups: Groups | None,
     recording: Recording,
+    routers: dict[str, set[Router]],
 ) -> Anatomy:
-    """The anatomy from one recording; ``groups``: groups of experts that routers choose first."""
+    """The anatomy from one recording; ``groups``: groups of experts that routers choose first; ``routers``:
+    module of experts -> routers that explain its calls in every recording so far, which are updated."""
     called = {call.name: call.input.shape[-1] for call in recording.calls if call.kind == "norm"}
     norms = {name: replace(norms[name], width=width) for name, width in called.items()}
     if len(recording.outputs) != len(names):
@@ -392,6 +405,7 @@ def _anatomy(
                 *(entered, recording.outputs[index]),
                 recording.vectors[index] if entry.layer_inputs is not None else [],
                 [each for each in recording.calls if isinstance(each, AttentionCall) and each.block < index],
+                routers,
             ).layer(recording.positions)
         )
     for layer in layers:
@@ -606,6 +620,7 @@ class _Block:
         left: Tensor,
         vectors: Sequence[Tensor],
         earlier: Sequence[AttentionCall],
+        routers: dict[str, set[Router]],
     ) -> None:
         self.model = model
         self.name = name
@@ -622,6 +637,7 @@ class _Block:
         self.left = left if self.stream_scale is None else left / corrections[self.stream_scale]
         self.vectors = vectors
         self.earlier = earlier
+        self.routers = routers
         self.unexplained = list(calls)
 
     def layer(self, positions: Tensor) -> Layer:
@@ -906,15 +922,20 @@ class _Block:
     def _router(self, routed: ExpertsCall, found: _RoutedExperts) -> tuple[Router, Call]:
         """(router of the experts' numbers and weights, call that made its logits).
 
-        Where several fit by chance, the one that uses most of the router's parameters is right."""
+        Some explanations hold by chance in one recording, above all where a token has one expert; those stay
+        that hold in every recording. Of these the one with most of the router's parameters is right."""
         own = [name for name, values in self.corrections.items() if values.numel() == found.count]
         vectors = [name for name in own if name.startswith(f"{self.name}.") and name != found.correction]
         explained = list(self._routers(routed, found, vectors))
+        known = self.routers.get(routed.name)
+        if known is not None:
+            explained = [each for each in explained if each[0] in known]
+        self.routers[routed.name] = {router for router, _ in explained}
         if not explained:
             raise Refusal(
                 routed.name, "its numbers and weights are no top-k of a softmax or sigmoid of known logits"
             )
-        used = [len({router.correction, router.expert_scale} & {*vectors}) for router, _ in explained]
+        used = [len({router.correction, router.expert_scale} - {None}) for router, _ in explained]
         return explained[used.index(max(used))]
 
     def _routers(
@@ -931,10 +952,13 @@ class _Block:
             if logits.shape[0] != routed.index.shape[0]:
                 continue
             scored = (("softmax", logits.softmax(-1)), ("sigmoid", logits.sigmoid()))
-            for (scoring, scores), correction in product(scored, corrections):
+            ways = (*product(corrections, (False,)), *((each, True) for each in corrections if each))
+            for (scoring, scores), (correction, of_logits) in product(scored, ways):
                 decisive, groups = scores, self.groups if found.correction is None else None
                 if correction is not None:
-                    decisive, groups = scores + self.corrections[correction], self.groups
+                    added = self.corrections[correction]
+                    decisive = (logits if of_logits else scores) + added
+                    groups = None if of_logits else self.groups
                 if not chosen_by(decisive if groups is None else groups.limited(decisive), routed.index):
                     continue
                 taken = scores.gather(1, routed.index)
@@ -954,6 +978,7 @@ class _Block:
                         *(call.name, count, top, kind, normalised, scale, correction, groups, call.wide),
                         bias=call.bias,
                         expert_scale=expert_scale,
+                        corrects_logits=of_logits,
                     )
                     yield router, call
 

@@ -36,6 +36,7 @@ def route(
     gates: Tensor | None = None,
     clusters: bool = True,
     planted: Planted | None = None,
+    corrects_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The kernel's numbers and weights; the shared expert's go to ``gates``."""
     m = x.shape[0]
@@ -48,6 +49,7 @@ def route(
         scale=scale,
         bias=bias,
         correction=correction,
+        corrects_logits=corrects_logits,
         factors=factors,
         groups=groups[0],
         kept=groups[1],
@@ -122,8 +124,9 @@ def check_correction(
     normalised: bool = True,
     clusters: bool = True,
     planted: Planted | None = None,
+    of_logits: bool = False,
 ) -> None:
-    """The choice is of corrected scores, the weights are of the scores; logits keep float32's digits."""
+    """Corrected scores or logits choose, weights are of the scores; logits keep float32's digits."""
     torch.manual_seed(6)
     dtype = torch.bfloat16
     x = apart(torch.randn(rows, 264).to(dtype)[:, :256])
@@ -134,6 +137,7 @@ def check_correction(
         normalised=normalised,
         scale=2.5,
         correction=correction,
+        corrects_logits=of_logits,
         groups=groups,
         wide=True,
         clusters=clusters,
@@ -141,7 +145,7 @@ def check_correction(
     )
     logits = x.double() @ weight.double().T
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
-    decisive = scores + correction.double()
+    decisive = (logits if of_logits else scores) + correction.double()
     count, kept, zeroed = groups
     if count > 1:
         decisive = expected_groups(decisive, count, kept, zeroed=zeroed)
@@ -165,6 +169,10 @@ def test_corrected_routers(
     builder: Builder, scoring: str, experts: int, normalised: bool, clusters: bool
 ) -> None:
     check_correction(builder, scoring, experts=experts, normalised=normalised, clusters=clusters)
+
+
+def test_corrected_logits(builder: Builder) -> None:
+    check_correction(builder, top=1, normalised=False, of_logits=True)
 
 
 # Groups of more and of fewer experts than lanes, as many as lanes, and all but one or one of them kept.

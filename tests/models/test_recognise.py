@@ -286,6 +286,19 @@ def test_unused_numbers_per_head_are_named() -> None:
     assert found.part == "model.layers.1.self_attn.per_head"
 
 
+@pytest.mark.parametrize("name", ["afmoe-one-expert", "laguna-experts", "kolibri-1"])
+def test_corrections_of_routers_are_told_from_chance(name: str) -> None:
+    """They change few choices, above all of one expert a token, and those of logits hardly any."""
+    mlp = tiny(name).layers[-1].mlp
+    assert isinstance(mlp, Mixture)
+    router = mlp.router
+    assert router.correction is not None
+    assert router.correction.endswith("bias")
+    assert (router.scoring, router.groups) == ("sigmoid", None)
+    assert router.corrects_logits == name.startswith("kolibri")
+    assert router.top == (1 if "one" in name else 2)
+
+
 def test_experts_without_a_gate_are_told_from_gated_ones() -> None:
     found = anatomy_of(random_mixture("nemotron-h"))
     assert isinstance(found, Anatomy), found

@@ -383,6 +383,31 @@ KNOWN |= {
         {**_GATED, "layer_types": ["full_attention"] * 3, "mlp_layer_types": ["dense"] * 3},
     ),
 }
+_ROUTED: dict[str, Any] = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 32}
+KNOWN |= {
+    "afmoe-one-expert": Decoder(
+        "afmoe",
+        {
+            **KNOWN["afmoe"].config,
+            **_ROUTED,
+            "num_dense_layers": 0,
+            "layer_types": ["full_attention"] * 2,
+            "num_experts_per_tok": 1,
+        },
+    ),
+    "laguna-experts": Decoder(
+        "laguna",
+        {
+            **KNOWN["laguna"].config,
+            **_ROUTED,
+            "layer_types": ["full_attention"] * 2,
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_experts_per_tok": 2,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "kolibri-1": Decoder("kolibri1", {**_HEADS, **_ROUTED, "num_experts_per_tok": 2}),
+}
 """Name -> decoder whose attention's result is multiplied by factors of a linear."""
 
 KNOWN |= {"hunyuan": Decoder("hunyuan_v1_dense", _HEADS), "nanochat": Decoder("nanochat", _BASE)}

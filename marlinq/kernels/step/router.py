@@ -66,6 +66,7 @@ def router(
     scale: float = 1.0,
     bias: Tensor | None = None,
     correction: Tensor | None = None,
+    corrects_logits: bool = False,
     factors: Tensor | None = None,
     groups: int = 1,
     kept: int = 1,
@@ -90,6 +91,7 @@ def router(
         scale: factor on the weights.
         bias: float32 [E], added to logits before they are rounded; or None.
         correction: float32 [E], added to scores to choose experts; weights are made of scores alone. Or None.
+        corrects_logits: whether the correction is added to logits instead.
         factors: float32 [E], factors on the experts' weights; or None.
         groups: number of groups of neighbouring experts, equal in size, two experts or more each; 1 without
             groups. A group's score is the sum of its two highest ``score + correction``, or its highest score
@@ -161,6 +163,7 @@ def router(
         ("NORMALISED", normalised),
         ("BIASED", bias is not None),
         ("CORRECTED", correction is not None),
+        ("LOGITS_CORRECTED", corrects_logits),
         ("GROUPS", groups),
         ("KEPT", kept),
         ("ZEROED", zeroed),

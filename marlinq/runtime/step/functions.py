@@ -116,7 +116,9 @@ def route(
     """
     wide = logits.float()
     scores = wide.softmax(-1) if router.scoring == "softmax" else wide.sigmoid()
-    decisive = scores if correction is None else scores + correction
+    decisive = scores
+    if correction is not None:
+        decisive = (wide if router.corrects_logits else scores) + correction
     if router.groups is not None:
         decisive = router.groups.limited(decisive)
     index = decisive.topk(router.top, -1).indices

@@ -577,6 +577,7 @@ class Walk:
                 scale=router.scale,
                 bias=mixture.bias,
                 correction=mixture.correction,
+                corrects_logits=router.corrects_logits,
                 factors=mixture.expert_scale,
                 groups=groups.count,
                 kept=groups.kept,

@@ -364,6 +364,7 @@ def router(
     scale: float = 1.0,
     bias: Tensor | None = None,
     correction: Tensor | None = None,
+    corrects_logits: bool = False,
     factors: Tensor | None = None,
     groups: int = 1,
     kept: int = 1,
@@ -388,7 +389,9 @@ def router(
         added = 0.0 if bias is None else bias.double()
         logits = (x.double() @ weight.double().T + added).to(rounding).double()
         scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
-        decisive = logits if correction is None else scores + correction
+        decisive = logits
+        if correction is not None:
+            decisive = (logits if corrects_logits else scores) + correction
         if groups > 1:
             summed = 1 if correction is None else 2
             decisive = expected_groups(decisive, groups, kept, zeroed=zeroed, summed=summed)

@@ -3,7 +3,8 @@
 //   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, with logit_bias[e] if BIASED, then, unless WIDE, rounded to Element,
 //               as a product of the model's is
 //   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number first.
-//               If CORRECTED, of the highest score(logits[e]) + correction[e]. With GROUPS of neighbouring experts, only those
+//               If CORRECTED, of the highest score(logits[e]) + correction[e], or with LOGITS_CORRECTED of the highest
+//               logits[e] + correction[e]. With GROUPS of neighbouring experts, only those
 //               of the KEPT best groups are chosen from. A group's value is its highest logit; if CORRECTED, the sum of its two
 //               highest corrected scores. If ZEROED, experts of other groups may still be chosen, with a corrected score of 0
 //   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED;
@@ -21,8 +22,8 @@
 // turns; each block keeps its logits in its own shared memory. The first block collects them, and one of its warps, with PER logits a
 // lane, takes the largest one TOP times. A warp requests its first weights before the previous kernel ends.
 //
-// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, BIASED, CORRECTED, GROUPS,
-// KEPT, ZEROED, FACTORED, WIDE, GATED, NORM, VECTORS (of a row, a thread).
+// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, BIASED, CORRECTED,
+// LOGITS_CORRECTED, GROUPS, KEPT, ZEROED, FACTORED, WIDE, GATED, NORM, VECTORS (of a row, a thread).
 #pragma once
 #include "fault_site.cuh"
 #include "ptx/bits.cuh"
@@ -196,7 +197,10 @@ struct RouterRow {
             }
 #pragma unroll
             for (int i = 0; i < PER; ++i)
-                if (lane + 32 * i < experts) mine[i] = FAULT_SITE(corrected_scores, score(mine[i], highest, all) + correction[lane + 32 * i]) + 0.f;
+                if (lane + 32 * i < experts) {
+                    if (!C::LOGITS_CORRECTED) mine[i] = FAULT_SITE(corrected_scores, score(mine[i], highest, all) + correction[lane + 32 * i]) + 0.f;
+                    if (C::LOGITS_CORRECTED) mine[i] = mine[i] + correction[lane + 32 * i] + 0.f;
+                }
         }
         static_assert(!C::ZEROED || C::CORRECTED, "a score of zero has no logit");
         if constexpr (C::GROUPS > 1) {
