@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq import evaluate, load
+from lab.quality.measuring import add_json, conditions, measured, parser_of, row_of, write_record
+from marlinq import load
 from marlinq.kernels.launch.eight_bit_product import GROUP, quantize_rows
-from marlinq.operations.bench.hardware import hardware_line
 from marlinq.runtime import LoadedModel
 
 ROWS = {"16-bit activations": None, "FP8, scale of token and 128 channels": GROUP, "FP8, scale of token": 0}
@@ -56,51 +56,24 @@ def main() -> None:
     for text in options.text:
         for title, group in ROWS.items():
             handles = [] if group is None else round_inputs(quantized, group)
-            measured = evaluate(
-                quantized,
-                against=original,
-                text=str(text),
-                windows=options.windows,
-                length=options.length,
-                device=options.device,
-                dtype="float32",
-                progress=False,
-            )
+            result = measured(quantized, original, text, options)
             for handle in handles:
                 handle.remove()
-            rows.append(
-                {
-                    "name": title,
-                    "text": text.name,
-                    "perplexity": measured.perplexity,
-                    "original_perplexity": measured.against_perplexity,
-                    "kl": measured.kl,
-                    "top1_agreement": measured.top1_agreement,
-                }
-            )
+            rows.append(row_of(title, text, result))
             print(json.dumps(rows[-1]), flush=True)
-    conditions = [
-        hardware_line(original.device),
+    lines = conditions(
+        original,
         f"{options.model.name}, quantised as {options.checkpoint.name}",
         f"evaluated on {options.windows} windows of {options.length} tokens",
-    ]
-    print("\n".join(conditions))
-    if options.json is not None:
-        record = {"conditions": conditions, "rows": rows}
-        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    )
+    print("\n".join(lines))
+    write_record(options.json, lines, rows)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path)
+    parser = parser_of(__doc__, calibrates=False, windows=16, length=512, device="cpu")
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--text", type=Path, action="append", required=True)
-    parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     return parser.parse_args()
 
 

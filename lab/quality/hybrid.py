@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-from lab.quality.measuring import add_json, add_rows, conditions, write_record
-from marlinq import evaluate, load, quantize
+from lab.quality.measuring import add_json, add_rows, conditions, measured, write_record
+from marlinq import load, quantize
 from marlinq.operations.quantize.recipe import Recipe
 
 _NET, _ATTENTION, _MLP = r"linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$", "self_attn", "mlp"
@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=24, help="of evaluation, from each text")
     add_rows(parser, ROWS)
     add_json(parser)
+    parser.set_defaults(length=_TOKENS)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     model_folder, held = _trained(options)
@@ -93,16 +94,7 @@ def main() -> None:
         bits = 16 - 8 * (_size(model_folder) - _size(folder)) / linears
         row: dict[str, Any] = {"row": name, "bits": bits}
         for text in held:
-            result = evaluate(
-                folder,
-                against=original,
-                text=str(text),
-                windows=options.windows,
-                length=_TOKENS,
-                device=options.device,
-                dtype="float32",
-                progress=False,
-            )
+            result = measured(folder, original, text, options)
             row[text.stem] = {"kl": result.kl, "perplexity": result.against_perplexity}
         rows.append({**row, "seconds": time.perf_counter() - began})
         cells = [name, f"{bits:.3f}", *(f"{row[text.stem]['kl']:.4f}" for text in held)]

@@ -20,10 +20,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lab.quality.measuring import add_rows, measured, parser_of
+from lab.quality.measuring import add_rows, measured, parser_of, recipe_of
 from marlinq import load, quantize
 from marlinq.methods import drift, grid
-from marlinq.operations.quantize.recipe import Recipe
 
 FACTORS = len(grid.search_factors())
 
@@ -82,13 +81,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[Callable[[], Any], ...]]] = {
 def main() -> None:
     """Quantise, evaluate, print a line a row."""
     options = _options()
-    recipe = Recipe(
-        group_size=options.group_size,
-        calibration=str(options.calibration),
-        samples=options.samples,
-        max_length=options.max_length,
-        seed=options.seed,
-    )
+    recipe = recipe_of(options, seed=options.seed)
     options.work.mkdir(parents=True, exist_ok=True)
     original = load(options.model, device=options.device, dtype="float32")
     for name in options.rows or ROWS:

@@ -12,19 +12,22 @@ from typing import Any
 from marlinq import evaluate
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.evaluate import Evaluation
+from marlinq.operations.quantize.recipe import Recipe
 from marlinq.runtime import LoadedModel
 
 
-def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+def parser_of(doc: str | None, *, calibrates: bool = True, **defaults: Any) -> argparse.ArgumentParser:
     """A parser with MODEL, --calibration, --text and --device, and an option for each of ``defaults``.
 
     Args:
         doc: docstring of the script.
+        calibrates: whether there is --calibration.
         defaults: default values by names of options: a number, text or path, whose type the option takes.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--calibration", type=Path, required=True, help="text to calibrate on")
+    if calibrates:
+        parser.add_argument("--calibration", type=Path, required=True, help="text to calibrate on")
     parser.add_argument("--text", type=Path, required=True, action="append", help="text to evaluate on")
     parser.add_argument("--device", default=defaults.pop("device", "auto"))
     for name, value in defaults.items():
@@ -42,10 +45,23 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="also write the result here")
 
 
-def measured(folder: Path, original: LoadedModel, text: Path, options: argparse.Namespace) -> Evaluation:
+def recipe_of(options: argparse.Namespace, **settings: Any) -> Recipe:
+    """The product's recipe with the group size and the text of ``options``, and further settings."""
+    return Recipe(
+        group_size=options.group_size,
+        calibration=str(options.calibration),
+        samples=options.samples,
+        max_length=options.max_length,
+        **settings,
+    )
+
+
+def measured(
+    quantized: Path | LoadedModel, original: LoadedModel, text: Path, options: argparse.Namespace
+) -> Evaluation:
     """Perplexity, divergence from ``original`` and top-1 agreement on a text, computed in float32."""
     return evaluate(
-        folder,
+        quantized,
         against=original,
         text=str(text),
         windows=options.windows,
@@ -54,6 +70,18 @@ def measured(folder: Path, original: LoadedModel, text: Path, options: argparse.
         dtype="float32",
         progress=report_progress,
     )
+
+
+def row_of(name: str, text: Path, result: Evaluation) -> dict[str, Any]:
+    """The figures of a row on a text, by name."""
+    return {
+        "name": name,
+        "text": text.name,
+        "perplexity": result.perplexity,
+        "original_perplexity": result.against_perplexity,
+        "kl": result.kl,
+        "top1_agreement": result.top1_agreement,
+    }
 
 
 def report_progress(stage: str, done: int, total: int) -> None:

@@ -25,6 +25,7 @@ from lab.quality.measuring import (
     conditions,
     measured,
     parser_of,
+    recipe_of,
     report_progress,
     write_record,
 )
@@ -51,14 +52,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 def main() -> None:
     """Quantise, evaluate, print a table."""
     options = _options()
-    recipe = Recipe(
-        group_size=options.group_size,
-        symmetric=not options.asym,
-        calibration=str(options.calibration),
-        samples=options.samples,
-        max_length=options.max_length,
-        seed=options.seed,
-    )
+    recipe = recipe_of(options, symmetric=not options.asym, seed=options.seed)
     if options.act_order is not None:
         recipe = recipe.replace(act_order=options.act_order)
     wanted = options.rows or list(ROWS)

@@ -25,7 +25,9 @@ from lab.quality.measuring import (
     conditions,
     measured,
     parser_of,
+    recipe_of,
     report_progress,
+    row_of,
     write_record,
 )
 from marlinq import load, quantize
@@ -35,7 +37,6 @@ from marlinq.methods import SolveReport, register_method
 from marlinq.methods.gptq import GPTQ, GPTQOptions
 from marlinq.methods.hessian import HessianAccumulator
 from marlinq.operations.quantize.override import Override
-from marlinq.operations.quantize.recipe import Recipe
 
 INT3 = Element("int3", 3)
 """Element with eight values, the middle one zero; solvers take it, no layout holds it."""
@@ -78,14 +79,7 @@ def main() -> None:
     """Quantise, evaluate, print a table."""
     options = _options()
     register_method(ThreeBits())
-    recipe = Recipe(
-        group_size=options.group_size,
-        format="compressed-tensors",
-        calibration=str(options.calibration),
-        samples=options.samples,
-        max_length=options.max_length,
-        quality=options.quality,
-    )
+    recipe = recipe_of(options, format="compressed-tensors", quality=options.quality)
     if options.no_output_hessian:
         recipe = recipe.replace(output_hessian=False)
     options.work.mkdir(parents=True, exist_ok=True)
@@ -106,16 +100,7 @@ def main() -> None:
             )
         for text in options.text:
             result = measured(folder, original, text, options)
-            rows.append(
-                {
-                    "name": label,
-                    "text": text.name,
-                    "perplexity": result.perplexity,
-                    "original_perplexity": result.against_perplexity,
-                    "kl": result.kl,
-                    "top1_agreement": result.top1_agreement,
-                }
-            )
+            rows.append(row_of(label, text, result))
             print(json.dumps(rows[-1]), flush=True)
     without = ", without output_hessian" if options.no_output_hessian else ""
     lines = conditions(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -12,8 +10,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.weight_formats import E4M3
 from marlinq.kernels.launch.eight_bit_product import GROUP, eight_bit_gemm
-from marlinq.kernels.ops.definition import define_operator
-from marlinq.kernels.ops.gemm_reference import reference_rounded_gemm
+from marlinq.kernels.ops.rounding_operator import Operands, define_rounding_operator
 
 _NAME = "fp8_a8_gemm"
 _SCHEMA = (
@@ -56,20 +53,15 @@ def fp8_a8_gemm(
     )
 
 
-class _Arguments(NamedTuple):
-    """The operator's arguments, as :func:`fp8_a8_gemm` takes them."""
-
-    x: Tensor
-    words: Tensor
-    scales: Tensor
-    bias: Tensor | None
-    input_scale: Tensor | None
-    group_size: int
-    out_features: int
-
-
-def _operand(arguments: _Arguments) -> Operand:
-    x, words, scales, _, input_scale, group_size, _ = arguments
+def _operands(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    group_size: int,
+    out_features: int,
+) -> Operands:
     granularity = Granularity.from_group_size(group_size)
     weight = Operand.whole(E4M3, granularity, words, scales, None)
     k, n = weight.padded_shape
@@ -80,31 +72,13 @@ def _operand(arguments: _Arguments) -> Operand:
     groups = granularity.groups(k)
     if scales.shape != (groups, n) or k % granularity.channels_per_group(k):
         raise ValueError(f"scales: expected [{groups}, {n}], found {list(scales.shape)}")
-    return weight
+    return Operands(x, weight, bias, out_features, input_scale)
 
 
-def _cuda(*given: Any) -> Tensor:
-    arguments = _Arguments(*given)
-    weight = _operand(arguments)
-    x, bias = arguments.x, arguments.bias
-    if x.dtype != torch.bfloat16:
-        raise UnsupportedError(f"{_NAME}: x has dtype {x.dtype}; FP8 products give bfloat16")
-    if bias is not None:
-        bias = torch.nn.functional.pad(bias, (0, weight.padded_shape[1] - len(bias)))
-    out = eight_bit_gemm(x.reshape(-1, x.shape[-1]), weight, bias, arguments.input_scale)
-    return out.view(*x.shape[:-1], -1)[..., : arguments.out_features]
+def _multiply(given: Operands) -> Tensor:
+    if given.x.dtype != torch.bfloat16:
+        raise UnsupportedError(f"{_NAME}: x has dtype {given.x.dtype}; FP8 products give bfloat16")
+    return eight_bit_gemm(given.x, given.weight, given.bias, given.input_scale)
 
 
-def _cpu(*given: Any) -> Tensor:
-    arguments = _Arguments(*given)
-    x, bias, columns = arguments.x, arguments.bias, arguments.out_features
-    return reference_rounded_gemm(x, _operand(arguments), bias, columns, arguments.input_scale)
-
-
-def _meta(*given: Any) -> Tensor:
-    arguments = _Arguments(*given)
-    x, columns = arguments.x, arguments.words.shape[1] // E4M3.row_words
-    return x.new_empty((*x.shape[:-1], columns))[..., : arguments.out_features]
-
-
-define_operator(_NAME, _SCHEMA, _cuda, _cpu, _meta)
+define_rounding_operator(_NAME, _SCHEMA, E4M3, _operands, _multiply)

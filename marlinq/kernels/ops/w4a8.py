@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -12,8 +10,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch.w4a8_product import w4a8_product
-from marlinq.kernels.ops.definition import define_operator
-from marlinq.kernels.ops.gemm_reference import reference_rounded_gemm
+from marlinq.kernels.ops.rounding_operator import Operands, define_rounding_operator
 from marlinq.kernels.variants.warpgroup_fp8 import GROUP
 
 _NAME = "w4a8_gemm"
@@ -41,18 +38,7 @@ def w4a8_gemm(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, out
     return torch.ops.marlinq.w4a8_gemm.default(x, words, scales, bias, out_features)  # type: ignore[no-any-return]
 
 
-class _Arguments(NamedTuple):
-    """The operator's arguments, as :func:`w4a8_gemm` takes them."""
-
-    x: Tensor
-    words: Tensor
-    scales: Tensor
-    bias: Tensor | None
-    out_features: int
-
-
-def _operand(arguments: _Arguments) -> Operand:
-    x, words, scales, bias, out_features = arguments
+def _operands(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, out_features: int) -> Operands:
     weight = Operand.whole(INT4, Granularity.group(GROUP), words, scales, None)
     k, n = weight.padded_shape
     if x.shape[-1] != k:
@@ -64,30 +50,13 @@ def _operand(arguments: _Arguments) -> Operand:
         )
     if bias is not None and (bias.shape != (out_features,) or bias.dtype != x.dtype):
         raise ValueError(f"bias: expected {x.dtype} [{out_features}], found {bias.dtype} {list(bias.shape)}")
-    return weight
+    return Operands(x, weight, bias, out_features)
 
 
-def _cuda(*given: Any) -> Tensor:
-    arguments = _Arguments(*given)
-    weight = _operand(arguments)
-    x, bias = arguments.x, arguments.bias
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        raise UnsupportedError(f"{_NAME}: x has dtype {x.dtype}; the kernel takes float16 and bfloat16")
-    if bias is not None:
-        bias = torch.nn.functional.pad(bias, (0, weight.padded_shape[1] - len(bias)))
-    out = w4a8_product(x.reshape(-1, x.shape[-1]), weight, bias)
-    return out.view(*x.shape[:-1], -1)[..., : arguments.out_features]
+def _multiply(given: Operands) -> Tensor:
+    if given.x.dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedError(f"{_NAME}: x has dtype {given.x.dtype}; the kernel takes float16 and bfloat16")
+    return w4a8_product(given.x, given.weight, given.bias)
 
 
-def _cpu(*given: Any) -> Tensor:
-    arguments = _Arguments(*given)
-    return reference_rounded_gemm(arguments.x, _operand(arguments), arguments.bias, arguments.out_features)
-
-
-def _meta(*given: Any) -> Tensor:
-    arguments = _Arguments(*given)
-    x, columns = arguments.x, arguments.words.shape[1] // INT4.row_words
-    return x.new_empty((*x.shape[:-1], columns))[..., : arguments.out_features]
-
-
-define_operator(_NAME, _SCHEMA, _cuda, _cpu, _meta)
+define_rounding_operator(_NAME, _SCHEMA, INT4, _operands, _multiply)
