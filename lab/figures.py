@@ -316,7 +316,8 @@ def quality_worst_table() -> str:
             if ours in run["rows"] and peer in run["rows"]:
                 mine, theirs = (run["rows"][row]["kl"] for row in (ours, peer))
                 cells = (f"{a / b:.2f}" for a, b in zip(mine, theirs, strict=True))
-                rows.append([name + suffix, *cells])
+                again = ", rerun" if any(row[0] == name + suffix for row in rows) else ""
+                rows.append([name + suffix + again, *cells])
     return _table(rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from marlinq.methods import METHODS
 from marlinq.operations.quantize.early import refuse_by_config
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.recipe import Recipe, read_recipe
+from marlinq.operations.quantize.unused_settings import unused_settings
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -140,6 +142,9 @@ def command(
             (given[key],) = given[key]
     recipe = _recipe(recipe_file, overrides, given)
     first = rank_and_size()[0] == 0
+    if first:
+        for sentence in unused_settings(recipe):
+            warnings.warn(sentence, stacklevel=2)
     folder = local_folder(model)
     # --resume on a finished folder only reports it, so the place is not checked.
     if first and not (resume and os.path.lexists(out)):

@@ -66,6 +66,11 @@ def test_relative_links_and_anchors_resolve(page: Path) -> None:
     assert broken_links(page) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_headings_begin_their_line(page: Path) -> None:
+    assert re.findall(r"^[^|#\n]*\S +#{2,} .*$", text_outside_code(page), flags=re.M) == []
+
+
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

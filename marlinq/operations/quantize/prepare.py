@@ -44,6 +44,7 @@ from marlinq.operations.quantize.ranks import Ranks
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.solves import try_solver
 from marlinq.operations.quantize.tuning import TuningSettings, check_head, settings_that_fit
+from marlinq.operations.quantize.unused_settings import changed_settings
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,8 @@ def _notes(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: O
             f"{checkpoint.path}: was rotated, and {plan.method.name}, which sees channels one by one, loses "
             "by that; use gptq, or the model before its rotation"
         )
+    if not blueprint.routed and (idle := changed_settings(recipe, ("experts", "expert_fallback"))):
+        notes.append(f"{', '.join(idle)}: for mixtures of experts, and the model has no experts")
     if blueprint.routed and any(
         each.method.uses_output_gradients(each.options) for each in plan.modules.values()
     ):

@@ -341,7 +341,15 @@ class Recipe:
         if scheme.sparsity is not None and scheme.element.table is not None:
             raise UsageError(f"{outcome.reason}: sparsity: {scheme.element.name} weights are not pruned")
         if (reason := form.scheme_refusal(scheme)) is not None:
-            raise UsageError(f"{outcome.reason}: {form.name} can't hold {reason}; choose another --format")
+            holding = " or ".join(
+                each.name
+                for each in FORMATS.values()
+                if each.read_only is None
+                and each.sparsity in (None, scheme.sparsity)
+                and each.scheme_refusal(scheme) is None
+            )
+            advice = f"choose --format {holding}" if holding else "choose another --scheme"
+            raise UsageError(f"{outcome.reason}: {form.name} can't hold {reason}; {advice}")
         sparse = form.sparsity is not None and scheme.sparsity is not None
         if sparse and (reason := form.layouts[0].scheme_refusal(scheme)) is not None:
             raise UsageError(f"{outcome.reason}: {form.name} can't hold {reason}; choose another --format")
