@@ -263,3 +263,20 @@ def test_vllm_says_what_we_say(
         assert error <= bound
         # The same weights from every file, so the same arithmetic.
         assert answer == first
+
+
+@pytest.mark.parametrize("mode", ["all", "off"])
+def test_vllm_asks_the_plugin_first(mode: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MARLINQ_VLLM": mode, "VLLM_PLUGINS": ""}
+    run = subprocess.run(
+        [str(PYTHON), str(Path(__file__).with_name("vllm_choice.py"))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    chosen = json.loads(run.stdout.splitlines()[-1])
+    for layer, (before, after) in chosen.items():
+        taken = mode == "all" and layer != "groups of 16"
+        assert after == ("IntegerLinearKernel" if taken else before), layer
+        assert before != "IntegerLinearKernel"
