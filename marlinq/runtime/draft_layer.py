@@ -27,7 +27,7 @@ from marlinq.checkpoint import (
 )
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.models import ConvertedTensors, ModelInstance, TensorNames, converted
-from marlinq.models.anatomy import Anatomy, Attention, LatentAttention, Layer, Norm
+from marlinq.models.anatomy import Anatomy, Attention, LatentAttention, Layer, Mixture, Norm
 from marlinq.models.quantized_linears import quantized_linears
 from marlinq.runtime.loading import LoadedFrom, LoadedModel, install_linears, stored_otherwise
 from marlinq.runtime.packed_experts import check_experts
@@ -48,8 +48,8 @@ class DraftLayer:
         anatomy: the head as a decoder of one layer, without what makes the layer's input.
         projection: full name of the linear that makes the layer's input.
         token_norm, hidden_norm: norms of its two inputs.
-        share: cost of a drafted token in steps of the main model: bytes of the head's weights over bytes of
-            the model's, all experts counted.
+        nbytes: bytes of weights that a drafted token reads.
+        model_nbytes: bytes of weights that a step of the main model reads.
     """
 
     model: PreTrainedModel
@@ -57,7 +57,8 @@ class DraftLayer:
     projection: str
     token_norm: Norm
     hidden_norm: Norm
-    share: float
+    nbytes: float
+    model_nbytes: float
 
 
 def has_draft_head(loaded: LoadedModel) -> bool:
@@ -226,10 +227,22 @@ def _built(model: PreTrainedModel, view: _View, anatomy: Anatomy, layer: Layer) 
     for name in _shared(anatomy, layer):
         own.set_submodule(name, model.get_submodule(name))
     output = _nbytes(model.get_submodule(anatomy.head))
-    blocks = sum(_nbytes(model.get_submodule(each.name)) for each in anatomy.layers)
-    share = (_nbytes(own.get_submodule(layer.name)) + _nbytes(held) + output) / (blocks + output)
+    read = _read_nbytes(own, layer) + _nbytes(held) + output
+    model_read = sum(_read_nbytes(model, each) for each in anatomy.layers) + output
     projection = f"{_HELD}.projection"
-    return DraftLayer(own, replace(anatomy, layers=(layer,)), projection, norms[0], norms[1], share)
+    return DraftLayer(
+        own, replace(anatomy, layers=(layer,)), projection, norms[0], norms[1], read, model_read
+    )
+
+
+def _read_nbytes(model: nn.Module, layer: Layer) -> float:
+    """Bytes of a block's weights that one token reads: of its experts, those that are chosen."""
+    nbytes: float = _nbytes(model.get_submodule(layer.name))
+    if isinstance(layer.mlp, Mixture):
+        router = layer.mlp.router
+        experts = _nbytes(model.get_submodule(layer.mlp.experts))
+        nbytes -= experts * (1 - router.top / router.experts)
+    return nbytes
 
 
 def _nbytes(module: nn.Module) -> int:

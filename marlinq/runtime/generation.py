@@ -455,6 +455,17 @@ def _steps(
     with boundaries.forward(loaded.path):
         decoder.begin([row.ids for row in rows], sampling)
     queued, visit, last = 1, 1, -1
+
+    def room() -> int:
+        """Number of tokens that may be drafted now."""
+        return min(decoder.drafted_room, limit - queued - 1)
+
+    def start_draft() -> None:
+        """Begin the next draft before the host decodes text, if one is due."""
+        if speculation is not None and speculation.promising and not decoder.pending and queued < limit:
+            with boundaries.forward(loaded.path):
+                speculation.start(room())
+
     while True:
         drafting = speculation is not None and speculation.promising
         while not drafting and queued < limit and decoder.pending < decoder.visits_at_once:
@@ -465,7 +476,7 @@ def _steps(
             # Short visits at first, so that the first text appears soon.
             visit = min(2 * visit, decoder.steps_a_visit)
         if speculation is not None and drafting and not decoder.pending and queued < limit:
-            draft = speculation.draft(min(decoder.drafted_room, limit - queued - 1))
+            draft = speculation.draft(room())
             with boundaries.forward(loaded.path):
                 if draft:
                     checked = decoder.verify(last, draft)
@@ -474,6 +485,7 @@ def _steps(
             if draft:
                 speculation.checked(draft, checked)
                 queued, last = queued + len(checked), checked[-1]
+                start_draft()
                 yield from ([token] for token in checked)
                 continue
             queued += 1
@@ -481,11 +493,12 @@ def _steps(
             return
         with boundaries.forward(loaded.path):
             tokens = decoder.read()
-        for step in tokens:
-            last = step[0]
-            if speculation is not None:
-                speculation.came(last)
-            yield step
+        last = tokens[-1][0]
+        if speculation is not None:
+            for step in tokens:
+                speculation.came(step[0])
+        start_draft()
+        yield from tokens
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from marlinq.runtime.step.forward import DraftForward
@@ -24,21 +25,25 @@ _WEIGHT = 0.25
 _MARGIN = 1.15
 """Gain required of drafts: tokens a verification has to give, over the steps that take as long as it."""
 
-_FIRST_LOSS, _LOSS_SHARE, _MOST_SAVED = 2.0, 0.01, 8.0
+_FIRST_LOSS, _LOSS_SHARE, _MOST_SAVED = 1.5, 0.01, 8.0
 """Steps that a head's drafts may lose at first, and for each token of the text; steps of what they gained
 that they may lose again, at most."""
-_PROMPT_COST, _FIXED_COST = 1.5, 0.15
-"""Steps that take as long as a head reads the prompt, and as a draft besides its tokens (0.13 measured for
-Llama-3-8B's shape on an H200)."""
+_FIXED_COST, _BEHIND_STEPS = 0.15, 0.7
+"""Steps that take as long as a draft besides its tokens, and as the wait for the host before a draft behind
+steps. Measured on an H200: 0.13 with Llama-3-8B's shape and 0.2 with SmolLM2; 1.3 with SmolLM2 while the host
+decoded text before it began a draft."""
 _KEPT_SHARE = 0.8
 """Factor on the counts of a draft head's earlier tokens at each new draft."""
 _PRIOR = 3.0, 1.0
 """Accepted and refused tokens that are added to a head's counts, as for one of which nothing is known."""
 _UNTRIED = 2
 """Tokens by which a draft may exceed the count of accepted ones."""
-_MOST_MISSED, _READ_AGAIN = 16, 8
-"""Tokens since a head's last draft that it still reads, at most; of more it reads the last ones only, as
-those of a new text, since reading eight takes nearly as long as drafting a token."""
+_READ_FIRST, _READ_LAST = 4, 28
+"""Tokens of a long prompt or pause that a head reads: the first ones of the text, to which attention gives
+the weight that it has to spare ("Efficient Streaming Language Models with Attention Sinks", Xiao et al.
+2023), and the last ones."""
+_READ_TOGETHER = 8
+"""Tokens that a head reads in less time than it drafts one."""
 
 
 class Lookup:
@@ -126,6 +131,9 @@ class Speculation(ABC):
     def came(self, token: int) -> None:
         """A step has given ``token``."""
 
+    def start(self, most: int) -> None:  # noqa: B027 - drafts without work of their own begin nothing
+        """Begin the work of the next :meth:`draft`, of which ``most`` is the same; nothing comes between."""
+
     @abstractmethod
     def draft(self, most: int) -> list[int]:
         """Tokens that may come next, at most ``most``; none where there is no guess."""
@@ -207,7 +215,8 @@ class LayerSpeculation(Speculation):
     tokens of the text; what they gain is saved up to a limit, and may be lost again. When nothing is left,
     steps follow. So a head that is never right slows 256 tokens down by at most 2 %, and one that pays drafts
     nearly always. Each further token of a draft takes time and is accepted less often: the share of recent
-    tokens that were accepted decides how many a draft has.
+    tokens that were accepted decides how many a draft has. Of a long prompt, and behind a long pause, the
+    head reads a few tokens only.
 
     Args:
         prompt: token ids.
@@ -237,31 +246,49 @@ class LayerSpeculation(Speculation):
         self._layer, self._hidden = layer, hidden
         self._most, self._cost, self._always = most, cost + _FIXED_COST, always
         layer.begin()
-        # Index of the first token that the head's cache is of.
-        self._first = 0
+        # Tokens of the text, besides its first ones, that the head has not read.
+        self._skipped = 0
         # Recent tokens that were accepted and refused.
         self._right = self._wrong = 0.0
         # Steps that drafts may lose from now on.
-        self._allowance = _FIRST_LOSS - _PROMPT_COST
+        self._allowance = _FIRST_LOSS
+        # Tokens of the draft that has begun; and whether a step came since the last draft.
+        self._begun: int | None = None
+        self._behind_steps = False
 
     @property
     def promising(self) -> bool:
-        return self._always or self._allowance >= 0
+        return self._always or self._begun is not None or self._allowance >= 0
 
     def came(self, token: int) -> None:
         self._text.append(token)
+        self._behind_steps = True
         self._save(_LOSS_SHARE)
 
-    def draft(self, most: int) -> list[int]:
-        count = min(most, self._best_length())
+    def start(self, most: int) -> None:
+        self._begun = count = min(most, self._best_length())
         if count < 1:
-            return []
-        known, last = self._first + self._layer.known, len(self._text) - 1
-        if self._layer.known and last - known > _MOST_MISSED:
+            return
+        known, last = self._skipped + self._layer.known, len(self._text) - 1
+        tokens, hidden = self._text[known + 1 :], self._hidden[known:last]
+        if last - known > _READ_FIRST + _READ_LAST:
             self._layer.begin()
-            self._first = known = last - _READ_AGAIN
+            first, recent = _READ_FIRST, last - _READ_LAST
+            self._skipped = recent - first
+            tokens = self._text[1 : first + 1] + self._text[recent + 1 :]
+            hidden = torch.cat((self._hidden[:first], self._hidden[recent:last]))
         # The hidden state behind a token goes with the token that follows it.
-        return self._layer.draft(self._text[known + 1 :], self._hidden[known:last], count)
+        self._layer.start(tokens, hidden, count)
+        self._save(-self._layer.cost * max(0, len(tokens) - _READ_TOGETHER) / _READ_TOGETHER)
+        if self._behind_steps:
+            self._save(-_BEHIND_STEPS)
+            self._behind_steps = False
+
+    def draft(self, most: int) -> list[int]:
+        if self._begun is None:
+            self.start(most)
+        count, self._begun = self._begun, None
+        return self._layer.drafted() if count else []
 
     def checked(self, draft: Sequence[int], tokens: Sequence[int]) -> None:
         super().checked(draft, tokens)

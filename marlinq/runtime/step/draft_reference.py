@@ -27,23 +27,26 @@ class ReferenceDraft(ReferenceForward, DraftForward):
         self._token_norm = norm_of(layer.model, layer.token_norm, self._dtype)
         self._hidden_norm = norm_of(layer.model, layer.hidden_norm, self._dtype)
         self.known = 0
-        self.cost = layer.share
+        self.cost = layer.nbytes / layer.model_nbytes
 
     def begin(self) -> None:
         self.known = 0
 
     @torch.inference_mode()
-    def draft(self, tokens: Sequence[int], hidden: Tensor, most: int) -> list[int]:
+    def start(self, tokens: Sequence[int], hidden: Tensor, most: int) -> None:
         self.keep(self.known)
         behind = self._append(torch.tensor(tokens, device=hidden.device), hidden)
         self.known += len(tokens)
-        drafted: list[int] = []
+        self._drafted: list[int] = []
         while True:
             token = self._logits(behind[-1:]).argmax(-1)
-            drafted.append(int(token))
-            if len(drafted) == most:
-                return drafted
+            self._drafted.append(int(token))
+            if len(self._drafted) == most:
+                return
             behind = self._append(token, behind[-1:])
+
+    def drafted(self) -> list[int]:
+        return self._drafted
 
     def _append(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Append pairs of tokens [T] and the hidden states [T, hidden] before them; returns the head's own

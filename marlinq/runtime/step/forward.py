@@ -134,14 +134,20 @@ class DraftForward(ABC):
         """Empty the cache."""
 
     @abstractmethod
-    def draft(self, tokens: Sequence[int], hidden: Tensor, most: int) -> list[int]:
-        """Append pairs of the text to the cache, and draft what follows the last one.
+    def start(self, tokens: Sequence[int], hidden: Tensor, most: int) -> None:
+        """Append pairs of the text to the cache, and begin to draft what follows the last one.
 
         Args:
-            tokens: the text's tokens from index ``known + 1`` on.
+            tokens: the text's tokens from number ``known + 1`` on.
             hidden: hidden state of the model behind the token before each, [T, hidden].
             most: number of tokens to draft.
-
-        Returns:
-            ``most`` tokens: the most likely one each time.
         """
+
+    @abstractmethod
+    def drafted(self) -> list[int]:
+        """The tokens of the last :meth:`start`, the most likely one each time; waits for them."""
+
+    def draft(self, tokens: Sequence[int], hidden: Tensor, most: int) -> list[int]:
+        """:meth:`start`, then :meth:`drafted`."""
+        self.start(tokens, hidden, most)
+        return self.drafted()

@@ -22,7 +22,7 @@ from marlinq.runtime.draft_layer import DraftLayer, load_draft
 from marlinq.runtime.sampling import GREEDY, SamplerShape, precompile_sampler
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
-from marlinq.runtime.step.draft_chain import ChainDraft
+from marlinq.runtime.step.draft_chain import ChainDraft, draft_cost
 from marlinq.runtime.step.draft_reference import ReferenceDraft
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.persistent import join_layers
@@ -156,9 +156,10 @@ def _own_forward(
         forward = build(batch, capacity)
         if isinstance(forward, ChainForward) and (apart := join_layers(forward, progress)) is not None:
             forward.reason += f"; layers as single kernels: {apart}"
-        if layer is not None and on_gpu:
+        if layer is not None and isinstance(forward, ChainForward):
             most = max(1, forward.most_verified - 1)
             forward.drafter = drafter = ChainDraft(layer, capacity=capacity, most=most, progress=progress)
+            drafter.cost = draft_cost(layer, drafter, forward)
             forward.reason += f"; {drafter.reason}"
         elif layer is not None:
             forward.drafter = ReferenceDraft(layer, capacity=capacity)

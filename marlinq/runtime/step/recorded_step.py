@@ -74,6 +74,7 @@ class RecordedStep(Walk):
         self._normed: dict[int, Normed] = {}
         x, pending = self.recorded_layers()
         _, self.normed = self.add(x, pending, forward.final_norm, forward.lengths, forward.hidden_states)
+        self._before_logits = len(self._recorded)
         logits = self.multiply("logits", forward.head, self.normed)
         self.logits = logits[:, : forward.head.features]
         if forward.anatomy.logit_scale != 1 or forward.anatomy.logit_softcap is not None:
@@ -127,6 +128,12 @@ class RecordedStep(Walk):
         for start in self.starts:
             start()
         return self.logits
+
+    def start_without_logits(self, tokens: Tensor) -> None:
+        """A step that only appends to the cache, and sets ``normed``."""
+        self.read_from(tokens)
+        for start in self.starts[: self._before_logits]:
+            start()
 
     def empty(self, name: str, rows: int, columns: int) -> Tensor:
         # Two buffers in turn: the residual stream is read while the next one is written.
