@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV4Config
 
-from marlinq.core.errors import MarlinqError
 from marlinq.operations.convert import convert
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import Recipe, quantize
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
+from tests.testing.faults import one_up, passes, planted
 from tests.testing.runnable_folders import save_tokenizer
 
 EXPERT, SHARED = "model.layers.1.ffn.experts.2.w1", "model.layers.0.ffn.shared_experts.w2"
@@ -156,12 +156,6 @@ def one_bit(codes: Tensor) -> Tensor:
     return flat.reshape(codes.shape)
 
 
-def one_up(scales: Tensor) -> Tensor:
-    flat = scales.flatten().clone()
-    flat[-1] += 1
-    return flat.reshape(scales.shape)
-
-
 FAULTS: dict[str, Callable[[dict[str, Tensor]], object]] = {
     "scale of an expert missing": lambda tensors: tensors.pop(f"{EXPERT}.scale"),
     "scale of a block missing": lambda tensors: tensors.pop(f"{TWO_BLOCKS}.scale"),
@@ -191,14 +185,5 @@ QUICK = ("scale of a block missing", "exponents of an expert off", "last block m
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
 )
 def test_planted_faults_are_found(root: Path, tmp_path: Path, name: str) -> None:
-    faulty = tmp_path / "faulty"
-    shutil.copytree(root / "v4", faulty)
-    (faulty / "marlinq.json").unlink()  # whose hashes would find anything
-    tensors = tensors_of(faulty)
-    FAULTS[name](tensors)
-    save_file(tensors, faulty / "model.safetensors", {"format": "pt"})
-    try:
-        found = verify(faulty, against=root / "original", **CPU).ok
-    except MarlinqError:
-        found = False
-    assert not found
+    faulty = planted(root / "v4", tmp_path / "faulty", FAULTS[name])
+    assert not passes(faulty, root / "original")

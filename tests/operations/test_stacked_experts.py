@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import marlinq
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, StackingWriter
-from marlinq.core.errors import CheckpointError, ConversionRefused, MarlinqError
+from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.operations.convert import convert
 from marlinq.operations.evaluate import evaluate
 from marlinq.operations.inspect import inspect
@@ -24,6 +24,7 @@ from marlinq.operations.quantize.override import Override
 from marlinq.operations.report import written_report as report
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
+from tests.testing.faults import one_up, passes, planted
 from tests.testing.mixtures import calibration_text, save_mixture
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -181,12 +182,6 @@ def one_sign(stack: Tensor) -> Tensor:
     return flat.reshape(stack.shape)
 
 
-def one_up(scales: Tensor) -> Tensor:
-    flat = scales.flatten().clone()
-    flat[-1] += 1
-    return flat.reshape(scales.shape)
-
-
 FAULTS: dict[str, Plant] = {
     "scales missing": lambda tensors: tensors.pop(SCALES),
     "codes missing": lambda tensors: tensors.pop(f"{DOWN}_blocks"),
@@ -221,17 +216,8 @@ QUICK = (
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
 )
 def test_planted_faults_are_found(root: Path, tmp_path: Path, name: str) -> None:
-    faulty = tmp_path / "faulty"
-    shutil.copytree(root / "stacked", faulty)
-    (faulty / "marlinq.json").unlink()  # whose hashes would find anything
-    tensors = tensors_of(faulty)
-    FAULTS[name](tensors)
-    save_file(tensors, faulty / "model.safetensors", {"format": "pt"})
-    try:
-        found = verify(faulty, against=root / "original", device="cpu", progress=False).ok
-    except MarlinqError:
-        found = False
-    assert not found
+    faulty = planted(root / "stacked", tmp_path / "faulty", FAULTS[name])
+    assert not passes(faulty, root / "original")
 
 
 def test_stacks_that_no_loader_reads_are_refused(root: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from marlinq.checkpoint import MANIFEST, Checkpoint
+from marlinq.core.errors import MarlinqError
+from marlinq.operations.verify import verify
 
 INDEX = "model.safetensors.index.json"
 SCALES = {
@@ -38,6 +40,25 @@ def copy(source: Path, out: Path, *, manifest: bool) -> Path:
     if not manifest:
         (out / MANIFEST).unlink()
     return out
+
+
+def planted(source: Path, out: Path, plant: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A copy of a checkpoint of one shard whose tensors ``plant`` damages; without the manifest, whose hashes
+    would find anything."""
+    shutil.copytree(source, out)
+    (out / MANIFEST).unlink(missing_ok=True)
+    tensors = load_file(out / "model.safetensors")
+    plant(tensors)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def passes(folder: Path, original: Path) -> bool:
+    """Whether verify finds nothing; a folder that can't be read is found faulty too."""
+    try:
+        return verify(folder, against=original, device="cpu", progress=False).ok
+    except MarlinqError:
+        return False
 
 
 def shard_of(folder: Path, name: str) -> Path:
@@ -71,6 +92,13 @@ def flipped(path: Path, place: int) -> Iterator[None]:
         yield
     finally:
         flip()
+
+
+def one_up(scales: Tensor) -> Tensor:
+    """Adds 1 to the last of the scales that are stored as exponents."""
+    flat = scales.flatten().clone()
+    flat[-1] += 1
+    return flat.reshape(scales.shape)
 
 
 def swap_nibbles(words: Tensor) -> Tensor:

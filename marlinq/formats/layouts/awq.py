@@ -27,8 +27,6 @@ from marlinq.formats.packing import pack_last, transpose_fields, unpack_last
 
 if TYPE_CHECKING:
     from torch import Tensor
-else:
-    pass
 
 _ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 _INVERSE = [0, 4, 1, 5, 2, 6, 3, 7]
