@@ -48,7 +48,9 @@ __device__ __forceinline__ void latent_values(const LatentValues& given) {
     if (row < rows)
         active = latent_split<C::TILE>(min(load_scalar(given.lengths + first + row) + 1, given.capacity), given.splits, 0).active;
     const i64 slot = (i64)(first + row) * given.splits * given.heads + head;
-#pragma unroll 4
+    // Splits that a warp requests together: four of them lack registers before Hopper.
+    constexpr int TOGETHER = __CUDA_ARCH__ >= 900 ? 4 : 3;
+#pragma unroll TOGETHER
     for (int split = warp % each; split < active; split += each) {
         const i64 at = slot + (i64)split * given.heads;
         const u32* numbers = reinterpret_cast<const u32*>(given.totals + at);
