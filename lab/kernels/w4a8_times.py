@@ -1,6 +1,6 @@
 """Times 4-bit weights with FP8 activations beside 16-bit activations and cuBLAS, on Llama's layers.
 
-    python lab/kernels/w4a8_times.py [--model NAME] [--rows M] [--scales row] [--tile 112]
+    python lab/kernels/w4a8_times.py [--model NAME] [--rows M] [--scales row]
 
 Every product is captured in a CUDA graph over copies of the weight that no cache holds, and replayed
 without pauses; medians, in us. W4A8 is the whole product, with the launch that rounds the activations;
@@ -62,13 +62,13 @@ class Contest:
         copies = [replace(operand, words=operand.words.clone()) for _ in range(count)]
         return cls(layer, weight, copies, operand.dequantize(dtype))
 
-    def ratio(self, m: int, group: int, tile: int) -> float:
+    def ratio(self, m: int, group: int) -> float:
         """Prints a line; returns cuBLAS's time over the product's."""
         layer, operand = self.layer, self.weight.operand
-        config = configuration(operand.problem(m), device_numbers(0), chunk_scales=group > 0, tile_m=tile)
+        config = configuration(operand.problem(m), device_numbers(0), chunk_scales=group > 0)
         x = torch.randn(m, layer.k, dtype=self.dense.dtype, device=CUDA)
         found = error(x, self.weight, group, w4a8_product(x, operand, None, group, config))
-        codes, scales = quantize_fragments(x, group)
+        rounded = quantize_fragments(x, group)
         out = x.new_empty((m, layer.n))
 
         def copy(i: int) -> Operand:
@@ -76,7 +76,7 @@ class Contest:
 
         contenders: dict[str, Callable[[int], object]] = {
             W4A8: lambda i: w4a8_product(x, copy(i), None, group, config),
-            "product": lambda i: launch_product(codes, scales, copy(i), None, out, config),
+            "product": lambda i: launch_product(rounded, copy(i), None, out, config),
             "rows": lambda _: quantize_fragments(x, group),
             "W4A16": lambda i: GEMMS[INT4.name](x, copy(i).words, operand.scales, None, None, GROUP, layer.n),
             CUBLAS: lambda _: x @ self.dense,
@@ -111,9 +111,7 @@ def main() -> None:
     found = []
     for layer in layers:
         contest = Contest.of(layer, dtype)
-        found.append(
-            [contest.ratio(m, 0 if options.scales == "row" else GROUP, options.tile) for m in options.rows]
-        )
+        found.append([contest.ratio(m, 0 if options.scales == "row" else GROUP) for m in options.rows])
     for index, m in enumerate(options.rows):
         mean = math.exp(sum(math.log(ratios[index]) for ratios in found) / len(found))
         print(f"M={m}: {mean:.2f} times as fast as cuBLAS, at least {min(r[index] for r in found):.2f}")
@@ -128,7 +126,6 @@ def _options() -> argparse.Namespace:
         "--rows", type=int, action="append", help="repeatable; 1024, 2048 and 4096 without it"
     )
     parser.add_argument("--scales", choices=("group", "row"), default="group")
-    parser.add_argument("--tile", type=int, choices=(128, 256), default=256, help="rows of a tile")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     options = parser.parse_args()
     options.model = options.model or ["llama-3-8b", "llama-3-70b"]

@@ -36,7 +36,7 @@ PLANTED: list[Planted] = [
     *(planted for planted, _ in test_attention.FAULTS.values()),
     *(planted for planted, _ in test_eight_bits.ROW_FAULTS.values()),
     *test_eight_bits.PLAIN_FAULTS.values(),
-    test_eight_bits.FRAGMENT_FAULT,
+    *test_eight_bits.FRAGMENT_FAULTS.values(),
     *(planted for _, planted in test_warpgroup_fp8.FAULTS.values()),
     *(planted for planted, *_ in test_other_elements.FAULTS.values()),
     *test_panel.FAULTS.values(),

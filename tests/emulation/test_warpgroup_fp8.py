@@ -11,15 +11,15 @@ from torch import Tensor
 from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
-from marlinq.kernels.launch.eight_bit_product import quantize_rows
+from marlinq.kernels.launch.eight_bit_product import quantize_rows, sums_width
 from marlinq.kernels.launch.w4a8_product import fp8_arguments
 from marlinq.kernels.variants.warpgroup_fp8 import WarpgroupFp8Config
 from tests.emulation.gemm import SOURCES, apart_operand
 from tests.emulation.tensor_maps import emulated_tensor_maps
 from tests.kernels.problems import BOUND, random_operands, relative_error
 
-ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
-"""Channels of 16 in the order in which activations lie (``cuda/codec/int4_e4m3.cuh``)."""
+ORDER = [half + channel for half in (0, 8) for k in (0, 2, 4, 6) for channel in (k, k + 1, k + 16, k + 17)]
+"""Channels of 32 in the order in which activations lie (``cuda/codec/int4_e4m3.cuh``)."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,44 @@ class Case:
 
 
 # Rows past a tile, columns past a tile, and a ring that goes round.
-WHOLE = Case(19, 192, 512, WarpgroupFp8Config(16, 2, 1, 1, 8, 1, 2, 1, 132))
+WHOLE = Case(19, 192, 512, WarpgroupFp8Config(16, 1, 1, 1, 8, 1, 2, 1, 132))
 CASES = {
     "a tile a block": WHOLE,
     "scales of rows": replace(WHOLE, config=replace(WHOLE.config, chunk_scales=False), bias=False),
-    "bfloat16, one word": replace(WHOLE, config=replace(WHOLE.config, words=1), dtype=torch.bfloat16),
-    "stream-K": replace(WHOLE, config=replace(WHOLE.config, most_blocks=3, stream_k=True)),
+    "bfloat16": replace(WHOLE, dtype=torch.bfloat16),
+    # Six tiles on four blocks: one has the first chunk of a tile alone, the activations' sums.
+    "stream-K": replace(WHOLE, config=replace(WHOLE.config, most_blocks=4, stream_k=True)),
     "stream-K, scales of rows": replace(
-        WHOLE, config=replace(WHOLE.config, most_blocks=3, stream_k=True, chunk_scales=False)
+        WHOLE, config=replace(WHOLE.config, most_blocks=4, stream_k=True, chunk_scales=False)
     ),
-    "store warps": replace(WHOLE, config=replace(WHOLE.config, warpgroups_n=2, stages=3, most_blocks=1)),
+    "two chunks of sums": replace(WHOLE, m=3, n=64, k=4096 + 256),
+    "several tiles a block": replace(
+        WHOLE, config=replace(WHOLE.config, warpgroups_n=2, stages=3, most_blocks=1)
+    ),
     "fewer rows than a tile": replace(WHOLE, m=3),
-    "two units with the same operands": replace(
-        WHOLE, m=150, k=256, n=64, config=replace(WHOLE.config, tile_m=256, words=1)
+    "four units with the same operands": replace(
+        WHOLE, m=150, k=256, n=64, config=replace(WHOLE.config, tile_m=256)
     ),
 }
 
 
 def fragments(codes: Tensor) -> Tensor:
-    """Codes [M, K] with the channels of every 16 in :data:`ORDER`."""
-    return codes.view(len(codes), -1, 16)[..., ORDER].reshape(codes.shape)
+    """Codes [M, K] with the channels of every 32 in :data:`ORDER`."""
+    return codes.view(len(codes), -1, 32)[..., ORDER].reshape(codes.shape)
+
+
+def pairs_of_sums(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums of every 128 codes [M, K] as the kernel takes them: times the group's scale, as pairs of ``dtype``
+    that add up to them.
+
+    ``scales``: float32 [M, K / 128], or [M, 1] of rows, which the kernel multiplies by later.
+    """
+    sums = (
+        codes.float().view(len(codes), -1, 128).sum(-1) * (scales if scales.shape[1] > 1 else 1) * -(2.0**-6)
+    )
+    first = sums.to(dtype)
+    pairs = torch.stack([first, (sums - first.float()).to(dtype)], -1).flatten(1)
+    return torch.nn.functional.pad(pairs, (0, sums_width(codes.shape[1]) - pairs.shape[1]))
 
 
 def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
@@ -75,14 +93,16 @@ def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
     of_rows = apart(torch.nn.functional.pad(scales.t(), (0, pitch - case.m), value=torch.nan))
     weight = apart_operand(made.operand)
     bytes_of_x = apart(fragments(codes.view(torch.uint8)))
+    sums = apart(pairs_of_sums(codes, scales, case.dtype))
     out = apart(torch.full((case.m, case.n), torch.nan, dtype=case.dtype))
     bias = None if made.bias is None else apart(made.bias)
     with emulated_tensor_maps():
-        arguments = fp8_arguments(bytes_of_x, of_rows, weight, bias, out, config)
+        arguments = fp8_arguments((bytes_of_x, of_rows, sums), weight, bias, out, config)
     problem = weight.problem(case.m)
     memory = [
         Memory("x", bytes_of_x),
         Memory("row scales", of_rows),
+        Memory("sums of x", sums),
         Memory("words", weight.words),
         Memory("scales", weight.scales),
         Memory("out", out, writable=True),
@@ -120,6 +140,9 @@ def test_it_multiplies_rounded_activations(builder: Builder, name: str) -> None:
 FAULTS = {
     "channels in another order": (WHOLE, Planted("e4m3_channels", "0x6240u")),
     "scales of other rows": (WHOLE, Planted("rows_of_scales", "0")),
+    "sums times scales of another column": (WHOLE, Planted("sums_scales", "0x3232u")),
+    "sums of other groups": (CASES["two chunks of sums"], Planted("sums_of_chunk", "0")),
+    "sums without their rows' scales": (CASES["stream-K, scales of rows"], Planted("sums_alone", "false")),
     "no fence": (WHOLE, Planted("fp8_fence")),
     "a step of 16 channels": (WHOLE, Planted("fp8_step", "1")),
     "operands overwritten early": (WHOLE, Planted("fp8_step_done")),

@@ -13,8 +13,8 @@ ActivationMaps = ctypes.c_ubyte * (2 * TENSOR_MAP_BYTES)
 """Two tensor maps of the activations: with boxes of TILE_M rows, and with boxes of the M % TILE_M rows of the
 last tile."""
 
-ScaledActivationMaps = ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)
-"""The two maps of FP8 activations, and one of their scales."""
+ScaledActivationMaps = ctypes.c_ubyte * (5 * TENSOR_MAP_BYTES)
+"""The two maps of FP8 activations, one of their scales, and two of their sums."""
 
 WeightMaps = ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)
 """Three tensor maps: of words, of scales and of zero points."""

@@ -38,13 +38,17 @@ def activation_maps(address: int, m: int, k: int, stride: int, tile_m: int) -> c
 
 @lru_cache(maxsize=4096)
 def scaled_activation_maps(
-    codes: int, scales: int, m: int, k: int, parts: int, pitch: int, tile_m: int
+    codes: int, scales: int, sums: int, m: int, k: int, parts: int, pitch: int, tile_m: int
 ) -> ctypes.Array[ctypes.c_ubyte]:
-    """Maps of FP8 activations [M, K] and of their scales; boxes as :func:`activation_maps`, of 128 columns.
+    """Maps of FP8 activations [M, K], of their scales and of their sums.
+
+    Boxes are those of :func:`activation_maps`; of activations, they have 128 columns.
 
     Args:
         codes: address of the first code, a multiple of 16.
         scales: address of the first scale, a multiple of 16: float32 [parts, M].
+        sums: address of the first sum, a multiple of 16: 16-bit elements [M, 64 for every 4096 columns or a
+            part of them].
         m: rows.
         k: columns, a multiple of 128.
         parts: scales of a row.
@@ -52,7 +56,11 @@ def scaled_activation_maps(
         tile_m: rows of a tile.
     """
     of_scales = encode_tensor_map(scales, 4, (m, parts), (4 * pitch,), (tile_m, 1), swizzled=False)
-    return ScaledActivationMaps.from_buffer_copy(_tile_and_rest(codes, 1, m, k, k, tile_m) + of_scales)
+    width = 64 * -(-k // 4096)
+    of_sums = _tile_and_rest(sums, 2, m, width, width, tile_m)
+    return ScaledActivationMaps.from_buffer_copy(
+        _tile_and_rest(codes, 1, m, k, k, tile_m) + of_scales + of_sums
+    )
 
 
 def _tile_and_rest(address: int, channel_bytes: int, m: int, k: int, stride: int, tile_m: int) -> bytes:

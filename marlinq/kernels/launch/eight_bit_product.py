@@ -32,7 +32,7 @@ class RowArguments(ctypes.Structure):
     """The parameters of ``cuda/kernels/quantize_rows.cuh``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "given")),
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "given", "sums")),
         ("k", ctypes.c_int),
         ("pitch", ctypes.c_int),
         ("x_stride", ctypes.c_longlong),
@@ -59,7 +59,7 @@ def row_instantiation(
         dtype: dtype of the activations.
         group: channels that share a scale, 0 for all.
         given: whether all activations share a scale that is known.
-        fragments: whether codes lie in the order of :func:`quantize_fragments`.
+        fragments: whether codes lie in the order of :func:`quantize_fragments`, and sums are written.
     """
     parameters = (
         ("Element", ELEMENTS[dtype]),
@@ -117,17 +117,29 @@ def quantize_rows(x: Tensor, group: int, given: Tensor | None = None) -> tuple[T
     return codes, scales.t() if group else scales[:, None]
 
 
-def quantize_fragments(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantize_fragments(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`quantize_rows` on a GPU, for ``cuda/kernels/warpgroup_fp8.cuh``.
 
-    Codes of every 16 channels lie in the order of ``cuda/codec/int4_e4m3.cuh``; scales are float32
-    [K / group, M], M the next multiple of four, or [M].
+    Returns:
+        Codes, of which every 32 channels lie in the order of ``cuda/codec/int4_e4m3.cuh``; scales float32
+        [K / group, M], M the next multiple of four, or [M]; sums in ``x.dtype`` [M, :func:`sums_width`].
     """
-    return _launch_rows(x, group, None, row_instantiation(x.dtype, group, fragments=True))
+    sums = x.new_empty(len(x), sums_width(x.shape[1]))
+    codes, scales = _launch_rows(x, group, None, row_instantiation(x.dtype, group, fragments=True), sums)
+    return codes, scales, sums
+
+
+def sums_width(k: int) -> int:
+    """Elements of a row of sums: a pair for each of 32 groups, for every 32 groups or part of them."""
+    return 64 * -(-k // (32 * GROUP))
 
 
 def _launch_rows(
-    x: Tensor, group: int, given: Tensor | None, instantiation: Instantiation
+    x: Tensor,
+    group: int,
+    given: Tensor | None,
+    instantiation: Instantiation,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     m, k = x.shape
     if x.stride(1) != 1 or x.stride(0) % VECTOR or x.data_ptr() % 16:
@@ -136,7 +148,8 @@ def _launch_rows(
     codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(of_scales, dtype=torch.float32, device=x.device)
     arguments = RowArguments(
-        *(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), address(given)), k, shape[0], x.stride(0)
+        *(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), address(given), address(sums)),
+        *(k, shape[0], x.stride(0)),
     )
     index = x.device.index
     with on_device(index):

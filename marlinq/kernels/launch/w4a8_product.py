@@ -20,26 +20,31 @@ from marlinq.kernels.launch.eight_bit_product import quantize_fragments, row_ins
 from marlinq.kernels.launch.prepared import address
 from marlinq.kernels.variants.warpgroup_fp8 import GROUP, WarpgroupFp8Config, configuration, refusal
 
+Rounded = tuple[Tensor, Tensor, Tensor]
+"""Activations as :func:`~marlinq.kernels.launch.eight_bit_product.quantize_fragments` returns them."""
+
 
 def fp8_arguments(
-    codes: Tensor,
-    scales: Tensor,
+    rounded: Rounded,
     weight: Operand,
     bias: Tensor | None,
     out: Tensor,
     config: WarpgroupFp8Config,
+    *,
+    dependent: bool = False,
 ) -> Fp8Arguments:
     """The kernel's parameters; ``partials`` and ``flags`` are null until ``share`` sets them.
 
     Args:
-        codes: E4M3 [M, K'] or more rows, contiguous, in the order of :func:`quantize_fragments`.
-        scales: float32 [K' / 128, pitch], or [pitch].
+        rounded: activations.
         weight: symmetric INT4 weight in groups of 128.
         bias: [N'] in the dtype of ``out``, or None.
         out: [M, N'] of the dtype of the weight's scales.
         config: configuration that is launched.
+        dependent: whether the kernel starts before the one ahead of it has ended, and waits for it.
     """
     k, n = weight.padded_shape
+    codes, scales, sums = rounded
     m, parts = len(out), len(scales) if scales.dim() == 2 else 1
     pitch = -(-scales.shape[-1] // 4) * 4
     maps = weight_maps(
@@ -47,9 +52,11 @@ def fp8_arguments(
         *(config.tile_n // 64, config.rows, weight.format.tile_words, weight.format.row_channels),
     )
     return Fp8Arguments(
-        scaled_activation_maps(codes.data_ptr(), scales.data_ptr(), m, k, parts, pitch, config.tile_m),
+        scaled_activation_maps(
+            *(codes.data_ptr(), scales.data_ptr(), sums.data_ptr()), m, k, parts, pitch, config.tile_m
+        ),
         maps,
-        *(weight.scales.data_ptr(), address(bias), out.data_ptr(), m, n, k, out.stride(0), False),
+        *(weight.scales.data_ptr(), address(bias), out.data_ptr(), m, n, k, out.stride(0), dependent),
     )
 
 
@@ -69,9 +76,9 @@ def _configuration(problem: Problem, device_index: int, chunk_scales: bool) -> W
 
 def instantiations(weight: Operand, device_index: int) -> list[Instantiation]:
     """The kernels that products with ``weight`` launch; they are the same for all shapes."""
-    config = _configuration(weight.problem(1), device_index, True)
+    config = _configuration(weight.problem(1), device_index, False)
     return [
-        row_instantiation(weight.scales.dtype, GROUP, fragments=True),
+        row_instantiation(weight.scales.dtype, 0, fragments=True),
         config.instantiation(weight.problem(1)),
     ]
 
@@ -80,7 +87,7 @@ def w4a8_product(
     x: Tensor,
     weight: Operand,
     bias: Tensor | None,
-    group: int = GROUP,
+    group: int = 0,
     config: WarpgroupFp8Config | None = None,
 ) -> Tensor:
     """``e4m3(x) @ W + bias``, [M, N'] in ``x.dtype``, on the device and current stream of ``x``.
@@ -89,7 +96,7 @@ def w4a8_product(
         x: [M, K'] float16 or bfloat16, the dtype of the weight's scales.
         weight: symmetric INT4 weight in groups of 128, without an order.
         bias: [N'] in ``x.dtype``, or None.
-        group: channels of a row that share a scale: 128, or 0 for all.
+        group: channels of a row that share a scale: 0 for all, or 128, which takes longer.
         config: overrides the configuration.
 
     Raises:
@@ -100,22 +107,22 @@ def w4a8_product(
     if not m:
         return out
     chosen = config or _configuration(weight.problem(m), x.device.index, group == GROUP)
-    codes, scales = quantize_fragments(x, group)
-    launch_product(codes, scales, weight, bias, out, chosen)
+    launch_product(quantize_fragments(x, group), weight, bias, out, chosen, dependent=True)
     return out
 
 
 def launch_product(
-    codes: Tensor,
-    scales: Tensor,
+    rounded: Rounded,
     weight: Operand,
     bias: Tensor | None,
     out: Tensor,
     config: WarpgroupFp8Config,
+    *,
+    dependent: bool = False,
 ) -> None:
     """Multiply rounded activations, on the current stream; arguments as :func:`fp8_arguments`."""
     index, problem = out.device.index, weight.problem(len(out))
-    arguments = fp8_arguments(codes, scales, weight, bias, out, config)
+    arguments = fp8_arguments(rounded, weight, bias, out, config, dependent=dependent)
     shared = config.shared_bytes(problem)
     function = _load(config.instantiation(problem), shared, index)
     with on_device(index):
@@ -124,4 +131,4 @@ def launch_product(
             sums, flags = handover_memory(handover, index)
             arguments.share(sums.data_ptr(), flags)
         grid = config.grid(problem)
-        Launches(function, grid, config.threads, shared, arguments, dependent=False).take().start()
+        Launches(function, grid, config.threads, shared, arguments, dependent=dependent).take().start()

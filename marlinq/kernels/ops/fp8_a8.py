@@ -72,7 +72,8 @@ def _operands(
     groups = granularity.groups(k)
     if scales.shape != (groups, n) or k % granularity.channels_per_group(k):
         raise ValueError(f"scales: expected [{groups}, {n}], found {list(scales.shape)}")
-    return Operands(x, weight, bias, out_features, input_scale)
+    group = granularity.for_channels(k).channels
+    return Operands(x, weight, bias, out_features, input_scale, group)
 
 
 def _multiply(given: Operands) -> Tensor:

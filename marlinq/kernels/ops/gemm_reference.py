@@ -28,15 +28,19 @@ def reference_gemm(x: Tensor, weight: Operand, bias: Tensor | None, out_features
 
 
 def reference_rounded_gemm(
-    x: Tensor, weight: Operand, bias: Tensor | None, out_features: int, input_scale: Tensor | None = None
+    x: Tensor,
+    weight: Operand,
+    bias: Tensor | None,
+    out_features: int,
+    input_scale: Tensor | None = None,
+    group: int = 0,
 ) -> Tensor:
     """As :func:`reference_gemm` with activations rounded to E4M3; the weight has no order.
 
-    Activations have one scale per row, or per row and group where the weight has groups. ``input_scale``,
+    Activations have one scale per row and ``group`` channels, per row where it is 0. ``input_scale``,
     float32 [], is used for all of them instead.
     """
     k, n = weight.padded_shape
-    group = weight.granularity.for_channels(k).channels
     codes, row_scales = quantize_rows(x.reshape(-1, k), group, input_scale)
     rounded = (codes.float().view(len(codes), -1, group or k) * row_scales[..., None]).view(-1, k)
     out = rounded @ weight.dequantize(torch.float32)

@@ -23,6 +23,7 @@ class Operands(NamedTuple):
         bias: None or [out_features].
         out_features: columns of the result, at most N.
         input_scale: None, or float32 []: the scale of all activations, instead of scales of their own.
+        group: channels of a row of activations that share a scale; 0 for all.
     """
 
     x: Tensor
@@ -30,6 +31,7 @@ class Operands(NamedTuple):
     bias: Tensor | None
     out_features: int
     input_scale: Tensor | None = None
+    group: int = 0
 
 
 def define_rounding_operator(
@@ -49,11 +51,12 @@ def define_rounding_operator(
     """
 
     def cuda(*given: Any) -> Tensor:
-        x, weight, bias, columns, input_scale = operands_of(*given)
+        operands = operands_of(*given)
+        x, bias = operands.x, operands.bias
         if bias is not None:
-            bias = torch.nn.functional.pad(bias, (0, weight.padded_shape[1] - len(bias)))
-        out = multiply(Operands(x.reshape(-1, x.shape[-1]), weight, bias, columns, input_scale))
-        return out.view(*x.shape[:-1], -1)[..., :columns]
+            bias = torch.nn.functional.pad(bias, (0, operands.weight.padded_shape[1] - len(bias)))
+        out = multiply(operands._replace(x=x.reshape(-1, x.shape[-1]), bias=bias))
+        return out.view(*x.shape[:-1], -1)[..., : operands.out_features]
 
     def cpu(*given: Any) -> Tensor:
         return reference_rounded_gemm(*operands_of(*given))

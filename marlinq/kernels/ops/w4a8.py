@@ -18,7 +18,7 @@ _SCHEMA = "(Tensor x, Tensor words, Tensor scales, Tensor? bias, int out_feature
 
 
 def w4a8_gemm(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """``e4m3(x) @ W + bias``: activations are rounded to FP8 E4M3, with a scale of each row and 128 channels.
+    """``e4m3(x) @ W + bias``: activations are rounded to FP8 E4M3, with a scale of each row.
 
     Args:
         x: [..., K] float16 or bfloat16, on a CPU of any float dtype.

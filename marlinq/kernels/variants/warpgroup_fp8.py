@@ -19,6 +19,8 @@ from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 
 GROUP = 128
 """Channels of a chunk and of a weight's groups."""
+# Channels whose sums are a chunk.
+_SUM_CHANNELS = 32 * GROUP
 # Registers of consumer and producer threads after setmaxnreg.
 _GROWN = 232, 40
 _OTHER_REGISTERS = 48
@@ -42,8 +44,9 @@ class WarpgroupFp8Config(WarpgroupConfig):
     function: ClassVar[str] = "w4a8_wgmma"
 
     def has_store_warps(self, problem: Problem) -> bool:
-        """True for tiles of up to 128 rows, whose results fit beside the ring: two more warps store them."""
-        return self.tile_m <= 128
+        """Always, so that one kernel is compiled for all shapes; the warps that multiply store a block's last
+        tile."""
+        return True
 
     def grid(self, problem: Problem) -> int:
         """Blocks of a launch: all that run at once, which share the chunks of all tiles evenly; where tiles
@@ -54,13 +57,17 @@ class WarpgroupFp8Config(WarpgroupConfig):
             return -(-tiles // waves)
         return super().grid(problem)
 
+    def chunks(self, problem: Problem) -> int:
+        """Number of chunks of K, those of the activations' sums among them."""
+        return super().chunks(problem) + -(-problem.k // _SUM_CHANNELS)
+
     def scaling(self, problem: Problem) -> str:
         """``SUMS``."""
         return "SUMS"
 
     def registers(self, problem: Problem) -> int:
-        """Registers that a consumer thread needs: sums of the tile and of a group, operands, addresses."""
-        return (self.words * self.tile_m + min(self.tile_m, 128)) // 2 + _OTHER_REGISTERS
+        """Registers that a consumer thread needs: sums of the tile and of two units, operands, addresses."""
+        return (self.tile_m + min(self.tile_m, 128)) // 2 + _OTHER_REGISTERS
 
     def _grown(self, problem: Problem) -> tuple[int, int]:
         return _GROWN
@@ -93,13 +100,11 @@ def refusal(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def configuration(
-    problem: Problem, device: Device, *, chunk_scales: bool, tile_m: int = 256
-) -> WarpgroupFp8Config:
-    """The configuration for a product that is not refused, in tiles of 128 or 256 rows."""
+def configuration(problem: Problem, device: Device, *, chunk_scales: bool) -> WarpgroupFp8Config:
+    """The configuration for a product that is not refused."""
     # 256 x 128 dequantises weights half as often as 128 x 256, the other large tile whose sums fit.
     config = WarpgroupFp8Config(
-        *(tile_m, 256 // tile_m, 2, 1, 8, 1, 2, 1, device.multiprocessors),
+        *(256, 1, 2, 1, 8, 1, 2, 1, device.multiprocessors),
         stream_k=True,
         chunk_scales=chunk_scales,
     )

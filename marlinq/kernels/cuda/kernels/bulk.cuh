@@ -87,7 +87,7 @@ struct BulkGemm {
 
         Ring<Layout> ring(shared, shared_address(barriers), warp == WARPS);
         const Reduction reduction(ring.stages + Layout::RING_BYTES, shared_address(barriers + 2 * STAGES), rank);
-        const Producer<Layout> producer(x, maps, M, m0, n0);
+        const Producer<Layout> producer(x, maps, M, K, m0, n0);
         if (warp == WARPS && elected()) {
             // The first chunk is requested before the other stages have barriers.
             ring.init(0, 1, WARPS_N);

@@ -5,12 +5,16 @@
 //   GROUP 0    a scale per row, scales[m]. The block reads the row twice, the second time from L1.
 //   GROUP 128  a scale per 128 channels of a row, scales[k / 128][m]. Sixteen lanes have a group in registers.
 //   GIVEN      one scale for all, *given; scales[m] are copies of it
-//   FRAGMENTS  codes of every 16 channels lie in the order of codec/int4_e4m3.cuh, for kernels/warpgroup_fp8.cuh
+//   FRAGMENTS  for kernels/warpgroup_fp8.cuh: codes of every 32 channels lie in the order of codec/int4_e4m3.cuh, and sums[m, g] of every
+//              128 channels are written, in the products' unit, as a pair of elements that add up to it. A row has 32 pairs for every
+//              32 groups or part of them, the last ones 0
 //
 // Configuration: Element, THREADS, GROUP, GIVEN, FRAGMENTS.
 #pragma once
 #include "fault_site.cuh"
+#include "codec/e4m3.cuh"
 #include "ptx/bits.cuh"
+#include "ptx/launch.cuh"
 #include "ptx/narrow.cuh"
 #include "step/rows.cuh"
 
@@ -40,21 +44,50 @@ struct QuantizeRows {
                           narrow_to_e4m3(x[4] * by, x[5] * by) | narrow_to_e4m3(x[6] * by, x[7] * by) << 16);
     }
 
-    // The codes of a lane's eight channels in the order of FRAGMENTS, which the lane shares with its neighbour: channels 0, 1, 8, 9 and
-    // 2, 3, 10, 11 of 16, or 4, 5, 12, 13 and 6, 7, 14, 15. All lanes of the warp must call it.
+    // A lane's eight codes in the order of FRAGMENTS, of the 32 channels that it shares with three neighbours: channels 0, 1, 16, 17, 2, 3,
+    // 18, 19 in the first of them. All lanes of the warp must call it.
     static __device__ __forceinline__ uint2 ordered(const uint2& mine) {
         if constexpr (!C::FRAGMENTS) return mine;
-        const bool upper = threadIdx.x % 2;
-        const u32 other = __shfl_sync(ALL_LANES, upper ? mine.x : mine.y, threadIdx.x % 32 ^ 1);
-        const u32 low = upper ? other : mine.x, high = upper ? mine.y : other;
+        const int lane = threadIdx.x % 32, from = lane / 4 * 4 + lane % 4 / 2;
+        const auto four_of = [&](int source) {
+            const u32 x = __shfl_sync(ALL_LANES, mine.x, source), y = __shfl_sync(ALL_LANES, mine.y, source);
+            return lane % 2 ? y : x;
+        };
+        const u32 low = four_of(from), high = four_of(from + 2);
         return make_uint2(permute_bytes<FAULT_SITE(fragment_order, 0x5410u)>(low, high), permute_bytes<0x7632u>(low, high));
+    }
+    // The sum of 8 codes' values.
+    static __device__ __forceinline__ float sum_of(const uint2& mine) {
+        const u32 pairs[4] = {E4m3<Half>::widened(mine.x << 8), E4m3<Half>::widened(mine.x), E4m3<Half>::widened(mine.y << 8),
+                              E4m3<Half>::widened(mine.y)};
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum += widen_half<Half, 0>(pairs[i]) + widen_half<Half, 1>(pairs[i]);
+        return sum * 256.f;
+    }
+    // Writes the sum of the 128 channels that sixteen lanes have. A code is taken for code minus 8 in units of 2^-9 (codec/int4_e4m3.cuh),
+    // so what the products contain too much is the sum times 8 / 512.
+    static __device__ __forceinline__ void write_sum(u32* row_sums, int v, const uint2& mine, float scale, bool exists) {
+        if constexpr (C::FRAGMENTS) {
+            float sum = sum_of(mine);
+#pragma unroll
+            for (int distance = 8; distance > 0; distance /= 2) sum += of_lane(sum, threadIdx.x % 32 ^ distance);
+            const float wanted = FAULT_SITE(code_sums, -0.015625f) * scale * sum;
+            const float first = widen_half<E, 0>(E::narrow(wanted, 0.f));
+            if (exists && v % 16 == 0) row_sums[v / 16] = E::narrow(first, wanted - first);
+        }
     }
 
     static __device__ __forceinline__ void run(const u16* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales,
-                                               const float* __restrict__ given, int K, int pitch, i64 x_stride) {
+                                               const float* __restrict__ given, u32* __restrict__ sums, int K, int pitch,
+                                               i64 x_stride) {
+        launch_dependents();
         const int row = blockIdx.x, thread = threadIdx.x, vectors = K / 8;
         const uint4* source = reinterpret_cast<const uint4*>(x + row * x_stride);
         uint2* target = codes + (i64)row * vectors;
+        const int groups = K / 128, pairs = (groups + 31) / 32 * 32;
+        u32* row_sums = sums + (i64)row * pairs;
+        if (C::FRAGMENTS && groups + thread < pairs) row_sums[groups + thread] = 0;
         // Calls use(v, values, exists) for the thread's vectors, with whole warps: lanes work together.
         const auto each_vector = [&](auto use) {
             for (int first = thread / 32 * 32; first < vectors; first += THREADS) {
@@ -68,7 +101,8 @@ struct QuantizeRows {
         if constexpr (GROUP == 128) {
             each_vector([&](int v, const float (&values)[8], bool exists) {
                 const float amax = fmaxf(largest_of_lanes<8>(largest(values)), LEAST);
-                const uint2 found = ordered(narrow(values, LARGEST / amax));
+                const uint2 mine = narrow(values, LARGEST / amax), found = ordered(mine);
+                write_sum(row_sums, v, mine, amax / LARGEST, exists);
                 if (!exists) return;
                 target[v] = found;
                 if (v % 16 == 0) scales[(i64)(v / 16) * pitch + row] = FAULT_SITE(group_scale, amax / LARGEST);
@@ -91,7 +125,8 @@ struct QuantizeRows {
         }
         if (thread == 0) scales[row] = scale;
         each_vector([&](int v, const float (&values)[8], bool exists) {
-            const uint2 found = ordered(narrow(values, by));
+            const uint2 mine = narrow(values, by), found = ordered(mine);
+            write_sum(row_sums, v, mine, 1.f, exists);
             if (exists) target[v] = found;
         });
     }
@@ -100,6 +135,6 @@ struct QuantizeRows {
 #define INSTANTIATE_QUANTIZE_ROWS(NAME, CONFIGURATION)                                                                   \
     extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS)                                                 \
     NAME(const u16* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales, const float* __restrict__ given, \
-         int K, int pitch, i64 x_stride) {                                                                               \
-        QuantizeRows<CONFIGURATION>::run(x, codes, scales, given, K, pitch, x_stride);                                   \
+         u32* __restrict__ sums, int K, int pitch, i64 x_stride) {                                                       \
+        QuantizeRows<CONFIGURATION>::run(x, codes, scales, given, sums, K, pitch, x_stride);                             \
     }

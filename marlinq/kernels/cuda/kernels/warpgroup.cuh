@@ -80,7 +80,7 @@ struct WarpgroupGemm {
         const int warpgroup = uniform(threadIdx.x / 128);
         const int rank = blockIdx.x % CLUSTER;
         const TileOrder<TILE_M, TILE_N> order(M, N);
-        const int chunks = (K + Shape::CHUNK - 1) / Shape::CHUNK;
+        const int chunks = Layout::chunks(K);
 
         // With few words a lane the compiler would compute the address for every chunk, from a special register that is slow
         // to read.
@@ -105,7 +105,7 @@ struct WarpgroupGemm {
             ring.init(0, STAGES, FAULT_SITE(stage_arrivals, WARPGROUPS_N * 4));
             const Work work(order.tiles(), chunks);
             const TilePlace at = order.place(work.tile);
-            if (work.left()) Producer<Layout>(x, maps, M, at.m0, at.n0).start(ring, work.begin, work.count);
+            if (work.left()) Producer<Layout>(x, maps, M, K, at.m0, at.n0).start(ring, work.begin, work.count);
         }
         __syncthreads();
         // Relaxed: other blocks need only the barriers, whose initialisation has a fence of its own.
@@ -140,7 +140,7 @@ struct WarpgroupGemm {
                 bool begun = true;
                 for (Work work(order.tiles(), chunks); work.left(); work.next()) {
                     const TilePlace at = order.place(work.tile);
-                    const Producer<Layout> producer(x, maps, M, at.m0, at.n0);
+                    const Producer<Layout> producer(x, maps, M, K, at.m0, at.n0);
                     if (begun)
                         producer.go_on(ring, window, work.begin, work.count, dependent);
                     else
@@ -196,7 +196,11 @@ struct WarpgroupGemm {
                 const TilePlace at = order.place(work.tile);
                 float sums[PRODUCTS][TILE_M / 2];
                 const int column = min(at.n0 + my_tile * 64, N - 64);
-                PerColumn<PRODUCTS> units = loop.multiply(sums, work.count, scales + column, zeros + column);
+                PerColumn<PRODUCTS> units;
+                if constexpr (Layout::SUM_CHANNELS > 0)
+                    units = loop.multiply(sums, work.begin, work.count, scales + column, N, K);
+                else
+                    units = loop.multiply(sums, work.count, scales + column, zeros + column);
                 if constexpr (PUSH_SUMS) {
                     // Wait until the blocks that receive sums have started and initialised their barriers.
                     FAULT_SITE(warpgroup_owner_begun, cluster_wait();)

@@ -3,7 +3,10 @@
 //
 //   out[m, n] = sum_g row_scale[g, m] * scale[g, n] * (sum_{k in g} x[m, k] * (code[k, n] - 8)) + bias[n]
 //
-// The stored words are those of all kernels. Their channels come in another order within 16 (codec/int4_e4m3.cuh), in which the
+// Operand A has the codes alone (codec/int4_e4m3.cuh). The 8 that they are too large by times the sums of the activations come first: for every
+// 4,096 channels a chunk of K whose operands are scales and sums (mma/fp8_loop.cuh).
+//
+// The stored words are those of all kernels. Their channels come in another order within 32 (codec/int4_e4m3.cuh), in which the
 // activations lie, too.
 //
 // Configuration: as kernels/warpgroup.cuh, with SCALING SUMS, ROWS 8, PARTS_K 1 and CLUSTER 1; and CHUNK_SCALES, whether rows have a

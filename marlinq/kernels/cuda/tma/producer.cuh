@@ -19,16 +19,18 @@ struct Producer {
     const TensorMap* x;
     const Activations& activations;
     const WeightMaps& maps;
-    int m0, tile;  // first row of the batch, first 64-column tile
-    u32 bytes;     // of a chunk
+    int m0, tile;    // first row of the batch, first 64-column tile
+    u32 bytes;       // of a chunk
+    int sum_chunks;  // the first chunks of K, which are sums of activations
 
-    __device__ __forceinline__ Producer(const Activations& given, const WeightMaps& weights, int M, int m0, int n0)
+    __device__ __forceinline__ Producer(const Activations& given, const WeightMaps& weights, int M, int K, int m0, int n0)
         : x(FAULT_SITE(activation_map, m0 > 0 && M - m0 < TILE_M ? &given.rest : &given.tile)),
           activations(given),
           maps(weights),
           m0(m0),
           tile(n0 / 64),
-          bytes(Layout::COPIED_BYTES - SLABS * 128 * FAULT_SITE(rows_not_copied, max(TILE_M - (M - m0), 0))) {}
+          bytes(Layout::COPIED_BYTES - SLABS * 128 * FAULT_SITE(rows_not_copied, max(TILE_M - (M - m0), 0))),
+          sum_chunks(Layout::sum_chunks(K)) {}
 
     __device__ __forceinline__ static int first_quant_group(int chunk) {
         return QUANT_GROUP == 0 ? 0 : chunk * Layout::CHUNK / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP);
@@ -36,6 +38,10 @@ struct Producer {
 
     __device__ __forceinline__ void copy_weights(const Ring<Layout>& ring, int chunk) const {
         const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
+        if (Layout::SUM_CHANNELS > 0) {
+            if (chunk < sum_chunks) return barrier_expect(barrier, bytes - (Layout::COPIED_BYTES - Layout::SUM_CHUNK_BYTES));
+            chunk -= sum_chunks;
+        }
         barrier_expect(barrier, FAULT_SITE(expected_bytes, bytes));
         copy_box_once(at + Layout::WEIGHTS_AT, &maps.words, 0, tile, chunk * Layout::ROWS, barrier);
         if (QUANT_GROUP != 0) copy_box_once(at + Layout::SCALES_AT, FAULT_SITE(scale_map, &maps.scales), 0, tile, first_quant_group(chunk), barrier);
@@ -44,6 +50,15 @@ struct Producer {
     }
     __device__ __forceinline__ void copy_activations(const Ring<Layout>& ring, int chunk) const {
         const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
+        if constexpr (Layout::SUM_CHANNELS > 0) {
+            if (chunk < sum_chunks) {
+                const bool rest = x == &activations.rest;
+                copy_box(at, rest ? &activations.sums.rest : &activations.sums.tile, FAULT_SITE(sums_of_chunk, chunk * 64), m0, barrier);
+                if (!Layout::CHUNK_SCALES) copy_box(at + Layout::ROW_SCALES_AT, &activations.scales, m0, 0, barrier);
+                return;
+            }
+            chunk -= sum_chunks;
+        }
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
             copy_box(FAULT_SITE(activation_slab, at + slab * Layout::SLAB_BYTES), x, chunk * Layout::CHUNK + slab * Layout::SLAB_CHANNELS, m0, barrier);

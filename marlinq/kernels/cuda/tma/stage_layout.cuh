@@ -7,7 +7,8 @@
 //   | activations: [slab of 64 channels][row] 128 bytes | weights: [row] TILES tiles of the codec | scales | zero points |
 //
 // Scales of whole channels (QUANT_GROUP 0) are not part of a stage. A slab of FP8 activations, of one byte a channel, has 128
-// channels; the float scales of its TILE_M rows follow the zero points.
+// channels; the float scales of its TILE_M rows follow the zero points. K's first chunks are then sums of activations: they have a
+// slab, and scales of rows unless each chunk has its own.
 #pragma once
 #include "tma/operand_maps.cuh"
 
@@ -21,6 +22,7 @@ struct StageLayout {
     static constexpr int CHUNK = 16 * C::ROWS, ROWS = CHUNK / C::Codec::ROW_CHANNELS;
     static constexpr int SLAB_CHANNELS = 128 / Rows::BYTES, SLABS = CHUNK / SLAB_CHANNELS;  // 128-byte rows of activations
     static constexpr bool ROW_SCALES = Rows::ROW_SCALES, CHUNK_SCALES = Rows::CHUNK_SCALES;
+    static constexpr int SUM_CHANNELS = Rows::SUM_CHANNELS;
     static constexpr int QUANT_GROUPS = QUANT_GROUP == 0 || QUANT_GROUP > CHUNK ? 1 : CHUNK / QUANT_GROUP;  // of a chunk
     static constexpr int QUANT_GROUP_ROWS = ROWS / QUANT_GROUPS;
     static constexpr int TILE_N = 64 * TILES;
@@ -34,6 +36,7 @@ struct StageLayout {
     static constexpr int ZEROS_AT = SCALES_AT + (QUANT_GROUP == 0 ? 0 : QUANT_GROUPS * SCALE_BYTES);
     static constexpr int ROW_SCALES_AT = ZEROS_AT + (QUANT_GROUP == 0 || !ZEROS ? 0 : QUANT_GROUPS * SCALE_BYTES);
     static constexpr int COPIED_BYTES = ROW_SCALES_AT + (ROW_SCALES ? TILE_M * 4 : 0);
+    static constexpr int SUM_CHUNK_BYTES = SLAB_BYTES + (ROW_SCALES && !CHUNK_SCALES ? TILE_M * 4 : 0);
     static constexpr int BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;
     static constexpr int RING_BYTES = STAGES * BYTES;
     // Dynamic shared memory begins anywhere, so the ring takes up to this much more to be aligned.
@@ -45,6 +48,13 @@ struct StageLayout {
     static constexpr int AHEAD = BYTES > AHEAD_BYTES ? 1 : AHEAD_BYTES / BYTES < WINDOW ? AHEAD_BYTES / BYTES : WINDOW;
 
     static_assert(0 < WINDOW && WINDOW <= STAGES, "every chunk in flight has a stage");
+    // Chunks of sums, and all chunks.
+    static __device__ __forceinline__ int sum_chunks(int K) {
+        if constexpr (SUM_CHANNELS == 0) return 0;
+        return (K + SUM_CHANNELS - 1) / (SUM_CHANNELS == 0 ? 1 : SUM_CHANNELS);
+    }
+    static __device__ __forceinline__ int chunks(int K) { return (K + CHUNK - 1) / CHUNK + sum_chunks(K); }
+
     static_assert(SLAB_BYTES % 1024 == 0 && CHUNK % SLAB_CHANNELS == 0, "slabs hold whole swizzle atoms");
     static_assert(!ROW_SCALES || (SLABS == 1 && QUANT_GROUP == CHUNK), "a chunk is one slab and one group");
 };
