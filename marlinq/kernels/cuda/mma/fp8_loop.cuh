@@ -85,6 +85,12 @@ struct Fp8Loop {
         }
     }
 
+    // Gives a stage back to the producer where `wanted`. One lane arrives for its warp, so the warp's other lanes must have read theirs.
+    __device__ __forceinline__ void release(const Ring<Layout>& read, bool wanted) const {
+        __syncwarp();
+        FAULT_SITE(fp8_stage_released, if (lane == 0 && wanted) read.release();)
+    }
+
     // Multiplies a chunk of sums: scales of 32 groups, each for a pair, times the pairs. `column_scales`: of the lane's columns n and n + 8
     // in group `first_group`, N of one group before those of the next. `last`: no chunk follows.
     __device__ __forceinline__ void multiply_sums(Sums& sums, const Ring<Layout>& now, const u16* column_scales, int first_group, int groups,
@@ -118,8 +124,7 @@ struct Fp8Loop {
             for (int i = 0; i < UNIT_ROWS / 2; ++i) sums[0][u * (UNIT_ROWS / 2) + i] += unit[i];
         }
         if (!CHUNK_SCALES && last) multiply_rows(sums, shared + (row_scales_at + now.stage * Layout::BYTES));
-        __syncwarp();
-        if (lane == 0) now.release();
+        release(now, true);
     }
 
     // Computes `sums` of a tile over `count` chunks from `begin` on. `scales`: those of groups, from the lane's 64-column tile on. Returns
@@ -190,27 +195,20 @@ struct Fp8Loop {
                 settle_unit(unit[(u - 1) % 2]);
                 add(u - 1, stage_at);
             }
-            if (CHUNK_SCALES) {
-                __syncwarp();
-                FAULT_SITE(fp8_stage_released, if (lane == 0 && chunk > 0) before.release();)
-            }
+            if (CHUNK_SCALES) release(before, chunk > 0);
             // Behind the last chunk its own words again: a branch would keep older ones in registers.
             if (more) ring.wait_full();
             load_words(more ? ring.stage : now.stage);
             FAULT_SITE(fp8_step_done, matrix_wait<0>();)
             settle_unit(unit[1]);
             dequantize();
-            if (!CHUNK_SCALES) {
-                __syncwarp();
-                if (lane == 0 && more) now.release();
-            }
+            if (!CHUNK_SCALES) release(now, more);
             before = now;
         }
         if (count > 0) {
             add(UNITS - 1, before.stage * Layout::BYTES);
             if (!CHUNK_SCALES) multiply_rows(sums, shared + (row_scales_at + before.stage * Layout::BYTES));
-            __syncwarp();
-            FAULT_SITE(fp8_stage_released, if (lane == 0) before.release();)
+            release(before, true);
         }
         PerColumn<PRODUCTS> units;
         units.set(Codec::E4M3_UNITS);
