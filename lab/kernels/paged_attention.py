@@ -1,4 +1,4 @@
-"""What reading vLLM's paged cache would cost the attention of a decode step.
+"""The cost of reading vLLM's paged cache for the attention of a decode step.
 
     python lab/kernels/paged_attention.py
 

@@ -922,8 +922,8 @@ class _Block:
     def _router(self, routed: ExpertsCall, found: _RoutedExperts) -> tuple[Router, Call]:
         """(router of the experts' numbers and weights, call that made its logits).
 
-        Some explanations hold by chance in one recording, above all where a token has one expert; those stay
-        that hold in every recording. Of these the one with most of the router's parameters is right."""
+        Some explanations hold by chance in one recording, above all where a token has one expert. Of those
+        that hold in every recording, the one with most of the router's parameters is right."""
         own = [name for name, values in self.corrections.items() if values.numel() == found.count]
         vectors = [name for name in own if name.startswith(f"{self.name}.") and name != found.correction]
         explained = list(self._routers(routed, found, vectors))

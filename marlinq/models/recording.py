@@ -355,7 +355,7 @@ class _Recorder:
         return made
 
     def _spread(self) -> float:
-        """Factor of corrections; larger ones, of every other even seed, exchange distant logits too."""
+        """Factor on corrections: 4 for every other even seed, so that distant logits change places."""
         return 4.0 if self.seed % 4 == 2 else 1.0
 
     def _sixty_fourths(self, shape: tuple[int, ...]) -> Tensor:

@@ -35,7 +35,7 @@ decoded text before it began a draft."""
 _KEPT_SHARE = 0.8
 """Factor on the counts of a draft head's earlier tokens at each new draft."""
 _PRIOR = 3.0, 1.0
-"""Accepted and refused tokens that are added to a head's counts, as for one of which nothing is known."""
+"""Accepted and refused tokens added to a head's counts, which decide while few of its own are counted."""
 _UNTRIED = 2
 """Tokens by which a draft may exceed the count of accepted ones."""
 _READ_FIRST, _READ_LAST = 4, 28
@@ -132,7 +132,7 @@ class Speculation(ABC):
         """A step has given ``token``."""
 
     def start(self, most: int) -> None:  # noqa: B027 - drafts without work of their own begin nothing
-        """Begin the work of the next :meth:`draft`, of which ``most`` is the same; nothing comes between."""
+        """Begin the work of the next :meth:`draft`, which comes next and has the same ``most``."""
 
     @abstractmethod
     def draft(self, most: int) -> list[int]:

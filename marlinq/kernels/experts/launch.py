@@ -101,7 +101,7 @@ class LayerCall:
     Args:
         shape: sizes and types of the layer and the batch.
         decision: variants of the launches.
-        inputs: what launches depend on beside these.
+        inputs: properties of the inputs.
         device_index: index of the GPU.
         overlaps: whether the first launch may begin before its predecessor in the stream has ended.
     """

@@ -132,7 +132,7 @@ class Addresses(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What launches depend on beside the layer's sizes.
+    """Properties of a call's inputs that launches depend on, besides the layer's sizes.
 
     Attributes:
         activation: name of the function between the products.
@@ -366,7 +366,7 @@ def place(
 
 
 def inputs_of(x: Tensor, ids: Tensor, activation: str, expert_map: Tensor | None) -> Inputs:
-    """What the launches of a call depend on beside the layer's sizes."""
+    """The properties of a call's inputs."""
     map_size = 0 if expert_map is None else expert_map.shape[0]
     # A single row's stride is meaningless, and may be one that no map can hold.
     stride = x.stride(0) if x.shape[0] > 1 else x.shape[1]

@@ -35,8 +35,8 @@ class ChainDraft(BoundForward, DraftForward):
     """Computes a draft head on a GPU.
 
     Its cache takes pairs of a token and a hidden state, by a step of up to :data:`MOST_TOGETHER` neighbouring
-    tokens. Such a step and all steps of a draft are one
-    replayed CUDA graph for each number of drafted tokens, where ``graphs`` are wanted and can be captured.
+    tokens. Such a step and all steps of a draft are one replayed CUDA graph for each number of drafted
+    tokens, where ``graphs`` are wanted and can be captured.
 
     Args:
         layer: a draft head that :func:`marlinq.runtime.step.bound.chain_refusal` does not refuse.

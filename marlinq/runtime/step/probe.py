@@ -264,12 +264,12 @@ class _Row:
 def _effects_of_noise(
     model: PreTrainedModel, anatomy: Anatomy, rows: Sequence[_Row], noise: float
 ) -> dict[int, float]:
-    """How far noise moves transformers' hidden states.
+    """Measures how far noise moves transformers' hidden states.
 
     Args:
         model: the model with its weights.
         anatomy: anatomy of the model.
-        rows: what transformers computes without noise.
+        rows: transformers' results without noise.
         noise: relative size of the noise in a layer, root mean square; each linear module's output gets its
             part of it.
 

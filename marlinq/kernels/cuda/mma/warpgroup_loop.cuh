@@ -122,7 +122,7 @@ struct WarpgroupLoop {
         const auto load_places = [&](int stage, int i) {
             places[i % 2].load(shared + (places_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
         };
-        // Comes behind the wait for row i's products.
+        // Stands behind the wait for row i's products.
         const auto keep_places = [&](int i) {
             if constexpr (Codec::SPARSE) {
 #pragma unroll

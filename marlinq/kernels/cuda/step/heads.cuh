@@ -171,7 +171,7 @@ struct Head {
             normalize<C::KEY_NORM>(mine, given.key_weight, given.key_bias, given.key_weight_stride, number, wide.keys,
                                    given.kv_heads, given.key_eps, given.key_offset, lane);
         if constexpr (C::NORMS_BEHIND) {
-            // Of its own channels a lane needs no other's.
+            // Each lane has normalised these channels itself, so it waits for no other.
 #pragma unroll
             for (int i = 0; i < PAIRS; ++i) {
                 const int pair = lane + 32 * i;

@@ -73,7 +73,7 @@ __device__ __forceinline__ void latent_values(const LatentValues& given) {
         *reinterpret_cast<float4*>(parts[warp] + channel + 128 * quad) = make_float4(x[quad][0], x[quad][1], x[quad][2], x[quad][3]);
     if (threadIdx.x % 32 == 0) part_totals[warp] = make_float2(most, whole);
     FAULT_SITE(latent_parts_there, __syncthreads();)
-    // Row `warp` from its `each` parts, of which the first has a split at least.
+    // Adds row `warp` up from its `each` parts, of which the first has a split at least.
     u32* to = reinterpret_cast<u32*>(merged[warp] + channel);
     float shares[WARPS];
     most = __uint_as_float(0xff800000u), whole = 0.f;

@@ -113,7 +113,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
     float x[VECTORS][8];
     i64 token = 0, position = 0;
     if (C::GATHER) token = load_scalar(tokens + m);
-    // Read by all threads here, behind whose sums one of them writes it.
+    // All threads read it here, before the sums over the block; one of them writes it after these.
     const i64 kept_place = C::KEEPS ? load_scalar(counter + m) : 0;
     static_assert(!C::KEEPS || C::NORM != Norm::NONE, "normalised rows are kept");
     if (C::POSITIONS) position = load_scalar(lengths + m / T) + m % T + positions_offset;
