@@ -14,6 +14,7 @@ from marlinq.core.errors import UsageError
 from marlinq.core.model_source import local_folder
 from marlinq.core.schemes import SCHEMES
 from marlinq.core.settings import Choice
+from marlinq.formats import FORMATS
 
 _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARGET SRC DST"
 
@@ -35,8 +36,8 @@ _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARG
 @click.option(
     "--strict-marlin",
     is_flag=True,
-    help="Refuse modules that the original Marlin kernel does not take: it needs K divisible by 128, "
-    "N by 256, and group size 128 or -1.",
+    help="With --to marlin or marlin-24, refuse modules that the original kernel does not take: Marlin's "
+    "needs K divisible by 128, N by 256, and group size 128 or -1.",
 )
 @click.option(
     "--skip-unsupported",
@@ -71,8 +72,9 @@ def command(
     source_format, target_format, source, target = _request(context, places, from_, to)
     if source_format == target_format and scheme is None:
         raise UsageError(f"{source_format} to {target_format}: nothing to convert; name another target")
-    if strict_marlin and target_format != "marlin":
-        raise UsageError(f"--strict-marlin: only goes with the target marlin, not {target_format}")
+    targets = [name for name, each in FORMATS.items() if each.original_kernel]
+    if strict_marlin and target_format not in targets:
+        raise UsageError(f"--strict-marlin: expected --to {' or '.join(targets)}, found {target_format}")
     SOURCE.convert(source, None, context)
     out = Path(target)
     check_place(out, resume=True, source=local_folder(source))

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.models.classes import auto_class, speaking_config
-from marlinq.models.plausible import StoredTensor, bounded, check_counts
+from marlinq.models.plausible import StoredTensor, bounded, check_counts, check_latent_heads
 
 
 def build_on_meta(
@@ -70,6 +70,7 @@ def build_on_meta(
             model = auto.from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
         model.eval()
         model.requires_grad_(False)
+    check_latent_heads(model, source)
     result: PreTrainedModel = model
     return result
 

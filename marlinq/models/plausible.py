@@ -52,6 +52,25 @@ def check_counts(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor],
             )
 
 
+def check_latent_heads(model: nn.Module, source: str) -> None:
+    """Checks that latent attention does not repeat its keys, of which every head has its own.
+
+    Servers ignore num_key_value_heads there; transformers' forward fails unless it is num_attention_heads.
+
+    Raises:
+        CheckpointError: it does; the message names the module and the number of heads.
+    """
+    for name, module in model.named_modules():
+        held = vars(module)
+        groups, heads = held.get("num_key_value_groups"), held.get("num_heads")
+        if "qk_nope_head_dim" in held and isinstance(groups, int) and groups > 1:
+            found = getattr(held.get("config"), "num_key_value_heads", None)
+            raise CheckpointError(
+                f"{source}/config.json: num_key_value_heads: expected {heads}, since every head of {name}, "
+                f"latent attention, has keys of its own, found {found}; set it to {heads}"
+            )
+
+
 def _integers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """(key, value) of all integers in a config, also in nested objects."""
     levels = [config]

@@ -146,7 +146,8 @@ def test_convert_spellings(
     assert (convert.options["skip_unsupported"], convert.options["strict_marlin"]) == (True, False)
 
 
-def test_strict_marlin_reaches_the_operation(marlinq: Callable, operation: Callable) -> None:
+@pytest.mark.parametrize("target", ["marlin", "marlin-24"])
+def test_strict_marlin_reaches_the_operation(marlinq: Callable, operation: Callable, target: str) -> None:
     convert = operation("marlinq.operations.convert", "convert")
-    assert marlinq("convert", "a", "b", "--to", "marlin", "--strict-marlin").code == 0
+    assert marlinq("convert", "a", "b", "--to", target, "--strict-marlin").code == 0
     assert convert.options["strict_marlin"]

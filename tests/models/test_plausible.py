@@ -14,6 +14,7 @@ import torch
 from marlinq.core.errors import CheckpointError
 from marlinq.models import build_blueprint
 from marlinq.runtime import load
+from tests.testing.decoders import KNOWN
 from tests.testing.runnable_folders import random_quantizer, save_quantized
 from tests.testing.tiny_models import CONFIGS, tiny_model
 
@@ -72,3 +73,15 @@ def test_loading_refuses_absurd_configs_first(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1 << 40}))
     with pytest.raises(CheckpointError, match=r"num_hidden_layers is \d+, but there are \d+ tensors"):
         load(tmp_path, device="cpu")
+
+
+def test_keys_of_latent_attention_are_never_repeated() -> None:
+    """transformers' forward ended in a traceback, at calibration or the first token."""
+    known = KNOWN["deepseek-v3"]
+    config = {**known.config, "model_type": known.model_type}
+    assert build_blueprint(config, source="model").blocks
+    wanted = (
+        r"model/config.json: num_key_value_heads: expected 4, .*layers\.0\.self_attn.* found 2; set it to 4"
+    )
+    with pytest.raises(CheckpointError, match=wanted):
+        build_blueprint({**config, "num_key_value_heads": 2}, source="model")

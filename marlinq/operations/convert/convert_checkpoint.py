@@ -91,7 +91,10 @@ def convert(
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
     if target_format != DENSE or scheme is not None:
-        _check_formats(source_format, target_format, strict_marlin)
+        _check_formats(source_format, target_format)
+    targets = [name for name, each in FORMATS.items() if each.original_kernel]
+    if strict_marlin and target_format not in targets:
+        raise UsageError(f"convert: --strict-marlin: expected {' or '.join(targets)}, found {target_format}")
     opened = with_dense_weights(Checkpoint.open(source, revision=revision, progress=progress))
     if isinstance(opened, DerivedCheckpoint):
         if target_format != DENSE:
@@ -179,14 +182,12 @@ def _convert(
     )
 
 
-def _check_formats(source_format: str | None, target_format: str, strict_marlin: bool) -> None:
+def _check_formats(source_format: str | None, target_format: str) -> None:
     for name in (source_format, target_format):
         if name is not None and name not in FORMATS:
             raise UsageError(f"convert: unknown format {name!r}; expected one of {', '.join(FORMATS)}")
     if (reason := FORMATS[target_format].read_only) is not None:
         raise UsageError(f"convert: {target_format} is read and never written: {reason}")
-    if strict_marlin and not FORMATS[target_format].original_kernel:
-        raise UsageError(f"convert: --strict-marlin only goes with the target marlin, not {target_format}")
 
 
 def _quantized(
