@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sysconfig
 import time
 from functools import partial
@@ -32,15 +33,15 @@ from marlinq.operations.quantize.recipe import Recipe
 _NET, _ATTENTION, _MLP = r"linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$", "self_attn", "mlp"
 ROWS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "everything in 4 bits": ({}, "", {}),
-    "delta net in 8": ({}, _NET, {"scheme": "int8"}),
-    "delta net in 16": ({}, _NET, {"skip": True}),
-    "attention in 8": ({}, _ATTENTION, {"scheme": "int8"}),
-    "MLP in 8": ({}, _MLP, {"scheme": "int8"}),
-    "delta net's inputs in 8": ({}, r"linear_attn\.in_proj_(qkv|z)$", {"scheme": "int8"}),
-    "delta net's outputs in 8": ({}, r"linear_attn\.out_proj$", {"scheme": "int8"}),
-    "MLP's outputs in 8": ({}, r"down_proj$", {"scheme": "int8"}),
     "groups of 64": ({"group_size": 64}, "", {}),
     "groups of 32": ({"group_size": 32}, "", {}),
+    "delta net's outputs in 8": ({}, r"linear_attn\.out_proj$", {"scheme": "int8"}),
+    "delta net's inputs in 8": ({}, r"linear_attn\.in_proj_(qkv|z)$", {"scheme": "int8"}),
+    "delta net in 8": ({}, _NET, {"scheme": "int8"}),
+    "delta net in 16": ({}, _NET, {"skip": True}),
+    "MLP's outputs in 8": ({}, r"down_proj$", {"scheme": "int8"}),
+    "MLP in 8": ({}, _MLP, {"scheme": "int8"}),
+    "attention in 8": ({}, _ATTENTION, {"scheme": "int8"}),
 }
 """What is printed -> recipe, modules of the override, its settings."""
 _TOKENS = 256
@@ -88,6 +89,9 @@ def main() -> None:
         recipe, modules, settings = ROWS[name]
         began, folder = time.perf_counter(), options.work / name.replace(" ", "-")
         overrides = [{"match": modules, **settings}] if modules else []
+        if not modules or not re.search(modules, "linear_attn.out_proj"):
+            # Instead of the recipe's default.
+            overrides.append({"match": r"linear_attn\.out_proj$", "scheme": "int4"})
         settled = Recipe.from_dict({"group_size": 128, **base, **recipe, "overrides": overrides})
         if not folder.exists():
             quantize(model_folder, folder, recipe=settled, device=options.device, progress=False)
