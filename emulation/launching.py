@@ -57,7 +57,7 @@ class _Launch(ctypes.Structure):
 
 
 class _EmulatedTensorMap(ctypes.Structure):
-    """What the machine reads in a tensor map's 128 bytes; mirrored in machine/copies.cpp."""
+    """Fields that the machine reads in a tensor map's 128 bytes; mirrored in machine/copies.cpp."""
 
     _fields_ = (
         ("begin", ctypes.c_void_p),

@@ -77,7 +77,7 @@ def _static_variable(declaration: re.Match[str], number: int) -> str:
 
 
 def _attribute(source: str, name: str) -> tuple[str, str]:
-    """What stands in ``name(...)``, and the source without it."""
+    """(arguments of ``name(...)`` as text, the source without this)."""
     found = re.search(rf"\b{name}\s*(?=\()", source)
     if not found:
         return "", source

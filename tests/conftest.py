@@ -1,4 +1,4 @@
-"""What all tests share: where the markers ``gpu`` and ``timed`` run, and threads that fit small machines."""
+"""Shared by all tests: where the markers ``gpu`` and ``timed`` run, and threads that fit small machines."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays to the end, and is much: the garbage collector need not look through it."""
+    """Keeps the many objects that exist by now, which stay to the end, out of garbage collection."""
     gc.collect()
     gc.freeze()

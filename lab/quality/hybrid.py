@@ -1,4 +1,4 @@
-"""What more bits buy in each part of a hybrid of gated delta nets and attention, trained here from nothing.
+"""The gain of more bits in each part of a hybrid of delta nets and attention, trained here from nothing.
 
     python -m lab.quality.hybrid TEXT [TEXT ...] [--work FOLDER] [--seconds 65] [--row NAME] [--json OUT]
 
@@ -43,7 +43,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "MLP in 8": ({}, _MLP, {"scheme": "int8"}),
     "attention in 8": ({}, _ATTENTION, {"scheme": "int8"}),
 }
-"""What is printed -> recipe, modules of the override, its settings."""
+"""Title of a row -> (changes of the recipe, modules of an override, settings of the override)."""
 _TOKENS = 256
 """tokens of a window, in training and evaluation"""
 _HELD_OUT = 0.1

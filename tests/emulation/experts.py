@@ -104,7 +104,7 @@ def run_layer(
 
 
 def _touched(function: str, parameters: dict[str, object], given: dict[str, Tensor | None]) -> list[Memory]:
-    """What a launch may read and write, and what of it the previous one may still be writing."""
+    """Memory that a launch may read and write, with that which the previous one may still be writing."""
     constant: list[str]
     if function == "experts_route":
         # Ids and activations are the previous kernel's; nothing is to be touched before it has ended.

@@ -164,7 +164,7 @@ def _dtype(problem: Problem) -> torch.dtype:
 
 
 def memory_of(operands: ProductTensors) -> list[Memory]:
-    """What the kernel may touch; the previous kernel writes the activations and may still use the output."""
+    """The kernel's memory; the previous kernel writes the activations and may still use the output."""
     previous = {"x", "out"}
     weight = operands.weight
     named = {

@@ -111,7 +111,7 @@ def _direct(*, shared: bool) -> ExpertsDecision:
 def report(
     builder: Builder, planted: tuple[str, Planted] | None, function: str, *, local_sort: bool = False
 ) -> str:
-    """What the emulation says of a layer with a pair that is elsewhere, and experts with several tiles."""
+    """The emulation's message for a layer with a pair that is elsewhere, and experts with several tiles."""
     torch.manual_seed(0)
     layer = random_layer(SHAPE)
     direct = function in ("experts_stream", "experts_shared")

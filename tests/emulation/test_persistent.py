@@ -104,7 +104,7 @@ def _tensors(operand: BiasedOperand) -> dict[str, Tensor | None]:
 
 
 def _memory(layers: list[LayerOperands]) -> list[Memory]:
-    """What the kernel may touch of the layers."""
+    """The layers' memory that the kernel may touch."""
     found = []
     for number, layer in enumerate(layers):
         for field in fields(layer):

@@ -298,4 +298,4 @@ MUTATIONS: dict[str, Mutation] = {
     "tokenizer": tokenizer,
     "place": place,
 }
-"""What happens before a command starts; crash and race happen while it runs."""
+"""Changes before a command starts; crash and race happen while it runs."""

@@ -31,7 +31,7 @@ def test_no_case_breaks_a_promise(campaign: Campaign, part: int) -> None:
 
 
 def kinds(campaign: Campaign, area: str, cases: int = 12) -> set[str]:
-    """What ``cases`` cases of one area find."""
+    """Findings of ``cases`` cases of one area."""
     first = AREAS.index(area)
     before = len(campaign.tally.findings)
     for number in range(first, first + cases * len(AREAS), len(AREAS)):

@@ -70,7 +70,7 @@ def peer_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Answers:
-    """What the peers made of a list of checkpoints, by name."""
+    """Answers of the peers to a list of checkpoints, by name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -89,7 +89,7 @@ class Answers:
 
 
 def loader_of(folder: Path) -> str:
-    """How peer_side.py is to load a checkpoint of the peers."""
+    """Name of the loader with which peer_side.py reads a checkpoint of the peers."""
     raw = json.loads((folder / "config.json").read_text())["quantization_config"]
     # transformers drops per-module rules, GPTQModel's own loader follows them.
     return "gptqmodel" if raw.get("dynamic") else "transformers"

@@ -1,4 +1,4 @@
-"""What the published peers make of a checkpoint: run as a program, in a process of its own.
+"""Answers of the published peers to a checkpoint: run as a program, in a process of its own.
 
     python tests/interop/peer_side.py REQUEST.json
 

@@ -26,7 +26,7 @@ def source_format(name: str) -> str:
 
 
 def lossless_obstacles(name: str, target: str) -> list[str]:
-    """What must stop this conversion, from what the writer was asked for; each in words of the message."""
+    """Words of messages, with one of which this conversion must be refused; empty where it must be made."""
     base, options = CASES[name]
     symmetric = options.get("sym", options.get("symmetric", True))
     obstacles = []

@@ -186,7 +186,7 @@ def folders(
 def answers(
     folders: dict[tuple[str, str], Path], plugin: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """What vLLM makes of every checkpoint (:mod:`tests.interop.vllm_side`)."""
+    """vLLM's answers to every checkpoint (:mod:`tests.interop.vllm_side`)."""
     root = tmp_path_factory.mktemp("answers")
     outs = {key: root / f"{number}.json" for number, key in enumerate(folders)}
     jobs = [

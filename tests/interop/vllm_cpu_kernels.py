@@ -1,4 +1,4 @@
-"""What vLLM for CPUs lacks to run 4- and 8-bit checkpoints on any processor, as a plugin.
+"""A plugin with the parts that vLLM for CPUs lacks to run 4- and 8-bit checkpoints on any processor.
 
 vLLM's own kernel for CPUs needs AVX-512, and it has none for packed experts. Here are a linear layer in plain
 arithmetic, which shares no code with marlinq, and the switches that let the plugin's linear layers and

@@ -19,7 +19,7 @@ from typing import Any
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM makes of the folder."""
+    """vLLM's answer to the folder."""
     import vllm
 
     engine = vllm.LLM(

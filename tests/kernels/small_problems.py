@@ -92,7 +92,7 @@ def demanded(kernel: str, demand: str) -> ExitStack:
 
 
 def variant(weight: int, kernel: str, m: int, demand: str, device: Device) -> tuple[Problem, Configuration]:
-    """What the case runs."""
+    """Configuration that the case runs."""
     problem = _problem(weight, m)
     if demand.startswith("even"):
         return problem, even_splits(problem, device)[0]

@@ -1,4 +1,4 @@
-"""What the kernels between products should compute, in float64, and how far rounding may lead them away."""
+"""Results of the kernels between products in float64, and how far rounding may lead away from them."""
 
 from __future__ import annotations
 

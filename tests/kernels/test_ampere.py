@@ -1,4 +1,4 @@
-"""What GPUs before compute capability 9.0 run: as PTX, which a newer GPU's driver assembles for itself."""
+"""Kernels of GPUs before compute capability 9.0: as PTX, which a newer GPU's driver assembles for itself."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Instantiation]]:
-    """What was compiled; every cubin is another, as if the compiler's output were not deterministic."""
+    """Compiled kernels; every cubin is another, as if the compiler's output were not deterministic."""
     found: list[Instantiation] = []
 
     def compile_kernel(instantiation: Instantiation, architecture: str) -> CompiledKernel:

@@ -31,7 +31,7 @@ ROWS = (1, 40, 600)
 
 @dataclass
 class Stream:
-    """What was launched and allocated.
+    """Launches and allocations.
 
     Attributes:
         launched: parameters of each launch.

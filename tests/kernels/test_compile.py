@@ -39,7 +39,7 @@ H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
 
 
 def sample(architecture: str) -> list[Variant]:
-    """Of each kernel the variant with most rows, smallest groups and zero points: it needs most registers."""
+    """The variant of each kernel with most rows, smallest groups and zero points: it needs most registers."""
     return list({variant.kernel: variant for variant in sorted(variants(architecture), key=_size)}.values())
 
 

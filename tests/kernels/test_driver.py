@@ -1,4 +1,4 @@
-"""What a launch hands to the CUDA driver, whose library a stand-in replaces."""
+"""Arguments of a launch for the CUDA driver, whose library a stand-in replaces."""
 
 from __future__ import annotations
 

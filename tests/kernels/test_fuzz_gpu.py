@@ -121,7 +121,7 @@ class Call:
 
     @property
     def problem(self) -> Problem:
-        """What the decision is asked; the operator takes a group as long as K for a single one."""
+        """Problem to decide; the operator takes a group as long as K for a single one."""
         weight = self.weight
         group = -1 if weight.k == weight.group_size else weight.group_size
         bfloat16 = weight.dtype == "bfloat16"
@@ -241,7 +241,7 @@ def demanded(call: Call) -> Iterator[None]:
 
 
 def decided(call: Call, device: Device) -> Configuration:
-    """What the call will run."""
+    """Configuration that the call will run."""
     if call.blocks and (found := tile_after_tile(call.problem, device, call.blocks)):
         return found[call.seed % len(found)]
     if call.even and (found := even_splits(call.problem, device)):

@@ -1,4 +1,4 @@
-"""What a model needs is decided once: a note in the cache says that it is all there."""
+"""A model's kernels are decided once: a note in the cache says that all of them are there."""
 
 from __future__ import annotations
 

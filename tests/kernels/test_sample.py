@@ -30,9 +30,9 @@ LEAST_SHARED_BYTES = 101_376
 
 
 def variants(*, whole: bool) -> Iterator[tuple[str, SampleConfig]]:
-    """What is drawn with, filtered and penalised: all on the architecture that kernels are written for; of
-    the others, neighbours share them. Types and alignment in turn. Unless ``whole``, one shape for each of a
-    few architectures: everything on the main one."""
+    """Samplers by architecture: all shapes on the one that kernels are written for, while neighbours among
+    the others share them. Types and alignment in turn. Unless ``whole``, one shape for each of a few
+    architectures, with everything on the main one."""
     shapes = [flags for flags in itertools.product((False, True), repeat=3) if flags[0] or not flags[1]]
     for place, architecture in enumerate(ARCHITECTURES):
         for number, (draws, filters, penalty) in enumerate(shapes):

@@ -1,4 +1,4 @@
-"""What AutoRound is given in lab/quality/quality_peers.py."""
+"""Inputs of AutoRound in lab/quality/quality_peers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tries of tuning differ in: rows, steps of codes, and how long these last."""
+"""Differences between tries of tuning: rows, steps of codes, and how long these last."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_streams_in_parts_masked_merged_and_shared() -> None:
 
 @pytest.mark.parametrize("members", [1, 3])
 def test_the_whole_correction_is_the_least_squares_solution(members: int) -> None:
-    """Of few output channels and of more than K, which are solved for in another order."""
+    """For few output channels, and for more than K, which are solved for in another order."""
     weight, original, seen = inputs()
     weights = [weight * (1 + member) for member in range(members)]
     statistics = paired(seen, original)

@@ -17,7 +17,7 @@ Gradients = tuple[HessianAccumulator, Tensor]
 
 
 def gradients(n: int, seed: int = 0, common: float = 1.0) -> Gradients:
-    """Of N outputs that go together, and their second moment as the solve takes it, float64."""
+    """Gradients of N correlated outputs, with their second moment as the solve takes it, float64."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.eye(n) + common * torch.randn(n, n, generator=generator) / n**0.5
     rows = torch.randn(8 * n, n, generator=generator) @ mixing

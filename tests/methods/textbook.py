@@ -50,7 +50,7 @@ def textbook_floats(
     values: Tensor,
     damp: float,
 ) -> Tensor:
-    """What a weight becomes, float64 [N, K], on a grid of ``values`` times scales.
+    """A solved weight, float64 [N, K], on a grid of ``values`` times scales.
 
     ``scale`` gives those of a group, [N], from the largest of the updated weights of each output channel.
     """

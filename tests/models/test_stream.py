@@ -33,7 +33,7 @@ FOUND = {
 
 
 def finder(name: str, dtype: torch.dtype) -> tuple[dict[str, str], dict[str, Tensor], Tensor]:
-    """What is found in the first block, without its name, and its output."""
+    """(places of the stream in the first block, without its name; the stream there; the block's output)."""
     model = tiny_model(name)
     blueprint = build_blueprint(model.config.to_dict(), source=name)
     instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=dtype)

@@ -262,7 +262,7 @@ def test_ten_thousand_tokens_need_constant_memory_on_the_gpu(tmp_path: Path) -> 
 
 @pytest.mark.timed
 def test_a_second_call_begins_at_once(tmp_path: Path) -> None:
-    """What a kept decoder adds to reading the prompt: 30 ms at most."""
+    """A kept decoder adds 30 ms to reading the prompt at most."""
     save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())
     loaded = load(tmp_path, device="cuda", dtype="float16")
     generate(loaded, PROMPT, max_new_tokens=16)

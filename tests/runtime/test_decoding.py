@@ -264,7 +264,7 @@ def tensors() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_thousands_of_tokens_need_constant_memory(tmp_path: Path, count: int) -> None:
-    """Of tensors exactly; of the process, its peak, within the lists of tokens and their text."""
+    """Tensors' memory exactly; the process's peak, but for the lists of tokens and their text."""
     config = LlamaConfig(
         vocab_size=320, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1
     )

@@ -240,7 +240,7 @@ def test_drafts_take_little_more_time_than_the_best_fixed_number(chance: float, 
 
 
 def test_a_head_that_is_wrong_from_some_token_on_loses_little_more_than_it_may() -> None:
-    """What drafts gained is lost again up to a limit only."""
+    """Time that drafts gained is lost again up to a limit only."""
     costs = COSTS[0]
     text = list(range(2001))
     head = Guess(text, 1.0, costs.token, 0)

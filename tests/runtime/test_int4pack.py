@@ -39,7 +39,7 @@ BF16_ROUNDOFF = 2**-8
 
 
 def multiplied_weight(module: Int4PackLinear, q: QuantizedWeight) -> Tensor:
-    """What torch's product is given as a weight, float64 [N, K], from the buffers and the codes."""
+    """The weight of torch's product, float64 [N, K], from the buffers and the codes."""
     order = torch.arange(q.in_features) if module.order is None else module.order
     groups = torch.arange(q.in_features) // module.group_size
     scales, offsets = module.scales_and_offsets.double().unbind(-1)

@@ -1,4 +1,4 @@
-"""What recognition found is remembered as it was, and nothing that is damaged or rests on something else."""
+"""Recognised anatomies are remembered as they were; damaged notes, or those of other models, are not used."""
 
 from __future__ import annotations
 

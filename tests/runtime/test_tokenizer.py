@@ -39,7 +39,7 @@ def settings(folder: Path, **changes: Any) -> None:
 
 
 def later(folder: Path) -> Any:
-    """What a second process gets."""
+    """The tokenizer that a second process gets."""
     assert not isinstance(tokenizer_of(folder, kept=True), FileTokenizer)
     return tokenizer_of(folder, kept=True)
 

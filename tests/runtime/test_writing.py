@@ -60,7 +60,7 @@ def test_tokens_are_drawn_from_the_likeliest_or_from_all() -> None:
     model.generation_config.eos_token_id = model.config.eos_token_id = None
 
     def ranks(top_k: int) -> list[int]:
-        """Of every token that was drawn, how many were likelier."""
+        """Number of likelier tokens for every token that was drawn."""
         found = []
         for document in write(model, documents=8, rows=8, top_k=top_k).documents:
             ids = torch.tensor(document)

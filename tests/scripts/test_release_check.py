@@ -1,4 +1,4 @@
-"""What makes a tree unfit for release is seen, and this tree's page and Dockerfile are fit."""
+"""Faults that make a tree unfit for release are seen, and this tree's page and Dockerfile are fit."""
 
 from __future__ import annotations
 

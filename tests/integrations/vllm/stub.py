@@ -1,4 +1,4 @@
-"""What the plugin sees of vLLM, in a few lines of our own: names, signatures and the meaning of dimensions.
+"""A stand-in for the parts of vLLM that the plugin sees: names, signatures and the meaning of dimensions.
 
 `make interop` checks the same names in the published package.
 """
@@ -190,7 +190,7 @@ class FusedMoEMethodBase(ABC):
 
 
 class ExpertsMethod(FusedMoEMethodBase):
-    """What vLLM's methods for experts have in common; ``ran`` says that vLLM's own way was taken."""
+    """Common part of vLLM's methods for experts; ``ran`` says that vLLM's own way was taken."""
 
     ran = False
 

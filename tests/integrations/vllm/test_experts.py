@@ -32,7 +32,7 @@ METHODS = {
 
 @pytest.fixture
 def config_class(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the plugin has registered."""
+    """The class that the plugin has registered."""
     stub.install(monkeypatch)
     register()
     return sys.modules["vllm.model_executor.layers.quantization"].registered["marlinq"]

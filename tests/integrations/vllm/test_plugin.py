@@ -109,7 +109,7 @@ def test_another_version_is_one_warning(
 
 
 def compile_factors() -> dict[str, object]:
-    """What vLLM hashes into the key of its compiled graphs: the value of every variable that it knows."""
+    """Text that vLLM hashes into the key of compiled graphs: the value of every variable that it knows."""
     return {name: value() for name, value in sys.modules["vllm.envs"].environment_variables.items()}
 
 

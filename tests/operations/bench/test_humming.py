@@ -1,4 +1,4 @@
-"""What Humming is given, read as its schema says (humming-kernels 0.1.19), is the weight that we multiply."""
+"""Humming's operands, read as its schema says (humming-kernels 0.1.19), are the weight that we multiply."""
 
 from __future__ import annotations
 

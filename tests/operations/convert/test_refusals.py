@@ -1,4 +1,4 @@
-"""What is refused, in which words, and that nothing is left behind; what is kept unquantised instead."""
+"""Refusals and their words, which leave nothing behind; modules that are kept unquantised instead."""
 
 from __future__ import annotations
 

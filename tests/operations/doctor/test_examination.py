@@ -36,7 +36,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What doctor runs apart runs in this process, which has imported everything."""
+    """Code that doctor runs in a process of its own runs in this one, which has imported everything."""
 
     def run(code: str) -> tuple[str, None]:
         printed = io.StringIO()

@@ -113,7 +113,7 @@ def test_recovery_has_the_standard_error_of_paired_scores() -> None:
 
 
 def answers(values: Mapping[str, list[float]], metric: str = "acc", better: bool = True) -> dict[str, Any]:
-    """What ``simple_evaluate`` returns for means of documents."""
+    """Result of ``simple_evaluate`` for means of documents."""
     return {
         "results": {
             task: {

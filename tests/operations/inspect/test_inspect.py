@@ -1,4 +1,4 @@
-"""What inspect says of checkpoints in every layout, and which kernels it names."""
+"""Reports of inspect on checkpoints in every layout, and the kernels that they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of quantising share."""
+"""Fixtures that tests of quantising share."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def tokens_of(report: QuantizeReport, part: str = "gate_proj", layer: int = 0) -
 
 
 def inputs_of_the_layer(folder: Path) -> tuple[Tensor, Any]:
-    """What the first layer's experts are given, computed by the original model, and its module."""
+    """(inputs of the first layer's experts, computed by the original model; the layer's module)."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)

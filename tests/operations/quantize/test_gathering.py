@@ -1,4 +1,4 @@
-"""What is gathered of projections that write to the residual stream, against sums of the tensors."""
+"""Statistics of projections that write to the residual stream, against sums of the tensors."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def run(source: Path, out: Path, **changes: Any) -> QuantizeReport:
 
 
 def head_inputs(folder: Path, documents: list[list[int]]) -> Tensor:
-    """What the head of the quantised model is given, one document after the other."""
+    """Inputs of the quantised model's head, one document after the other."""
     model = load(folder, device="cpu", dtype="float32").model
     seen: list[Tensor] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))

@@ -1,4 +1,4 @@
-"""What ``--plan`` says is what the run does."""
+"""A run does as ``--plan`` says."""
 
 from __future__ import annotations
 

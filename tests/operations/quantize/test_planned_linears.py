@@ -1,4 +1,4 @@
-"""What a plan keeps because a server builds it in 16 bits, and what it says of linears that servers fuse."""
+"""Modules that plans keep because a server builds them in 16 bits; notes on linears that servers fuse."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 def environment(size: int, rank: int, port: int, **more: str) -> dict[str, str]:
-    """What torchrun gives a rank."""
+    """Environment variables that torchrun sets for a rank."""
     own = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),

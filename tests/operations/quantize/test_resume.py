@@ -291,7 +291,7 @@ def _dies(*args: Any, **kwargs: Any) -> None:
 
 
 def refusal(source: Path, out: Path, recipe: Recipe) -> str:
-    """What is said as a run is not resumed."""
+    """Message with which resuming is refused."""
     with pytest.raises((CheckpointError, OutputError)) as raised:
         quantize(source, out, recipe=recipe, device="cpu", resume=True)
     assert not out.exists()

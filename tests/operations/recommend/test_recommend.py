@@ -32,7 +32,7 @@ from tests.testing.tiny_models import CONFIGS, tiny_model
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 KINDS = {kind.name: kind for kind in compared()}
 NEAR = 0.15
-"""What the model promises of a step on the GPU that it was fitted to."""
+"""Largest relative error of a step's time on the GPU that the model was fitted to."""
 
 
 @cache
@@ -156,7 +156,7 @@ def test_gpus_are_published_figures_and_one_is_measured() -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Recommendation:
-    """Of a folder with nothing but a config."""
+    """The recommendation for a folder with nothing but a config."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(tiny_model("llama").config.to_dict()))
     return recommend(

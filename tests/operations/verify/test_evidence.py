@@ -142,8 +142,8 @@ def test_no_false_alarm_on_a_grid_and_on_zeros():
 
 
 def test_outputs_with_larger_errors_do_not_look_exchanged():
-    """What cried wolf: sixty times the usual errors in one output of a layer whose noise is measured by
-    input channels."""
+    """A false alarm of earlier days: sixty times the usual errors in one output of a layer whose noise is
+    measured by input channels."""
     generator = torch.Generator().manual_seed(0)
     weight = heavy_tailed(3, n=256)
     q = quantize(weight, group_size=64, symmetric=True, act_order="none", seed=3)

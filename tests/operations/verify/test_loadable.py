@@ -1,4 +1,4 @@
-"""What verify passes, load loads, and the safetensors library opens."""
+"""Folders that verify passes are loaded by load and opened by the safetensors library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``quantize`` writes for odd but finite weights, ``verify`` does not refuse."""
+"""``verify`` does not refuse the results of ``quantize`` for odd but finite weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ODD = {
 
 
 def refusals(q):
-    """What of :class:`Values` fails for ``q``."""
+    """Failed checks of :class:`Values` for ``q``."""
     values = Values()
     values.module("m", q, q.scheme)
     return [check.detail for check in values.results() if check.status == "failed"]

@@ -144,7 +144,7 @@ def test_a_delta_net_multiplies_its_rates(name: str, products: int, monkeypatch:
 
 
 def test_verifications_return_to_the_state_behind_a_token() -> None:
-    """Of a delta net: behind a step, a verification with a refused tail, steps, and another verification."""
+    """In a delta net: after a step, a verification with a refused tail, steps, and another verification."""
     half, wide = halved(tiny(DELTA_NETS[0]))
     anatomy = recognised(wide)
     own = ChainForward(half, anatomy, batch=1, capacity=40)
@@ -274,7 +274,7 @@ def test_pieces_are_equal_and_bounded() -> None:
 
 
 def test_memory_of_a_prompt_is_its_rows_and_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all rows there are the residual stream, queries and attention's result; the rest is a piece's."""
+    """The residual stream, queries and attention's result are of all rows; the rest is of one piece."""
     length, piece = 256, 16
     half, wide = halved(tiny_model("llama", max_position_embeddings=length))
     own = ChainForward(half, recognised(wide), batch=1, capacity=length, most_rows=piece)

@@ -297,7 +297,7 @@ def test_reference_chooses_in_groups_as_transformers_does() -> None:
 
 
 def differing(model: PreTrainedModel, anatomy: Anatomy) -> list[str]:
-    """What differs between transformers and the reference."""
+    """A sentence on each layer that differs between transformers and the reference."""
 
     def build(batch: int, capacity: int) -> Forward:
         return ReferenceForward(model, anatomy, batch=batch, capacity=capacity)

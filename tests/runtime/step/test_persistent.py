@@ -29,7 +29,7 @@ SIZES = {
 
 
 class InFloat64:
-    """What :class:`marlinq.kernels.launch.persistent.PersistentLayers` does, on a CPU."""
+    """:class:`marlinq.kernels.launch.persistent.PersistentLayers` on a CPU."""
 
     def __init__(
         self,

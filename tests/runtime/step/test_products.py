@@ -22,7 +22,7 @@ def _an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gate_up(inner: int, hidden: int, *, interleave: bool = True, group: int = 128) -> Product:
-    """Of an MLP whose weights nobody reads."""
+    """The product of an MLP whose weights nobody reads."""
     model = nn.Module()
     for name in ("gate", "up"):
         words = torch.empty((hidden // 16, 2 * inner), dtype=torch.int32)

@@ -14,7 +14,7 @@ from tests.operations.quantize.tuning.runs import TUNED
 
 @pytest.fixture(autouse=True)
 def same_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written to be tuned on is drawn from all tokens; here all text is, so that runs compare."""
+    """All text is drawn from all tokens, as text for tuning is, so that runs compare."""
     monkeypatch.setattr(own_text, "TOP_K", 0)
 
 
