@@ -25,6 +25,7 @@ CONFIGS: dict[str, Configuration] = {
     "bulk": BulkConfig(2, 2, 2, 4, 2, 6, 1),
     "warpgroup, a word": WarpgroupConfig(16, 1, 1, 2, 8, 1, 4, 1, 132),
     "warpgroup, two words": WarpgroupConfig(32, 2, 1, 1, 8, 2, 4, 1, 132),
+    "warpgroup, short chunks": WarpgroupConfig(16, 1, 1, 2, 4, 1, 6, 1, 132),
     "warpgroup, four words": WarpgroupConfig(32, 4, 1, 1, 8, 1, 4, 1, 132),
 }
 ROWS = {"stream, a row": 3, "stream, short chunks": 5, "stream, scaled weights": 11, "bulk": 13}
@@ -110,13 +111,15 @@ def test_a_wrong_decoder_is_noticed(builder: Builder, fault: str) -> None:
     assert not run(builder, case, planted) < bound(problem)
 
 
+_IN_FLIGHT = Planted("row_of_places", "(i + 1) % PLACE_ROWS")
 SPARSE_FAULTS = {
     "one word of places for all blocks": (Planted("places_of_block", "words.places.of[0]"), "stream, a row"),
     "half of the places not copied": (Planted("stream_place_lanes", "8"), "stream, a row"),
     "places of even blocks for odd ones": (Planted("sparse_selector", "0"), "bulk"),
     "places of a neighbour for a lone block": (Planted("places_of_lone_block", "0"), "warpgroup, a word"),
     "places of even products for odd ones": (Planted("warpgroup_selector", "0"), "warpgroup, two words"),
-    "places overwritten in flight": (Planted("places_of_next_row", "i"), "warpgroup, two words"),
+    "places overwritten in flight": (_IN_FLIGHT, "warpgroup, two words"),
+    "places of two rows overwritten in flight": (_IN_FLIGHT, "warpgroup, short chunks"),
 }
 """The fault, and the configuration that shows it."""
 

@@ -86,7 +86,7 @@ def test_an_unkept_register_is_found() -> None:
 @pytest.mark.parametrize(("words", "rows", "group"), [(1, 4, -1), (2, 8, 64)])
 def test_places_keep_their_registers_until_products_are_done(words: int, rows: int, group: int) -> None:
     problem = int4_problem(32, 4096, 4096, group, False, True, INT4_SPARSE)
-    config = WarpgroupConfig(32, words, 1, 2, rows, 1, 4, 1, 132)
+    config = WarpgroupConfig(32, words, 1, 2, rows, 1, 6, 1, 132)
     ptx = compile_to_ptx(config.instantiation(problem), "sm_90a").decode()
     assert len(_PLACES.findall(ptx)) >= words * rows // 2
     assert not unkept_places(ptx)

@@ -143,14 +143,18 @@ def _deepest(
     cluster: int,
     min_blocks: int,
 ) -> WarpgroupConfig | None:
-    """The configuration with as many stages as fit in shared memory; None if two a part don't fit."""
+    """The configuration with as many stages as fit in shared memory; None if not enough for its parts do."""
     # NVRTC 13.0 puts fragments of this shape into local memory.
     if words == 1 and problem.bfloat16 and problem.quant_group == 32 and not problem.format.fuses:
+        return None
+    # Of sparse kernels, it spills registers with 64 columns a warp, 64 rows and groups of 32.
+    if problem.format.sparsity is not None and words == 4 and tile_m == 64 and problem.quant_group == 32:
         return None
     most = device.multiprocessors * min_blocks
     # 1024 bytes a block: barriers, and the shared memory that the driver reserves.
     room = device.shared_bytes // min_blocks - 1024
-    shallowest = 2 * parts_k
+    # A part waits for its next chunk two rows ahead, and gives one back behind the next one's first row.
+    shallowest = (3 if 16 * rows == 2 * problem.format.row_channels else 2) * parts_k
     config = WarpgroupConfig(
         tile_m, words, warpgroups_n, parts_k, rows, cluster, shallowest, min_blocks, most
     )

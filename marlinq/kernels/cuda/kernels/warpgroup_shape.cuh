@@ -35,6 +35,7 @@ struct WarpgroupShape {
 
     static_assert(STAGES % PARTS_K == 0, "a stage belongs to one part, which then sees all of its phases");
     static_assert(STAGES >= 2 * PARTS_K, "a part begins its next chunk before it gives the last one back");
+    static_assert(ROWS > 2 || STAGES >= 3 * PARTS_K, "of chunks of two rows it waits for the one behind that, too");
     static_assert(SCALING != Scaling::SUMS || QUANT_GROUP == 0 || QUANT_GROUP == CHUNK, "sums are scaled at chunk ends");
     static_assert(SCALING != Scaling::FUSED || Codec::FUSES, "the codec has no fused instruction");
     static_assert(SCALING != Scaling::FUSED || (QUANT_GROUP != 0 && !ZEROS),

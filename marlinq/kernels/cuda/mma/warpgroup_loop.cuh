@@ -5,8 +5,10 @@
 //   registers             dequantise row i + 1 ...   while the tensor cores multiply row i
 //
 // So the words of row i + 2 are loaded, those of row i + 1 dequantised and row i multiplied at the same time, across chunk ends
-// too. A stage is released when the first products of the next chunk have been issued and all of its own are done. Sparse weights'
-// places are operands as they are: those of row i + 1 are loaded when row i - 1, whose registers they take, is done.
+// too. A stage is released when the first products of the next chunk have been issued and all of its own are done.
+//
+// Places of sparse weights are operands as they are, so their registers may be loaded again only when the row's products are done.
+// Chunks of four rows have registers for four, loaded with the words; chunks of two have registers for two, loaded behind the wait.
 #pragma once
 #include "fault_site.cuh"
 #include "codec/lane_words.cuh"
@@ -62,6 +64,9 @@ struct WarpgroupLoop {
     // registers are free unless the next row begins another group; otherwise they are read until the previous group has ended.
     static constexpr int SCALES_AHEAD = FAULT_SITE(scales_ahead, SCALING == Scaling::FUSED && QUANT_GROUP_ROWS > 1 ? 2 : 1);
 
+    static constexpr int PLACE_ROWS = ROWS < 4 ? 2 : 4;  // rows of places in registers
+    static_assert(ROWS % PLACE_ROWS == 0, "a row has the same registers in every chunk");
+
     typedef float Sums[PRODUCTS][TILE_M / 2];
     typedef LaneWords<Codec, PRODUCTS> Words;
 
@@ -114,19 +119,20 @@ struct WarpgroupLoop {
         Factors factors[PRODUCTS];
         Words w[2];  // of even and of odd rows, as are the fragments
         u32 a[2][PRODUCTS][4];
-        LanePlaces<Codec::SPARSE, PRODUCTS> places[2] = {};
-        // Words of row i of a stage, and its places, which a product reads until it is done.
+        LanePlaces<Codec::SPARSE, PRODUCTS> places[PLACE_ROWS] = {};
+        const auto load_places = [&](int stage, int i) {
+            places[FAULT_SITE(row_of_places, i % PLACE_ROWS)].load(shared + (places_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
+        };
+        // Row i of a stage.
         const auto load_row = [&](int stage, int i) {
             w[i % 2].load(shared + (words_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
-        };
-        const auto load_places = [&](int stage, int i) {
-            places[i % 2].load(shared + (places_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
+            if (PLACE_ROWS == 4) load_places(stage, i);
         };
         // Stands behind the wait for row i's products.
         const auto keep_places = [&](int i) {
             if constexpr (Codec::SPARSE) {
 #pragma unroll
-                for (u32 of : places[i % 2].of) keep_in_register(of, ring.stages);
+                for (u32 of : places[i % PLACE_ROWS].of) keep_in_register(of, ring.stages);
             }
         };
         // Loads scales and zero points of the quantisation group that begins with row i, if one does.
@@ -188,7 +194,7 @@ struct WarpgroupLoop {
             ring.wait_full();
             load_row(ring.stage, 0);
             load_row(ring.stage, 1);
-            load_places(ring.stage, 0);
+            if (PLACE_ROWS == 2) load_places(ring.stage, 0);
             load_quant_group(ring.stage, 0);
             if constexpr (NORMALIZED) {
                 // The first chunk, or one whose scales outgrew their columns' normalizers.
@@ -234,7 +240,7 @@ struct WarpgroupLoop {
                     for (int q = 0; q < PRODUCTS; ++q) {
                         // A quantisation group's first products don't add to what the registers hold.
                         if constexpr (Codec::SPARSE) {
-                            multiply_sparse_block<SCALED_GROUPS>(target[q], a[i % 2][q], b, places[i % 2].of[q / 2], q, i);
+                            multiply_sparse_block<SCALED_GROUPS>(target[q], a[i % 2][q], b, places[i % PLACE_ROWS].of[q / 2], q, i);
                         } else if (SCALED_GROUPS && i == 0) {
                             FAULT_SITE(group_begins, multiply_warpgroup<TILE_M, false>)(target[q], a[i % 2][q], b, E());
                         } else {
@@ -244,11 +250,9 @@ struct WarpgroupLoop {
                     matrix_commit();
                     // The products of the row before are done, so its registers may be written again.
                     FAULT_SITE(row_done, matrix_wait<1>(); if (!SCALED_GROUPS && i == 0 && chunk != entered) release(last);)
-                    keep_places(i + 1);
-                    if (i + 1 < ROWS)
-                        load_places(now.stage, FAULT_SITE(places_of_next_row, i + 1));
-                    else if (more)
-                        load_places(ring.stage, 0);
+                    keep_places(i + PLACE_ROWS - 1);
+                    if (PLACE_ROWS == 2 && (i + 1 < ROWS || more))
+                        load_places(i + 1 < ROWS ? now.stage : ring.stage, (i + 1) % ROWS);
                     if constexpr (NORMALIZED) if (i + 1 == ROWS && more) {
                         u32 outgrown = 0;
                         each_scale(ring.stage, [&](u32 pair, int q) {
