@@ -40,7 +40,7 @@ from marlinq.operations.bench.weights import random_weight
 _GLUE = str(Path(__file__).with_name("chain_glue.cuh").resolve())
 _THREADS = 128
 _SLICE, _ADD, _SILU = 0, 1, 2
-# What follows qkv, o, gate_up and down.
+# Kernels that follow the products qkv, o, gate_up and down.
 _MODES = (_SLICE, _ADD, _SILU, _ADD)
 
 

@@ -72,7 +72,7 @@ def _tests(name: str, files: Iterable[Path], limit: int, *, timed: bool = False)
 
 
 def _sanitizer(tool: str, limit: int, problems: str = "small_problems") -> Piece:
-    # What two of the tools don't know of the single launch, tests/kernels/small_steps.py says.
+    # Two of the tools misjudge the single launch; tests/kernels/small_steps.py says why.
     without = ("--no-single-launch",) if problems == "small_steps" and tool != "memcheck" else ()
     return Piece(
         tool if problems == "small_problems" else f"{tool}-{problems}",

@@ -36,7 +36,7 @@ from marlinq.runtime.step.reference_forward import ReferenceForward
 HIDDEN, HEADS, KV, D, INNER, VOCABULARY = 4096, 32, 8, 128, 14336, 128256
 GROUP = 128
 DTYPE = torch.float16
-# What an H200's memory delivers to a kernel that only reads, in bytes a second.
+# Bytes a second that a kernel which only reads gets from an H200's memory.
 BANDWIDTH = 4.58e12
 
 

@@ -172,7 +172,7 @@ class Layers:
             _models.clear()
             loaded = synthetic_model(Synthetic(name, layers), device=_DEVICE, dtype=dtype)
             _models[name, dtype] = loaded
-            # Of prompts nothing is measured.
+            # Prompts are not measured, so their kernels are not compiled.
             chain._prepared_for_prompts.add(loaded.model)
         anatomy = anatomy_of(loaded.model)
         if not isinstance(anatomy, Anatomy):

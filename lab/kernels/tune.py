@@ -86,7 +86,7 @@ def choices(
             continue
         seconds = best["seconds"]
         if dependent:
-            # Those were seconds of a layer.
+            # Differences are seconds of a layer; the file holds seconds of a product.
             seconds = max(estimate - (timed[own]["seconds"] - seconds), 0.0)
         found[_key(cell)] = {
             **cell,

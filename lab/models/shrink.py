@@ -17,8 +17,8 @@ TEXT_TOKENS = 96
 """Token ids below this mean text; those of images, sounds and the like come behind."""
 _LAYERS = 2
 
-# What stands for a number of a config: a regular expression of its whole key, and the largest value; the
-# first that matches.
+# (regular expression of a key of a config, largest number that it keeps); the first that matches the whole
+# key counts.
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_nextn_predict_layers|num_mtp\w*|mtp_num\w*|num_kv_shared_layers", 0),
     (r"\w*vocab_size\w*|num_embeddings|num_embeds|vocab_offset|ngram_vocab_size_base", VOCABULARY),

@@ -106,7 +106,7 @@ def _through(model: PreTrainedModel, source: Path, out: Path) -> tuple[str, str,
     anatomy = recognise(blueprint.build(), blueprint.blocks_name)
     step = "own" if isinstance(anatomy, Anatomy) else f"{anatomy.part}: {anatomy.reason}"
     kept = sorted({_role(name) for name in blueprint.kept if name.startswith(f"{blueprint.blocks_name}.")})
-    # Of a model that also speaks, the thinker inside.
+    # In a model that also speaks this is the thinker.
     model = next(e for e in model.modules() if type(e).__name__ == blueprint.architecture)
     for name, stored in replaced.items():
         projection = blueprint.by_name[name]

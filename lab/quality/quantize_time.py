@@ -89,7 +89,7 @@ def split_into(parts: dict[str, float]) -> None:
                 torch.cuda.synchronize()
             name = part
             if part == "solve":
-                # Of what is solved together, by its first member.
+                # Modules that are solved together are named by the first.
                 name += f" {args[1][0].projection.name.rpartition('.')[2]}"
             parts[name] = parts.get(name, 0.0) + time.monotonic() - start
             return result

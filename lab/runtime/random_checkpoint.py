@@ -32,7 +32,7 @@ from marlinq.formats.dialects import write_quantization_config
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE = 4096, 14336, 32, 8, 128
 VOCABULARY = 128256
 _SHARD_BYTES = 5_000_000_000
-# Of uniform codes 0 to 15 around 8.
+# Root mean square of uniform codes 0 to 15 around 8.
 _CODE_DEVIATION = math.sqrt(21.5)
 _PIECE = 64 << 20
 

@@ -27,9 +27,9 @@ else:
 # absmax/7.5, but code 7 reaches absmax only with a scale of absmax/7.
 _SHRINK = tuple(1.06 - 0.03 * step for step in range(13))
 
-# Of E2M1: up to 1.5, with which the largest weight becomes 4, not 6: values below 4 lie closer together.
+# For E2M1: up to 1.5, with which the largest weight becomes 4, not 6: values below 4 lie closer together.
 _VALUES_SHRINK = tuple(1.56 - 0.08 * step for step in range(11))
-# Of powers of two: the least that spans the range, and half of it, which clips.
+# For scales that are powers of two: the least that spans the range, and half of it, which clips.
 _POWERS = (1.0, 0.5)
 
 # Two signs of a scale whose costs differ by less than this share are equally good: far more than the rounding

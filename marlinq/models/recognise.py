@@ -257,7 +257,7 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
         routers = []
         for beside, other in around.named_modules():
             shapes = [tuple(value.shape) for value in other.parameters(recurse=False)]
-            # Of any number of columns: some experts read fewer channels than their router.
+            # With any number of columns, because some experts read fewer channels than their router.
             weight, bias = (experts.count, *(shapes[0][1:] if shapes else ())), (experts.count,)
             if not is_linear(other) and len(weight) == 2 and shapes in ([weight], [weight, bias]):
                 routers.append(".".join(part for part in (around_name, beside) if part))

@@ -60,7 +60,7 @@ def test_documents_that_were_there_are_passed_over(tmp_path: Path) -> None:
         found = read(path, samples=4, duplicates=known)
     assert {text.casefold().split()[0] for text in as_texts(found)} == {"a", "another"}
     assert known.found == 2
-    # What another source gave counts too.
+    # Documents of another source count as duplicates too.
     with pytest.raises(UsageError, match="none of 16 tokens or more that was not there before"):
         read(write(tmp_path / "more.jsonl", same), samples=4, duplicates=known)
 

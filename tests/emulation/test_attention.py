@@ -92,7 +92,7 @@ def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) 
             *constants(table=table, lengths=counted, sinks=sinks),
             *weights_of("query norm's", norms[0]),
             *weights_of("key norm's", norms[1]),
-            # Of these, earlier kernels of the step have written nothing.
+            # Earlier kernels of the step have written nothing of these.
             Memory("keys", keys, writable=True, holds_values=True),
             Memory("values", values, writable=True, holds_values=True),
             *results(out=out, partials=workspace.partials),

@@ -173,7 +173,7 @@ def adds(
     assert operands.bias is not None
     product = operands.x.double() @ made.weight + operands.bias.double()
     assert relative_error(stored, residual.double() + FACTOR * product) < bound(problem)
-    # What follows is exact but for float32 and one rounding.
+    # The following values are exact but for float32 and one rounding.
     kept = stored.double()
     assert relative_error(operands.out, kept * weight.double()) < bound(problem)
     expected = kept.square().view(m, -1, found.squared_columns).sum(-1)

@@ -42,7 +42,7 @@ def test_a_pattern_of_hundreds_of_experts_is_short_and_exact() -> None:
     assert len(pattern) < 100
     compiled = re.compile(pattern)
     assert all(compiled.match(name) for name in layer(0))
-    # What vLLM looks up for the layer.
+    # The name that vLLM looks up for the layer.
     assert compiled.match("model.layers.0.mlp.experts")
     assert not any(compiled.match(name) for name in others)
 

@@ -160,7 +160,7 @@ def test_the_config_says_what_is_sparse(name: str) -> None:
         assert found.sparsity == spec.scheme.sparsity
     if name == "marlin-24":
         assert {group["format"] for group in raw["config_groups"].values()} == {"marlin-24", "pack-quantized"}
-        # What old writers said of such checkpoints beside their format.
+        # Old writers gave such checkpoints this config beside their format.
         said = {"format": "dense", "sparsity_structure": "2:4"}
         DIALECTS[form.dialect].read(Keys({**raw, "sparsity_config": said}, "config.json"))
     else:

@@ -623,7 +623,7 @@ class _Case(operations.OperationCases):
             self.what += f" {_replace(rng, path)} {path.suffix}"
             with contextlib.suppress(MarlinqError):
                 cubin = kernel_cache.cached_cubin(kernel, "sm_90a")
-                # What stands there may never end.
+                # The file may be endless, so its size is asked first.
                 if not cubin.is_file() or cubin.stat().st_size > 4 or cubin.read_bytes() != b"\x7fELF":
                     self.found("wrong", "a cubin with other content than was compiled")
             if path.name != "note" and kept.read_note("note") not in (b"what was found out", None):

@@ -86,7 +86,7 @@ def test_compiles_as_one_graph(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         compiled = torch.compile(found, fullgraph=True, backend="aot_eager")(input_ids=IDS).logits
     assert torch.equal(compiled, logits(found))
-    # What generate does by itself with a static cache on a GPU.
+    # generate compiles so by itself with a static cache on a GPU.
     step = CompileConfig(fullgraph=True, mode=None, backend="aot_eager")
     step._compile_all_devices = True
     static = {"cache_implementation": "static"}
@@ -135,7 +135,7 @@ def test_quantised_head(name: str, tmp_path: Path) -> None:
     found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
     assert "lm_head" in found.hf_quantizer.decisions
     assert torch.equal(logits(found), logits(load(folder, device="cpu", dtype="float32").model))
-    # What ties a head again in transformers must not touch this one.
+    # A call of transformers that ties heads must not touch this one.
     before = logits(found)
     found.tie_weights()
     assert torch.equal(logits(found), before)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Of this script's own process alone: whoever imports the file may want the GPU.
+# Only for this script's own process: whoever imports the file may want the GPU.
 if __name__ == "__main__":
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its thread pool needs two workers even on two cores
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")

@@ -147,7 +147,7 @@ def test_a_cubin_that_the_driver_refuses_is_replaced(
     assert found.owner[0].read_bytes() == b"\x7fELF 2"
     assert module.load_kernel(GATHER, ARCHITECTURE, 0, 64) == found
     assert len(compiled) == 2
-    # What was just compiled is not compiled a third time.
+    # A kernel that was just compiled anew is not compiled a third time.
     refused.update({b"\x7fELF 2", b"\x7fELF 3"})
     with pytest.warns(DamagedCache), pytest.raises(EnvironmentProblem, match="refuses"):
         module.load_kernel(GATHER, ARCHITECTURE, 0, 64)

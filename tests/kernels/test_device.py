@@ -13,7 +13,7 @@ from marlinq.kernels.contract.device import H200, GpuProperties, device_of
 from marlinq.kernels.driver import cuda_driver
 from tests.kernels.problems import int4_problem
 
-# What the driver says of them.
+# Properties as the driver gives them.
 AN_H200 = GpuProperties("NVIDIA H200", (9, 0), 132, 232_448, 1_980_000, 3_201_000, 6144, 62_914_560)
 AN_H100 = GpuProperties("NVIDIA H100 80GB HBM3", (9, 0), 132, 232_448, 1_980_000, 2_619_000, 5120, 52_428_800)
 A_4090 = GpuProperties(
@@ -30,7 +30,7 @@ def test_an_h200_has_the_measured_numbers() -> None:
 @pytest.mark.parametrize(
     ("gpu", "architecture", "name", "terabytes", "megahertz"),
     [
-        # Of 3.35 and 1.01 TB/s on paper, what an H200 reaches of its 4.92.
+        # 3.35 and 1.01 TB/s on paper, times the share of its 4.92 that an H200 reaches.
         (AN_H100, "sm_90a", "nvidia-h100-80gb-hbm3", 3.07, 1755),
         (A_4090, "sm_89", "nvidia-geforce-rtx-4090", 0.92, 2234),
     ],

@@ -159,7 +159,7 @@ def _one_row_repeated(m: int, k: int, empty: Callable[..., Tensor]) -> tuple[Ten
     return x, x.expand(m, k)
 
 
-# What a form returns: the part of its memory that holds activations, and x.
+# Forms return (part of their memory that holds activations, x).
 FORMS = {
     "rows": _rows,
     "columns of wider rows": _columns_of_wider_rows,
@@ -292,7 +292,7 @@ def relative_error_of(call: Call) -> float:
     operands, dtype = operands_of(call.weight), DTYPES[call.weight.dtype]
     bias = None if operands.bias is None else operands.bias[: call.out_features].contiguous()
     generator = torch.Generator(DEVICE).manual_seed(call.seed)
-    # What lies between and behind the activations is NaN: it must not even be multiplied by 0.
+    # Memory between and behind the activations is NaN: it must not even be multiplied by 0.
     held, x = FORMS[call.form](
         call.m,
         call.gathered or call.weight.k,

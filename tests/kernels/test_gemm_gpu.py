@@ -427,7 +427,7 @@ def test_padding_columns_are_cut_off() -> None:
 def test_fewer_chunks_than_parts(k: int, zeros: bool) -> None:
     operands = random_operands(k, 256, -1, torch.float16, zeros=zeros)
     x = torch.randn(16, k, device="cuda").half()
-    # What a block finds in shared memory is what another left there: here NaN, as far as one can arrange it.
+    # A block finds in shared memory what another left there: here NaN, as far as one can arrange it.
     gemm(torch.full((64, k), float("nan"), device="cuda").half(), operands)
     for kernel in available(device_numbers(0)):
         for m in (1, 5, 16):

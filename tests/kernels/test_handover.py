@@ -83,7 +83,7 @@ def test_the_flags_of_graphs_that_are_gone_serve_others(gpu: _Gpu) -> None:
             assert handover_memory._flags(0, 132) != of_stream
         if gpu.capture > 3:
             gpu.destroy(gpu.capture - 3)
-    # Of the stream, and of the four graphs that are there at once, on two streams each.
+    # Sets of the stream, and of four graphs at once on two streams each.
     assert handover_memory._pools[0].sets == 1 + 2 * 4
     assert len(gpu.allocated) == 1
     assert len(handover_memory._owned) <= 1 + 2 * 4

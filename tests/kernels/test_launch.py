@@ -183,5 +183,5 @@ def test_a_kernel_registered_in_one_file_is_chosen_and_launched(library: _Driver
         assert prepared.launches._config.threads == ToyConfig.threads
         with batch_invariant():
             assert decide(problem, H200).kernel == "stream"
-    # What is registered is part of a decision's question.
+    # Decisions depend on the kernels that are registered.
     assert decide(problem, H200) == before

@@ -93,7 +93,7 @@ def test_a_later_sweep_replaces_an_earlier_one(folder: Path, monkeypatch: pytest
     assert run_tune(monkeypatch, folder, first, second, other, no_bucket) == 0
     written = json.loads((folder / "nvidia-h200.json").read_text())
     assert [row["m"] for row in written["choices"]] == [64, 128]
-    # What was measured before stays; what the model is right about goes.
+    # Earlier measurements stay; cells where the model is right are dropped.
     right = sweep(folder / "right.json", CELL, factor=1.1)
     assert run_tune(monkeypatch, folder, right) == 0
     assert [row["m"] for row in json.loads((folder / "nvidia-h200.json").read_text())["choices"]] == [128]
@@ -109,7 +109,7 @@ def test_a_recorded_choice_stays_beside_one_that_is_hardly_faster(
     content = json.loads(path.read_text())
     candidates = content["rows"][0]["candidates"]
     other = candidates[2]
-    # Of both, the recorded one's time and the other's over the model's choice; then which is recorded.
+    # (recorded time, other time, both over the model's choice's; whether the recorded one stays, or no one).
     for recorded, faster, kept in ((0.9, 0.89, True), (0.9, 0.8, False), (0.999, 0.99, None)):
         measured._choices.cache_clear()
         assert run_tune(monkeypatch, folder, sweep(folder / "first.json", CELL, factor=0.9)) == 0
@@ -189,7 +189,7 @@ def test_recorded_choices_suit_the_package() -> None:
         assert decided.config == config
         assert "measured on" in decided.reason
         assert config.activates(problem), problem
-        # What the model would choose anyway needs no record.
+        # A choice that the model makes anyway needs no record.
         assert config != model_choice(problem, device, Demands(dependent=dependent))[2], problem
 
 

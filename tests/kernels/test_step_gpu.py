@@ -99,7 +99,7 @@ def test_routers(
     x, weight, gate = x.to(dtype), (weight / 128).to(dtype), (gate / 128).to(dtype)
     corrected, grouped = correction != "none", correction in ("groups", "zeroed")
     groups, kept = (4, 2) if grouped else (1, 1)
-    # What is left out with zero comes first where all the others are negative.
+    # Experts left out with a score of zero come first where all others are negative.
     low = 2.0 if correction == "zeroed" else 0.0
     added = torch.rand(experts, device="cuda") / (1 if scoring == "sigmoid" else experts) - low
     ids = torch.full((m, top), -1, dtype=torch.int32, device="cuda")

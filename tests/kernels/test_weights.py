@@ -134,7 +134,7 @@ def test_decisions_count_the_bytes_of_the_format() -> None:
     assert weight_bytes(twice, 128, 8) == 2 * weight_bytes(narrow, 128, 8) == 2 * 8 * 128 * 8
     with forced_kernel("bulk"):
         ratio = decide(twice, H200).seconds / decide(narrow, H200).seconds
-    # Of 30 and 60 us, a few pass beside the weights' own.
+    # A few of the 30 and 60 us pass beside the weights' own time.
     assert 1.6 < ratio < 2.1
 
 

@@ -48,7 +48,7 @@ def streams() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     weight, original, seen = inputs()
     generator = torch.Generator().manual_seed(9)
     beside = torch.randn(T, N, generator=generator)
-    # What blocks before have done to the stream shows in the inputs as well.
+    # Errors of earlier blocks in the stream show in the inputs as well.
     drifted = beside + 0.1 * seen @ torch.randn(K, N, generator=generator)
     return weight, seen, drifted + seen @ weight.t(), beside + original @ weight.t()
 

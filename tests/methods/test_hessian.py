@@ -42,7 +42,7 @@ def test_a_wide_hessian_is_summed_above_its_diagonal_alone() -> None:
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(0))
     total = torch.full((k, k), torch.nan)
     for start in range(0, k, 256):
-        # What is not asked for stays as it is.
+        # The part that is not asked for stays as it is.
         total[start : start + 256, start:] = 0
     add_products(total, x, x, 0.5, 2.0, upper=True)
     expected = 2 * x.double().t() @ x.double()

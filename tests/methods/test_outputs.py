@@ -82,7 +82,7 @@ def test_the_loss_of_all_outputs_together_is_lower(group_size: int, symmetric: b
         minded += loss(weight, together.dequantize(), hessian, moment)
         of_inputs += after.relative_error / before.relative_error / 3
     assert minded < 0.9 * plain
-    # What it costs, each output by itself.
+    # The cost is larger where each output counts by itself.
     assert 1.05 < of_inputs < 1.5
 
 

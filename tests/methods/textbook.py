@@ -97,7 +97,7 @@ def searched_gptq(
     done = torch.zeros(n, k, dtype=torch.float64)
     for group in range(k // g):
         part = slice(group * g, (group + 1) * g)
-        # What all errors before ask of the group, from the beginning: no running update.
+        # The correction of the group for all errors before, from the beginning: no running update.
         carried = done[:, : part.start] @ root[: part.start, part]
         now = weight.to(torch.float64)[:, part] + torch.linalg.solve_triangular(
             root[part, part], carried, upper=True, left=False
@@ -124,7 +124,7 @@ def _least(group: Tensor, importance: Tensor, shares: list[float], symmetric: bo
     """Scales and zeros [N] with the least weighed error for a group [N, g]."""
     best = torch.full((len(group),), torch.inf, dtype=torch.float64)
     scales, zeros = torch.zeros_like(best), torch.zeros_like(best)
-    # Of signs that cost the same, that which has the code -8 on the side of the largest weight.
+    # Where both signs cost the same, the one with the code -8 on the side of the largest weight.
     first = torch.where(group.amax(dim=1) > -group.amin(dim=1), -1.0, 1.0)
     for share in shares:
         found = torch.full_like(best, torch.inf)

@@ -44,7 +44,7 @@ def test_every_parameter_gets_its_value(model_type: str, tmp_path: Path) -> None
     assert found.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         assert torch.equal(found[name], parameter), name
-    # What is in the model's layout already is not converted again.
+    # Tensors in the model's layout are not converted again.
     assert not find_conversions(blueprint, view.tensors, source="model")
 
 

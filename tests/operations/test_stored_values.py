@@ -128,7 +128,7 @@ def test_a_quantised_router_is_named_by_every_command(mixture: Path, tmp_path: P
     assert re.search(says, described.servers[0].reason)
     assert not described.servers[0].loads
     assert any(re.search(says, note) for note in described.notes)
-    # What the message advises.
+    # The way that the message advises.
     convert(folder, tmp_path / "dense", target_format="dense", allow_loss=True)
     load(tmp_path / "dense", device="cpu")
 

@@ -255,7 +255,7 @@ def test_ten_thousand_tokens_need_constant_memory_on_the_gpu(tmp_path: Path) -> 
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
     assert torch.cuda.max_memory_allocated() == peak
-    # What the device has left would count other processes' memory too.
+    # The device's free memory would count other processes too.
     assert torch.cuda.memory_reserved() == reserved
     assert cupy.get_default_memory_pool().total_bytes() == pooled
 

@@ -203,7 +203,7 @@ def test_generations_within_and_beside_each_other_do_not_mix(loaded: LoadedModel
     other = Thread(target=run, args=(0,))
     outer = generate(loaded, PROMPTS[0], max_new_tokens=12, on_text=interject)
     assert (outer.tokens, found) == (alone[0], {0: alone[0], 1: alone[1]})
-    # Of equal decoders one is kept, and all are free again.
+    # One of equal decoders is kept, and all are free again.
     assert not any(decoder.in_use for decoder in loaded.decoders._kept.values())
 
 
@@ -284,7 +284,7 @@ def test_thousands_of_tokens_need_constant_memory(tmp_path: Path, count: int) ->
             sizes.append(sum(each.nbytes for each in tensors()))
             peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
-    # What earlier tests left must not go meanwhile, which would hide what grows.
+    # Tensors of earlier tests are held, since their end would hide growth.
     earlier = tensors()
     sampling = Sampling(temperature=3.0, repetition_penalty=1.1)
     result = generate(loaded, [65, 66], max_new_tokens=count, sampling=sampling, on_text=measure)

@@ -99,7 +99,7 @@ def test_filters_keep_the_tokens_that_transformers_keeps(sampling: Sampling, sca
         scores *= sampler.state.values[0, 0]
         found = kept(scores, sampler.state)[0]
         assert torch.equal(found, expected > -math.inf), seed
-        # What the sampler draws lies in the set.
+        # The token that the sampler draws lies in the set.
         sampler.sample(logits[None])
         assert expected[int(sampler.state.tokens[0])] > -math.inf
 

@@ -120,7 +120,7 @@ def test_every_token_is_one_of_the_fifty_most_likely() -> None:
 
 def test_tokens_bound_what_is_written() -> None:
     written = write(tiny_model("llama"), documents=None, tokens=200, rows=4)
-    # What is left for a last document of fewer than 16 tokens is left.
+    # Too few tokens for a last document, fewer than 16, are left unwritten.
     assert 200 - 16 < sum(map(len, written.documents)) <= 200
     assert written.rounds > 1
     whole = write(tiny_model("llama"), documents=None, tokens=10**3, rows=4)
@@ -139,7 +139,7 @@ def test_a_round_ends_when_few_rows_are_left() -> None:
     )
     written = writer.write(tokens=10**5, documents=32)
     writer.close()
-    # Of 126 steps a few are enough; a message a step, one at the beginning and one at the end.
+    # A few of 126 steps are enough; a message a step, one at the beginning and one at the end.
     assert len(steps) < 30
     assert written.rounds == 1
     assert max(map(len, written.documents)) < 30

@@ -22,7 +22,7 @@ COLUMNS = (
     "scale_max", "scale_negative", "codes_at_ends", "codes_unused",
 )  # fmt: skip
 
-# What makes a spreadsheet take a cell for a formula, also in full width or after spaces.
+# Characters at which a spreadsheet takes a cell for a formula, also in full width or after spaces.
 _FORMULA = ("=", "+", "-", "@")
 _FIRST = 100
 

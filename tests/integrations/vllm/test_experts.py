@@ -190,7 +190,7 @@ def load(layer: nn.Module, form: str, product: str, experts: list[QuantizedWeigh
         }
     elif form == "gptq":
         put = {"qweight": torch.stack([pack_rows(q.codes, bits) for q in experts]), "scales": scales}
-        # What vLLM leaves there is never read.
+        # vLLM never reads its zero points here.
         put["qzeros"] = torch.zeros_like(scales)[..., ::8]
     else:
         put = {

@@ -80,7 +80,7 @@ def test_a_weight(scheme: str, asymmetric: bool, dtype: torch.dtype) -> None:
     )
     scales, zeros = weight.natural_scales(), weight.natural_zeros()
     found = given(weight_format, weight.group_size, weight.codes(), scales, zeros, weight.scale_dtype)
-    # What differs is the rounding of scales whose power of two is taken off where float16 has fewer bits.
+    # Only roundings of scales differ, whose power of two is taken off where float16 has fewer bits.
     expected = weight.dense().double().t()
     difference = (read(found.config, found.tensors, dtype) - expected).abs().max() / expected.abs().max()
     assert float(difference) < (2**-11 if scheme in ("int8", "fp8") else 2**-22)

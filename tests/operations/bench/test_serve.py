@@ -49,7 +49,7 @@ class LLM:
                 exec(file.read())
         now += step * max(new) + 1e-5 * sum(lengths)
 """
-# Of torch the engines' processes ask the version and the device: the real one takes seconds to import.
+# The engines' processes ask torch for its version and the device; the real one takes seconds to import.
 TORCH = """
 from types import SimpleNamespace
 __version__ = "0.0"

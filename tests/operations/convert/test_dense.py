@@ -62,7 +62,7 @@ def test_a_quantised_source_is_quantised_anew(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="is quantised already; its weights are dequantised"):
         quantize(source, tmp_path / "anew", recipe=recipe, device="cpu", progress=False)
     before, after = view(source), view(tmp_path / "anew")
-    # What is kept is the dequantised weight; what is quantised is near it.
+    # A module kept unquantised has the dequantised weight; a quantised one is near it.
     kept = after.checkpoint.tensor(f"{DOWN}.weight")
     assert torch.equal(kept, before.load(DOWN).dequantize(torch.bfloat16))
     wide = before.load(UP).dequantize(torch.bfloat16).float()

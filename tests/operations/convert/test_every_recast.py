@@ -85,7 +85,7 @@ def test_every_scheme_becomes_every_other_or_is_refused(source: str) -> None:
             assert (source, target) in EXACT | SOMETIMES
             held.add(target)
             assert same_values(weight, found), target
-            # What is stored of it is read back as the same.
+            # Its stored tensors are read back as the same weight.
             assert found.difference(layout.unpack(layout.pack(found), spec_of(found))) is None
 
     check()

@@ -30,7 +30,7 @@ K, N, COUNT = 4096, 2048, 16
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model of ``COUNT`` large modules, and one of a small one."""
     folder = tmp_path_factory.mktemp("memory")
-    # What they hold makes no difference, so it is the same.
+    # Their values make no difference, so all have the same.
     names = [f"model.layers.{number}.mlp.up_proj" for number in range(COUNT)]
     weight = random_tuple(K, N, 0, group_size=128)
     model = write(folder / "model", "gptq", {name: deepcopy(weight) for name in names})

@@ -191,7 +191,7 @@ def test_a_cpu_gets_a_budget_of_its_own() -> None:
     assert large.tokens == 4096
     assert server.tokens == 128 * 2048 * 3 // 4
     for budget in (small, large, server):
-        # What one round of the rows yields when documents end at three quarters of their length.
+        # Tokens of one round of the rows when documents end at three quarters of their length.
         assert budget.rows * budget.max_length * 0.75 >= 0.98 * budget.tokens
         assert budget.rows <= 128
         assert 256 <= budget.max_length <= 2048
@@ -247,7 +247,7 @@ def test_requested_amounts_of_text_are_kept() -> None:
     assert text_budget(recipe.replace(samples=200, tokens=5000), work, CPU, torch.float32).tokens == 5000
     found = text_budget(recipe.replace(tokens=5000), work, CPU, torch.float32)
     assert (found.tokens, found.documents, found.max_length) == (5000, None, 256)
-    # What is enough for the method: of documents that were asked for, and of what the model would write.
+    # Text that is enough for the method: from the requested documents, and written by the model.
     assert text_budget(recipe.replace(samples=200), work, CPU, torch.float32, most=3000) == TextBudget(
         3000, 200, 128, 512, "enough for gptq"
     )

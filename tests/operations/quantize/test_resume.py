@@ -269,7 +269,7 @@ def test_every_flipped_byte_of_what_is_taken_up_is_noticed(tmp_path: Path) -> No
     for place in (0, 40, journal.stat().st_size // 2):
         with flipped(journal, place):
             assert "journal.jsonl: is damaged" in refusal(source, out, recipe)
-    # What was flipped back is whole.
+    # With the byte flipped back the file is whole.
     quantize(source, out, recipe=recipe, device="cpu", resume=True)
 
 

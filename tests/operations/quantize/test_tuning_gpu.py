@@ -18,7 +18,7 @@ def test_recorded_passes_are_the_students_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     source = save_tiny(name, tmp_path / "model")
-    # Of so few documents none is held out, so the last values are kept.
+    # None of so few documents is held out, so the last values are kept.
     recipe = RECIPE.replace(samples=7, tune_steps=6, tune_tokens=4096, tune_codes=True, tune_rate=0.06)
     used: list[object] = []
     init = loop.Recorded.__init__

@@ -119,5 +119,5 @@ def test_a_run_ends_at_a_module_that_went_wrong(tmp_path: Path, monkeypatch: pyt
 
 
 def test_modules_that_no_text_calibrated_are_not_judged() -> None:
-    # Of a mixture that is rounded to nearest there is none.
+    # A mixture that is rounded to nearest has none.
     stop_if_far_off(())

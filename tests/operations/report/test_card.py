@@ -119,7 +119,7 @@ def test_a_hostile_card_gives_no_values(tmp_path: Path, card: str) -> None:
         front, text = made(tmp_path, card, calibration=str(ROWS))
     assert set(front) <= {"license", "pipeline_tag", "library_name", "tags"}
     assert front["tags"] == ["marlinq", "quantized", "4-bit", "gptq"]
-    # What is no text is left out; a character without an encoding is replaced.
+    # Values that are no text are left out; a character without an encoding is replaced.
     assert front.get("license", "").strip("\ufffd") == ""
     assert text.endswith("body\n")
 

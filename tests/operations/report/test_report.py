@@ -340,7 +340,7 @@ def test_a_module_with_another_quantity_is_named_apart(tmp_path: Path) -> None:
 def test_no_temporary_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run_of(tmp_path / "model", "gptq", **{UP0: {"relative_error": 0.01}})
     out = tmp_path / "out"
-    # What a killed process left is gone with the next report.
+    # Leftovers of a killed process are gone with the next report.
     out.mkdir()
     (out / f".{HTML}.partial").write_text("half")
     report(folder, out=out)

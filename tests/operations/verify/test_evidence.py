@@ -176,7 +176,7 @@ def test_control_pairs_are_like_the_pairs_of_a_word():
     assert expected / 2.5 < seen < expected + 3 * math.sqrt(expected)
 
 
-# What words hold is the layout's, what they are judged by the group's: neighbours take turns.
+# The layout decides what words hold, the group how they are judged: neighbours take turns.
 @pytest.mark.parametrize(
     ("layout", "group_size"),
     [
@@ -216,7 +216,7 @@ def test_one_exchanged_word_is_a_warning_that_names_it(layout, group_size):
             k, n = (int(part.split()[0].rstrip(":")) for part in findings[0].what.split("channel ")[1:3])
             assert all(abs(k - a) < 16 and abs(n - b) < 16 for a, b in changed.nonzero().tolist())
         else:
-            # What is missed is as likely as 29 tries on each word make it, by the noise without the fault.
+            # Misses are as unlikely as 29 tries on each word make them, by the noise without the fault.
             # Each code's density falls at most with the power DEGREES + 1 of the widened noise.
             assert evidence.spread == 1.0
             wrong = distance_of(weight, swapped)

@@ -357,7 +357,7 @@ def test_rounding_is_measured_where_a_layer_enlarges_it() -> None:
     plain = [3 * 2**-7 * (each.layer + 1 + (each.name == "logits")) ** 0.5 for each in found]
     assert any(each.distance > allowed for each, allowed in zip(found, plain, strict=True))
     assert all(each.holds for each in found), found
-    # What is wrong is still found.
+    # A wrong anatomy is still found.
     wrong = with_layer(anatomy, 0, in_attention(lambda attention: replace(attention, rotary=None)))
     assert not compare(model, wrong, reference(model, wrong))[0].holds
 

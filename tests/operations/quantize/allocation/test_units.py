@@ -109,7 +109,7 @@ def test_bytes_of_a_choice_are_those_of_the_plan(
             for unit, index in zip(units, chosen, strict=True):
                 for planned in unit.options[index].planned:
                     assert plan.modules[planned.projection.name].spec == planned.spec
-        # What is not chosen takes the same bytes whatever is chosen.
+        # Modules outside the choice take the same bytes for every choice.
         assert len(totals) == 1
 
 

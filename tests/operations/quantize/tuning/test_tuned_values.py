@@ -43,7 +43,7 @@ def test_predictions_come_closer_to_the_originals(tmp_path: Path) -> None:
 
 def test_codes_stay_unless_they_are_to_follow(tmp_path: Path, rounded: Recipe) -> None:
     source = save_tiny("llama", tmp_path / "model", blocks=1)
-    # Of so few documents none is held out, so the last values are kept, better or not.
+    # None of so few documents is held out, so the last values are kept, better or not.
     few = {"samples": 7, "tune_rate": 0.05, "tune_steps": 6}
     quantize(source, tmp_path / "plain", recipe=rounded.replace(**few | {"tune_steps": 0}), device="cpu")
     assert tuned(source, tmp_path / "scales", rounded, **few)["changed_codes"] == 0
@@ -146,7 +146,7 @@ def test_every_format_holds_a_tuned_model(
     tmp_path: Path, rounded: Recipe, layout: str, symmetric: bool
 ) -> None:
     source = save_tiny("llama", tmp_path / "model", blocks=1)
-    # Of so few documents none is held out, so the last values are kept, better or not.
+    # None of so few documents is held out, so the last values are kept, better or not.
     changes = {"samples": 7, "tune_codes": True, "tune_steps": 2}
     tuned(source, tmp_path / "out", rounded, format=layout, symmetric=symmetric, **changes)
     marlinq.convert(tmp_path / "out", tmp_path / "other", target_format="gptq-v2")

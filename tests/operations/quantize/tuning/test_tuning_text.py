@@ -66,7 +66,7 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pyte
     assert "tokens that the model writes itself" in (plan.tuning_text or "")
     assert plan.estimate.writing_seconds > 0
     assert "tuned on" in plan.render()
-    # Of nine documents of at most 40 tokens, and of what is written.
+    # Tokens of nine documents of at most 40, and of written text.
     assert plan.tokens == 1000
     assert "the first 640 to calibrate on" in (plan.calibration or "")
     # Text that the model writes anyway is not written twice.
@@ -103,7 +103,7 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
     file, anew = report.calibration["sources"]
     assert (file["documents"], file["tokens"]) == (9, 360)
     assert (anew["source"], anew["documents"], anew["tokens"]) == ("documents drawn anew", 16, 640)
-    # What is drawn is neither learnt from again nor held out.
+    # Drawn documents are neither learnt from again nor held out.
     assert report.tuning["documents"] + report.tuning["held_out"] == 9
     assert "tuned on" not in report.render()
     # They are the rows of those that are not held out, but for tokens that are drawn, in tuning's rows alike.
@@ -126,7 +126,7 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
     plan = plan_quantize(source, tmp_path / "planned", recipe=recipe, device="cpu")
     assert plan.tokens == 1000
     assert "at most 640 tokens of documents drawn anew" in (plan.calibration or "")
-    # Of enough documents nothing is drawn, nor where the model writes text, nor without tuning, nor for a
+    # Nothing is drawn from enough documents, nor where the model writes text, nor without tuning, nor for a
     # method without calibration.
     assert tokens_drawn_anew(recipe, 360) == 640
     assert tokens_drawn_anew(recipe, 1000) == 0
