@@ -125,13 +125,16 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
                 more = _LEAST_SEEDS
             recordings += [recorded(0, seed) for seed in range(more)]
             groups = find_groups(recordings, choosing)
-            for recording in recordings:
-                anatomy = anatomy_in(recording)
-            if far is not None and anatomy != anatomy_in(recorded(far)):
+            distant = None if far is None else recorded(far)
+            if experts:
+                # Afterwards every choice of a router explains all recordings.
+                for recording in (*recordings, *([] if distant is None else [distant])):
+                    anatomy_in(recording)
+            anatomy = anatomy_in(recordings[0])
+            if distant is not None and anatomy != anatomy_in(distant):
                 reason = f"its forward pass is another one at position {far} than at 0"
                 raise Refusal(type(model).__name__, reason)
-            # The last one's routers explain all recordings.
-            if any(anatomy != anatomy_in(recording) for recording in recordings[:-1]):
+            if any(anatomy != anatomy_in(recording) for recording in recordings[1:]):
                 raise Refusal(type(model).__name__, "its forward pass is another one each time")
             for layer in anatomy.layers:
                 if isinstance(layer.attention, Attention):
