@@ -413,7 +413,10 @@ def _rate_weights(model: nn.Module, net: DeltaNet, dtype: torch.dtype) -> RateWe
     weights = []
     for name in net.rates.modules:
         module = model.get_submodule(name)
-        if type(module) is not nn.Linear or module.bias is not None or module.weight.dtype != dtype:
+        if type(module) is not nn.Linear:
+            return None
+        bias: torch.Tensor | None = module.bias
+        if bias is not None or module.weight.dtype != dtype:
             return None
         weights.append(module.weight.detach().contiguous())
     several = len(weights) > 1
