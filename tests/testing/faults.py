@@ -133,16 +133,6 @@ def flip_bit(bit: int) -> Callable[[Tensor], Tensor]:
     return edit
 
 
-def multiply_one(by: float) -> Callable[[Tensor], Tensor]:
-    """Multiplies the scale in the middle of the tensor."""
-
-    def edit(scales: Tensor) -> Tensor:
-        scales.reshape(-1)[scales.numel() // 2] *= by
-        return scales
-
-    return edit
-
-
 def move_a_code(folder: Path, module: str, layout: str) -> None:
     """Flips the highest bit of one code, which moves it by eight steps."""
 

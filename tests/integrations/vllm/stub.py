@@ -227,10 +227,6 @@ class CompressedTensorsWNA16MoEMethod(CompressedTensorsWNA16MarlinMoEMethod):
     pass
 
 
-class UnquantizedMethod:
-    pass
-
-
 class BuiltConfig(QuantizationConfig):
     """vLLM's config of a format; ``method`` is what it gives experts."""
 
