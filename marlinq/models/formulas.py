@@ -74,7 +74,8 @@ def factor(given: Tensor, base: Tensor) -> float | None:
     if square == 0:
         return None
     value = float((wide * narrow).sum()) / square
-    return tidy(value) if value and close(wide, value * narrow) else None
+    # Rounded, so that recordings of one model give the same number.
+    return tidy_root(value) if value and close(wide, value * narrow) else None
 
 
 def tidy(value: float) -> float:

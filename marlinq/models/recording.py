@@ -338,8 +338,11 @@ class _Recorder:
             for name in names:
                 buffer = self.model.get_buffer(name)
                 before.append((buffer, buffer.clone()))
-                lowest = 0.5 if buffer.numel() == 1 else -2.0 if self.seed % 2 else -0.5
-                values = self._sixty_fourths((buffer.numel(),)) * self._spread() + lowest
+                lowest, spread = (-2.0 if self.seed % 2 else -0.5), self._spread()
+                if buffer.numel() == 1:
+                    # A factor on the residual stream; a large one would leave fewer digits of what is added.
+                    lowest, spread = 0.5, 1.0
+                values = self._sixty_fourths((buffer.numel(),)) * spread + lowest
                 buffer.copy_(values)
                 self.recording.corrections[name] = values
             yield

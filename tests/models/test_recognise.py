@@ -145,6 +145,17 @@ def test_gemma_4s_own_parts_are_recognised() -> None:
     assert inputs.scale == pytest.approx(0.5**0.5, rel=1e-7)
 
 
+def test_a_factor_that_is_a_root_is_the_same_in_every_recording() -> None:
+    """Measured ratios differ in their last digits, and anatomies of several recordings are compared."""
+    known = KNOWN["gemma-4-moe"]
+    config = {**known.config, "model_type": known.model_type, "hidden_size": 88}
+    blueprint = build_blueprint(config, source="gemma")
+    found = recognise(blueprint.build(), blueprint.blocks_name)
+    assert isinstance(found, Anatomy), found
+    assert isinstance(found.layers[0].mlp, Mixture)
+    assert found.layers[0].mlp.router.input_factor == pytest.approx(88**-0.5, rel=1e-6)
+
+
 def test_a_row_of_the_embedding_may_be_read() -> None:
     """Wrappers of image models read that of the padding token, which takes the place of images."""
     model = random_decoder(KNOWN["llama"])
