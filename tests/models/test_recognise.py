@@ -3,7 +3,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.models import build_blueprint
+from marlinq.models import recognise as recognising
 from marlinq.models.anatomy import (
     Anatomy,
     DeltaNet,
@@ -308,6 +311,25 @@ def test_corrections_of_routers_are_told_from_chance(name: str) -> None:
     assert (router.scoring, router.groups) == ("sigmoid", None)
     assert router.corrects_logits == name.startswith("kolibri")
     assert router.top == (1 if "one" in name else 2)
+
+
+def test_a_router_that_fits_near_the_start_by_chance_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that explains the recordings at position 0 but not the one far behind."""
+    model = random_mixture("qwen3-moe")
+    right = recognise(model, "model.layers")
+    plain, calls = recognising._Block._routers, []
+
+    def routers(block: Any, routed: Any, found: Any, vectors: Any) -> Any:
+        calls.append(block.name)
+        for router, call in plain(block, routed, found, vectors):
+            # In the first recording alone.
+            if calls.count(block.name) < 2:
+                yield replace(router, scale=2.0), call
+            yield router, call
+
+    monkeypatch.setattr(recognising._Block, "_routers", routers)
+    assert recognise(model, "model.layers") == right
+    assert isinstance(right, Anatomy)
 
 
 def test_experts_without_a_gate_are_told_from_gated_ones() -> None:
