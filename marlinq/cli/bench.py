@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from marlinq.cli.options import device_option, dtype_option, output_options
+from marlinq.cli.options import device_option, dtype_option, output_options, refuse_options
 from marlinq.cli.output import INTERRUPTED_CODE, print_report, showing_progress
-from marlinq.cli.types import SOURCE, OneOf, names
+from marlinq.cli.types import OUTPUT_FILE, SOURCE, OneOf, names
 from marlinq.core.errors import UsageError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -249,14 +249,17 @@ def experts(
 )
 @click.option(
     "--profile",
-    type=click.Path(dir_okay=False),
+    type=OUTPUT_FILE,
     help="Write a trace of steps at the last batch and context to this file, and list their kernels.",
 )
 @click.option("--sustained", is_flag=True, help="Measure without pauses, as on a busy server.")
 @device_option
 @dtype_option
 @output_options
+@click.pass_context
 def decode(
+    context: click.Context,
+    /,
     checkpoint: str | None,
     synthetic: str | None,
     layers: int | None,
@@ -286,10 +289,9 @@ def decode(
     if synthetic is not None and checkpoint is None:
         measured = Synthetic(synthetic, layers, int(group_size), head, scheme)
     elif checkpoint is not None and synthetic is None:
-        if layers is not None or (head, group_size, scheme) != ("16", "128", "int4"):
-            raise UsageError(
-                "--layers, --head, --scheme and --group-size go with --synthetic; leave them out"
-            )
+        refuse_options(
+            context, "layers", "head", "scheme", "group_size", reason="only with --synthetic; leave it out"
+        )
         measured = checkpoint
     else:
         raise UsageError("expected a checkpoint folder or --synthetic MODEL, one of the two")
@@ -350,7 +352,7 @@ def decode(
     default="bfloat16",
     help="Type of activations.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw the decode steps into an SVG file.")
+@click.option("--plot", type=OUTPUT_FILE, help="Also draw the decode steps into an SVG file.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import model_options
+from marlinq.cli.options import model_options, refuse_options
 from marlinq.cli.output import print_explained, showing_progress
 from marlinq.cli.types import SOURCE, TEXT, names
-from marlinq.core.errors import UsageError
 
 
 @click.command(
@@ -58,7 +57,10 @@ from marlinq.core.errors import UsageError
 )
 @click.option("--keep", is_flag=True, help="Write the figures into MODEL's folder and model card.")
 @model_options
+@click.pass_context
 def command(
+    context: click.Context,
+    /,
     model: str,
     against: str | None,
     text: str | None,
@@ -84,11 +86,18 @@ def command(
     Tasks run after the text. With --against, recovery is MODEL's score in per cent of the original's, with
     the standard error over the same documents. Names of tasks are those of lm-evaluation-harness.
     """
+    if not tasks:
+        refuse_options(
+            context,
+            "shots",
+            "task_limit",
+            "task_batch",
+            "trust_task_code",
+            reason="only with --tasks; name tasks",
+        )
     from marlinq.operations.evaluate import TaskOptions, evaluate
 
     options = TaskOptions(tasks, shots, task_limit, task_batch, trust_task_code) if tasks else None
-    if options is None and (shots is not None or task_limit is not None or trust_task_code):
-        raise UsageError("--shots, --task-limit and --trust-task-code go with --tasks; name tasks")
 
     with showing_progress() as progress:
         report = evaluate(

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from marlinq.cli.lean_imports import lean_imports
-from marlinq.cli.options import model_options
+from marlinq.cli.options import model_options, refuse_options
 from marlinq.cli.output import print_explained, print_piece, showing_progress
 from marlinq.cli.types import SOURCE
-from marlinq.core.errors import UsageError
 from marlinq.core.startup import open_gpu_early
 
 if TYPE_CHECKING:
@@ -75,7 +74,10 @@ if TYPE_CHECKING:
     help="Type of what INT4 weights multiply in long prompts. fp8 is less exact.",
 )
 @model_options
+@click.pass_context
 def command(
+    context: click.Context,
+    /,
     checkpoint: str,
     prompts: tuple[str, ...],
     max_new_tokens: int,
@@ -101,11 +103,11 @@ def command(
     Without --greedy, tokens are drawn from the model's probabilities. Settings for sampling in
     generation_config.json are not used. The texts of several prompts are printed when all have ended.
     """
-    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    for name, value in drawing.items():
-        if greedy and value is not None:
-            option = "--" + name.replace("_", "-")
-            raise UsageError(f"--greedy and {option} contradict each other; keep one")
+    if greedy:
+        drawing = ("temperature", "top_k", "top_p", "min_p", "seed")
+        refuse_options(context, *drawing, reason="no effect with --greedy; keep one")
+    if len(prompts) > 1 and speculate in ("mtp", "lookup"):
+        refuse_options(context, "speculate", reason="several prompts are decoded without drafts; give one")
     # A thread opens the GPU and pins memory while libraries are imported.
     open_gpu_early(device)
     from marlinq.checkpoint import lock_ring_early

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from marlinq.cli.output import VERBOSITY
 from marlinq.cli.types import OneOf, Size
@@ -31,6 +32,25 @@ def model_options(command: _Command) -> _Command:
     """How a model is loaded, :data:`explain_option`, and :func:`output_options`."""
     command = trust_remote_code_option(explain_option(output_options(command)))
     return revision_option(device_option(dtype_option(command)))
+
+
+def given_options(context: click.Context, *names: str) -> list[str]:
+    """Spellings of those of the options ``names`` that the command line gives, whatever their values."""
+    return [
+        option.opts[0]
+        for option in context.command.params
+        if option.name in names and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
+    ]
+
+
+def refuse_options(context: click.Context, *names: str, reason: str) -> None:
+    """Refuses those of the options ``names`` that the command line gives: they would be ignored.
+
+    Raises:
+        UsageError: one is given; the message names all that are, and ends with ``reason``.
+    """
+    if given := given_options(context, *names):
+        raise UsageError(f"{' and '.join(given)}: {reason}")
 
 
 def verbosity_options(command: _Command) -> _Command:

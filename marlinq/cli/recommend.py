@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import device_option, output_options, revision_option
+from marlinq.cli.options import device_option, output_options, refuse_options, revision_option
 from marlinq.cli.output import print_report, showing_progress
-from marlinq.cli.types import names
+from marlinq.cli.types import OUTPUT_FILE, names
 
 
 @click.command(
@@ -34,11 +34,14 @@ from marlinq.cli.types import names
     is_flag=True,
     help="Load the model, round its weights to each type, and measure the KL divergence.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw the roofline into an SVG file.")
+@click.option("--plot", type=OUTPUT_FILE, help="Also draw the roofline into an SVG file.")
 @revision_option
 @device_option
 @output_options
+@click.pass_context
 def command(
+    click_context: click.Context,
+    /,
     model: str,
     synthetic: bool,
     gpu: str,
@@ -56,6 +59,12 @@ def command(
 
     Only config.json is read and no GPU is needed, except with --measure, which runs on --device.
     """
+    if synthetic:
+        refuse_options(click_context, "revision", reason="--synthetic reads no checkpoint; leave it out")
+    if not measure:
+        refuse_options(
+            click_context, "device", reason="only with --measure; --gpu names the GPU that is judged"
+        )
     from marlinq.operations.recommend import recommend, save_plot
 
     with showing_progress() as progress:

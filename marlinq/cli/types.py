@@ -223,9 +223,25 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5
         return size
 
 
+class OutputFile(click.Path):
+    """A file that a command writes when its work is done: its folder has to be there beforehand."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        folder = Path(value).absolute().parent
+        if not folder.is_dir():
+            self.fail(f"{folder}: no such folder; make it, or choose another", param, ctx)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            self.fail(f"{folder}: no file can be made there; choose another folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 SOURCE = Source()
 TEXT = TextSource()
 CALIBRATION = CalibrationSource()
 PAIR = Pair()
+OUTPUT_FILE = OutputFile()
 FOLDER = click.Path(path_type=Path)
 """A path, not checked while the command line is parsed."""

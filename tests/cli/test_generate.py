@@ -61,7 +61,7 @@ def test_options_reach_the_sampler(folder: str, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--greedy", "--top-p", "0.5"), "--greedy and --top-p contradict each other; keep one"),
+        (("--greedy", "--top-p", "0.5"), "--top-p: no effect with --greedy; keep one"),
         (("--temperature", "1e-9"), "'--temperature': 1e-09 is not in the range 0.001<=x<=1000"),
         (("--top-p", "1.5"), "'--top-p': 1.5 is not in the range"),
     ],

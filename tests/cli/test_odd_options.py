@@ -98,3 +98,48 @@ def test_lists_without_names_are_refused(
 def test_a_loader_without_a_target_would_be_ignored() -> None:
     with pytest.raises(UsageError, match=r"--for sglang only goes with target_bits or target_size"):
         Recipe(served_by="sglang")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (
+            "generate MODEL --prompt a --greedy --seed 0 --top-k 3",
+            "--top-k and --seed: no effect with --greedy",
+        ),
+        ("generate MODEL --prompt a --prompt b --speculate mtp", "--speculate: several prompts"),
+        ("generate MODEL --prompt a --prompt b --speculate lookup", "--speculate: several prompts"),
+        ("eval MODEL --task-batch 8", "--task-batch: only with --tasks"),
+        ("eval MODEL --trust-task-code --shots 0", "--shots and --trust-task-code: only with --tasks"),
+        ("recommend MODEL --device auto", "--device: only with --measure; --gpu names the GPU"),
+        ("recommend llama-3-8b --synthetic --revision main", "--revision: --synthetic reads no checkpoint"),
+        ("bench decode MODEL --scheme int4", "--scheme: only with --synthetic"),
+        ("bench decode MODEL --layers 1 --head 16", "--layers and --head: only with --synthetic"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    tmp_path: Path, arguments: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.replace("MODEL", str(tmp_path)).split())
+    error = capsys.readouterr().err
+    assert ended.value.code == UsageError.exit_code
+    assert error.startswith(f"error: {problem}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["recommend MODEL --measure --plot", "bench serve MODEL --plot", "bench decode MODEL --profile"],
+)
+def test_a_file_without_a_folder_is_refused_before_the_work(
+    tmp_path: Path, arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments.replace("MODEL", str(tmp_path)).split(), str(tmp_path / "absent" / "file")])
+    error = capsys.readouterr().err
+    assert ended.value.code == UsageError.exit_code
+    assert f"{tmp_path / 'absent'}: no such folder" in error
+    assert error.count("\n") == 1

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from marlinq.core.errors import OutputError
 from marlinq.operations.bench.serve import ServeBench
 
 STYLE = """
@@ -61,7 +62,7 @@ def save_plot(report: ServeBench, path: str | os.PathLike[str]) -> None:
     """Draw the steps of ``report`` into a file.
 
     Raises:
-        OSError: the file can't be written.
+        OutputError: the file can't be written.
     """
     work, first = report.workload, next(iter(report.engines.values()))
     told = (
@@ -69,7 +70,10 @@ def save_plot(report: ServeBench, path: str | os.PathLike[str]) -> None:
         f"{first.device}, {first.versions}",
     )
     steps = {name: times.step_seconds for name, times in report.engines.items()}
-    Path(path).write_text(steps_plot(steps, told), encoding="utf-8")
+    try:
+        Path(path).write_text(steps_plot(steps, told), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{os.fspath(path)}: {error.strerror or error}; choose another --plot") from None
 
 
 def _plain(text: str) -> str:

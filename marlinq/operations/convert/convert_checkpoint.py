@@ -90,7 +90,9 @@ def convert(
         OutputError: ``out`` exists or can't be written.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
-    if target_format != DENSE or scheme is not None:
+    if target_format == DENSE and scheme is not None:
+        raise UsageError(f"--scheme {scheme}: {DENSE} weights are not quantised; leave it out")
+    if target_format != DENSE:
         _check_formats(source_format, target_format)
     targets = [name for name, each in FORMATS.items() if each.original_kernel]
     if strict_marlin and target_format not in targets:

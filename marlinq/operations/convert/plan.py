@@ -24,7 +24,7 @@ from marlinq.checkpoint import (
     untied_config,
 )
 from marlinq.core.dtypes import torch_dtype
-from marlinq.core.errors import CheckpointError, ConversionRefused
+from marlinq.core.errors import CheckpointError, ConversionRefused, UsageError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.rules import Keep
 from marlinq.core.scheme import Scheme
@@ -107,6 +107,7 @@ def plan_conversion(
     Raises:
         ConversionRefused: the target can't hold a module without loss; nothing has been written.
         CheckpointError: the source contradicts itself.
+        UsageError: the target can't hold ``scheme``.
     """
     unknown = _check_linears(source)
     recasts = _recasts(source, target, scheme)
@@ -121,7 +122,7 @@ def plan_conversion(
     kept = {name: spec for name, spec in specs.items() if name not in skipped}
     if not kept:
         raise ConversionRefused(
-            f"{source.checkpoint.path}: no module has a shape that {target.name} can hold; "
+            f"{source.checkpoint.path}: {target.name} can hold no module; "
             f"the first reason is {_first(skipped)}"
         )
     unquantized = [*source.unquantized_linears(), *skipped]
@@ -191,11 +192,14 @@ def _recasts(source: QuantizedCheckpoint, target: Format, scheme: NamedScheme | 
 
     Raises:
         ConversionRefused: a module's scheme can't be changed to the wanted one.
+        UsageError: the target can't hold the wanted scheme.
     """
     recasts: dict[str, Recast] = {}
     for name, spec in source.modules.items():
         wanted = spec.scheme if scheme is None else scheme.example(spec.scheme)
-        if target.scheme_refusal(wanted) is not None:
+        if (reason := target.scheme_refusal(wanted)) is not None:
+            if scheme is not None:
+                raise UsageError(f"--scheme {scheme.name}: {target.name} can't hold {reason}; leave it out")
             continue  # _excluded_shapes refuses it, with its reason
         way = recast(spec.scheme, target.layout_of(wanted), scheme)
         if isinstance(way, str):

@@ -70,6 +70,8 @@ def test_the_formats_must_fit(tmp_path: Path) -> None:
     assert_refused(before, UsageError, "expected a awq checkpoint, found gptq", source_format="awq")
     assert_refused(before, UsageError, "unknown format 'gguf'", target="gguf")
     assert_refused(before, UsageError, "--strict-marlin", target="awq", strict_marlin=True)
+    assert_refused(before, UsageError, "--scheme fp8: awq can't hold fp8_e4m3", target="awq", scheme="fp8")
+    assert_refused(before, UsageError, "--scheme fp8: dense weights are not", target="dense", scheme="fp8")
     (tmp_path / "after").mkdir()
     with pytest.raises(OutputError, match="already exists"):
         convert(before, tmp_path / "after", target_format="marlin")
