@@ -7,6 +7,7 @@ import click
 from marlinq.cli.options import model_options, refuse_options
 from marlinq.cli.output import print_explained, showing_progress
 from marlinq.cli.types import SOURCE, TEXT, names
+from marlinq.core.errors import UsageError
 
 
 @click.command(
@@ -95,6 +96,8 @@ def command(
             "trust_task_code",
             reason="only with --tasks; name tasks",
         )
+    if text == "self":
+        raise UsageError("--text self: leave --text out; the original, or MODEL, then writes the text")
     from marlinq.operations.evaluate import TaskOptions, evaluate
 
     options = TaskOptions(tasks, shots, task_limit, task_batch, trust_task_code) if tasks else None

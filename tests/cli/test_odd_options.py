@@ -109,6 +109,7 @@ def test_a_loader_without_a_target_would_be_ignored() -> None:
         ),
         ("generate MODEL --prompt a --prompt b --speculate mtp", "--speculate: several prompts"),
         ("generate MODEL --prompt a --prompt b --speculate lookup", "--speculate: several prompts"),
+        ("eval MODEL --text self", "--text self: leave --text out"),
         ("eval MODEL --task-batch 8", "--task-batch: only with --tasks"),
         ("eval MODEL --trust-task-code --shots 0", "--shots and --trust-task-code: only with --tasks"),
         ("recommend MODEL --device auto", "--device: only with --measure; --gpu names the GPU"),

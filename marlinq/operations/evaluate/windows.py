@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from marlinq.calibration import Chat, check_tokens, read_passages, render_chat
+from marlinq.calibration.images import holds_images
 from marlinq.core import boundaries
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportProgress, no_progress
@@ -40,7 +41,7 @@ def read_windows(
         vocabulary: number of token ids that the model knows.
 
     Raises:
-        UsageError: the source can't be read, or does not fill one window.
+        UsageError: the source can't be read, does not fill one window, or holds images.
         EnvironmentProblem: the source is on the Hub, which can't be reached.
         UnsupportedError: the source holds chats, and the tokenizer has no chat template.
         CheckpointError: a token id is beyond the vocabulary, or the chat template fails.
@@ -50,10 +51,14 @@ def read_windows(
     if step < 1:
         raise UsageError(f"length: expected more than {len(begin)}, found {length}")
     ids: list[int] = []
-    for row in read_passages(source, split=_SPLIT):
+    for number, row in enumerate(read_passages(source, split=_SPLIT), 1):
         if isinstance(row, list):
             tokens = row
         else:
+            if isinstance(row, Chat) and holds_images(row):
+                raise UsageError(
+                    f"text {source}: row {number} holds images; models are evaluated on text alone"
+                )
             text = render_chat(row, tokenizer, source) if isinstance(row, Chat) else row
             with boundaries.tokenizer(tokenizer):
                 tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

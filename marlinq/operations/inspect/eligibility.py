@@ -199,6 +199,9 @@ def _floats_verdict(server: Server, layers: Mapping[str, LinearFacts], whole: Wh
             None,
         )
         if rule is None:
+            read = any(each.loading(whole.layout) is not None for each in servers())
+            if read and server.loading(whole.layout) is None:
+                return "", f"does not read the {whole.layout} layout"
             what = layer.named or f"{layer.element.name} weights of this kind"
             return "", f"not judged: how {server.name} loads {what} in {whole.layout} has not been read yet"
         block = layer.granularity

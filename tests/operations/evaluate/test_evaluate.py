@@ -160,6 +160,11 @@ def test_tables_are_read_row_by_row(original: Path, tmp_path: Path, column: str)
         ("two.jsonl", b'{"a": "x", "b": "y"}\n', "which column"),
         ("number.jsonl", b'{"text": 3}\n', "column 'text' holds int"),
         ("broken.jsonl", b"{", "can't be read"),
+        (
+            "cat.jsonl",
+            b'{"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.jpg"}]}]}\n',
+            "row 1 holds images; models are evaluated on text alone",
+        ),
     ],
 )
 def test_unusable_text_is_named(

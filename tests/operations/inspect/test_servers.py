@@ -505,7 +505,9 @@ def test_weights_in_floating_point_are_judged_by_their_scheme(name: str, layout:
     assert loads == FLOAT_CASES[name, layout]
     for server, verdict in found.items():
         if server not in loads | {"marlinq"}:
-            assert "not judged" in verdict.reason
+            # Layouts of integers were read for every server, those of floats for some.
+            unread = layout == "compressed-tensors" and server in {"GPTQModel", "Marlin (IST-DASLab)"}
+            assert ("does not read" if unread else "not judged") in verdict.reason
         assert verdict.reason
 
 
