@@ -279,6 +279,9 @@ def _layer(
     source: str, blueprint: Blueprint, text: Any, index: int, block: Block, projections: Iterable[Projection]
 ) -> DecoderLayer:
     dense = [one for one in projections if one.expert is None and ".experts." not in one.name]
+    # Where heads differ between layers (Gemma 4), the config as a whole refuses to say their size.
+    each = getattr(text, "per_layer_config", ())
+    text = each[index] if index < len(each) else text
     heads = _number(source, text, "num_attention_heads") or 1
     size = _number(source, text, "head_dim") or text.hidden_size // heads
     kv_heads = _number(source, text, "num_key_value_heads") or heads

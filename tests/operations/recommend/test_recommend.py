@@ -25,6 +25,7 @@ from marlinq.operations.recommend.server_verdicts import loaders
 from marlinq.operations.recommend.shape import ModelShape, ProductSize, shape_of
 from marlinq.operations.recommend.weight_types import compared
 from tests.runtime.test_generation import wide_model
+from tests.testing.decoders import KNOWN
 from tests.testing.mixtures import random_mixture
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.tiny_models import CONFIGS, tiny_model
@@ -121,6 +122,13 @@ def test_layers_of_known_shapes() -> None:
     assert mixture.routed is not None
     assert (mixture.routed.experts, mixture.routed.top, mixture.routed.inner) == (128, 8, 768)
     assert mixture.routed.touched(1) == pytest.approx(8)
+
+
+def test_heads_may_differ_between_layers() -> None:
+    decoder = KNOWN["gemma-4"]
+    found = shape_of("model", {"model_type": decoder.model_type, **decoder.config})
+    heads = decoder.config["num_attention_heads"]
+    assert [layer.queries for layer, _ in found.layers] == [heads * 16, heads * 32]
 
 
 def test_bytes_of_weights_count_their_scales() -> None:
