@@ -110,11 +110,12 @@ def our_checkpoints(peer_root: Path, tmp_path_factory: pytest.TempPathFactory) -
     text = root / "calibration.txt"
     rows = calibration_tokens().tolist()
     text.write_text("\n\n".join(" ".join(f"t{token}" for token in row) for row in rows))
-    folders = {}
+    folders, quantised = {}, dict[str, Path]()
     for name, ours in OURS.items():
-        folder = root / name / "quantised"
         recipe = Recipe(calibration=str(text), samples=16, max_length=64).replace(**ours.recipe)
-        quantize(peer_root / "base" / ours.base, folder, recipe=recipe, device="cpu")
+        folder = quantised.setdefault(f"{ours.base} {recipe}", root / name / "quantised")
+        if not folder.exists():
+            quantize(peer_root / "base" / ours.base, folder, recipe=recipe, device="cpu")
         for step, target in enumerate(ours.path):
             convert(folder, root / name / f"step{step}", target_format=target)
             folder = root / name / f"step{step}"
