@@ -99,9 +99,13 @@ def text_file(folder: Path) -> Path:
 
 
 def quantize(run: Run, original: Path, out: Path, scheme: str, form: str, *options: object) -> Any:
-    calibration = ("--calibration", text_file(out.parent), "--samples", 1, "--max-length", 32)
-    fixed = ("--method", "rtn", "--scheme", scheme, "--format", form)
-    code, report = run("quantize", original, out, *fixed, *calibration, *CPU, *options)
+    # Only static activations are calibrated, by a method of their own.
+    method: tuple[object, ...] = ("--method", "rtn")
+    activations = SCHEMES[scheme].activations
+    if activations is not None and not activations.dynamic:
+        method = ("--calibration", text_file(out.parent), "--samples", 1, "--max-length", 32)
+    fixed = ("--scheme", scheme, "--format", form)
+    code, report = run("quantize", original, out, *fixed, *method, *CPU, *options)
     assert code == 0, report
     return report
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -77,6 +79,14 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where pytest's workers ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def alive(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     # A killed process whose parent has not asked for it yet is a zombie.
@@ -111,12 +121,12 @@ def test_times_are_the_engines_own(checkpoint: Path, tmp_path: Path) -> None:
 
 FAULTS = {
     "error": ("raise SystemExit('out of memory')", EnvironmentProblem.exit_code, "out of memory"),
-    "Ctrl-C": ("import signal; os.kill(os.getppid(), signal.SIGINT); time.sleep(600)", 130, "interrupted"),
-    "end": ("import signal; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)", 130, "interrupted"),
+    "Ctrl-C": ("import signal; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", 130, "interrupted"),
+    "end": ("import signal; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", 130, "interrupted"),
 }
 
 
-@pytest.mark.usefixtures("vllm")
+@pytest.mark.usefixtures("vllm", "interruptible")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_measurements_before_a_fault_are_kept(
     fault: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -105,7 +105,7 @@ def test_a_step_is_the_references(name: str, changes: dict[str, Any]) -> None:
     [
         ("llama", 2, {}, "2 sequences"),
         ("llama", 1, {"num_attention_heads": 16}, "heads of 32 channels"),
-        ("starcoder2", 1, {}, "without a gate"),
+        ("starcoder2", 1, {}, "gelu_tanh, or gate and up"),
         ("phi", 1, {}, "parallel blocks"),
     ],
 )
