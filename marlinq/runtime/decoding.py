@@ -64,7 +64,7 @@ class Decoder:
 
     Args:
         forward: forward that computes logits.
-        shape: what the sampler computes: random draws, filters, a penalty.
+        shape: operations of the sampler: random draws, filters, a penalty.
         graphs: False keeps CUDA steps eager.
 
     Attributes:
@@ -450,7 +450,7 @@ class Decoders:
             batch: rows.
             tokens: largest number of tokens of a row, prompt included.
             limit: largest capacity, unless ``tokens`` is larger.
-            shape: what the sampler computes: random draws, filters, a penalty.
+            shape: operations of the sampler: random draws, filters, a penalty.
             graphs: False keeps CUDA steps eager.
             drafts: whether ``make_forward`` makes forwards with a draft head.
         """

@@ -131,7 +131,7 @@ class Sampler:
     """Chooses a token for each row, again and again, without the host.
 
     Args:
-        shape: what the sampler computes: random draws, filters, a penalty.
+        shape: operations of the sampler: random draws, filters, a penalty.
         batch: B.
         vocabulary: width of the logits.
         device: device of the logits.
@@ -203,7 +203,7 @@ def choose(logits: Tensor, shape: SamplerShape, state: SamplerState) -> tuple[Te
 
     Args:
         logits: [B, V], a floating type.
-        shape: what the sampler computes: random draws, filters, a penalty.
+        shape: operations of the sampler: random draws, filters, a penalty.
         state: as it is before the draw.
 
     Returns:

@@ -31,7 +31,7 @@ class CheckedLayer:
 
     Args:
         tensors: the operator's tensors behind x, ids and weights; None for what is absent.
-        experts: the same weights, on a GPU.
+        experts: the weights among ``tensors`` as one value; they lie on a GPU.
         activation: name of the function between the products.
         expert_map: None or the map from the router's experts to this GPU's.
         evict: called when one of the tensors is garbage-collected.

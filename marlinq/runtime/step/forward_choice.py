@@ -61,7 +61,7 @@ def take_decoder(
         loaded: the model.
         batch: rows.
         tokens: largest number of tokens of a row, prompt included.
-        shape: what the sampler computes: random draws, filters, a penalty.
+        shape: operations of the sampler: random draws, filters, a penalty.
         graphs: False keeps CUDA steps eager.
         layer: draft head for the forward's ``drafter``, where it can have one; or None.
         progress: called while kernels are compiled.

@@ -7,7 +7,7 @@
 // So the words of row i + 2 are loaded, those of row i + 1 dequantised and row i multiplied at the same time, across chunk ends
 // too. A stage is released when the first products of the next chunk have been issued and all of its own are done.
 //
-// Places of sparse weights are operands as they are, so their registers may be loaded again only when the row's products are done.
+// The tensor cores read places of sparse weights from registers, which are loaded again only when the row's products are done.
 // Chunks of four rows have registers for four, loaded with the words; chunks of two have registers for two, loaded behind the wait.
 #pragma once
 #include "fault_site.cuh"

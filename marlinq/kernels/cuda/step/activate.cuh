@@ -3,8 +3,8 @@
 //   out[m, j] = activation(scale * gate[m, j]) * up[m, j]      GATED
 //   out[m, j] = activation(scale * gate[m, j])                 otherwise
 //
-// x holds gate. With TILES it holds up too: 64 columns of gate, 64 of up, and so on in turns. Without TILES up begins at `other` and has
-// a stride of its own, so that it may be another tensor, or later columns of x. A thread computes eight elements.
+// x holds gate. With TILES it holds up too: 64 columns of gate, 64 of up, and so on in turns. Without TILES up begins at `other`, with
+// a row stride given separately: another tensor, or later columns of x. A thread computes eight elements.
 //
 // Configuration: Element, THREADS, ACTIVATION, GATED, TILES.
 #pragma once
