@@ -330,7 +330,13 @@ class _Template:
                 "out, or name a file with another template"
             )
         self.beginning = self._encode(before)
-        """Token ids of the template's text before a user's message."""
+        """Token ids of the template's text before a user's message; at least one."""
+        if not self.beginning:
+            raise UnsupportedError(
+                f"{loaded.path}: --chat-template: the template writes nothing before a user's message, so "
+                "the model has nothing to continue; leave the option out, or name a file with another "
+                "template"
+            )
         self._closing = after.strip().splitlines()[0].strip() if after.strip() else ""
 
     def message(self, tokens: Sequence[int]) -> str:

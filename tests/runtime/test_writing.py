@@ -278,6 +278,13 @@ def test_a_template_that_drops_the_message_is_refused() -> None:
         TextWriter(loaded(chat_model(), tokenizer), rows=2, max_length=60, seed=0, chat=True)
 
 
+def test_a_template_that_begins_with_the_message_is_refused() -> None:
+    tokenizer = Chatty()
+    tokenizer.apply_chat_template = lambda messages, **options: messages[0]["content"]  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError, match="writes nothing before a user's message"):
+        TextWriter(loaded(chat_model(), tokenizer), rows=2, max_length=60, seed=0, chat=True)
+
+
 def test_questions_that_fill_the_length_are_refused() -> None:
     writer = TextWriter(loaded(chat_model(), Chatty()), rows=2, max_length=3, seed=0, chat=True)
     with pytest.raises(UnsupportedError, match="raise --max-length"):
