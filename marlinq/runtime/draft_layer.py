@@ -25,6 +25,7 @@ from marlinq.checkpoint import (
     ReadAhead,
     find_draft_head,
 )
+from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.models import ConvertedTensors, ModelInstance, TensorNames, converted
 from marlinq.models.anatomy import Anatomy, Attention, LatentAttention, Layer, Mixture, Norm
@@ -90,13 +91,14 @@ def _load(model: PreTrainedModel, source: LoadedFrom, anatomy: Anatomy) -> Draft
         return "the checkpoint has no draft head"
     if anatomy.final_norm is None:
         return "the model has no norm before its head"
+    width = anatomy.final_norm.width
     reasons: dict[str, None] = {}
     for index in reversed(range(len(anatomy.layers))):
         layer = anatomy.layers[index]
         if not isinstance(layer.attention, Attention | LatentAttention) or layer.beside is not None:
             continue
         view = _View.of(source, head, layer.name, anatomy.final_norm.module)
-        reason = view.mismatch(layer.name)
+        reason = view.mismatch(layer.name) or view.damage(width)
         if reason is None:
             return _built(model, view, anatomy, layer)
         reasons[reason] = None
@@ -165,6 +167,24 @@ class _View:
                         return f"{name}: expected {list(size)}, found {list(view.tensors[stored].shape)}"
         except CheckpointError as error:
             return str(error)
+        return None
+
+    def damage(self, width: int) -> str | None:
+        """Why the parts besides the block don't fit hidden states of ``width``, or what holds no floats, or
+        None. Damaged quantised linears are found when they are loaded."""
+        stored, packed = self.source.checkpoint.tensors, self.source.quantized
+        head, modules = self.head, {} if packed is None else packed.modules
+        shapes = {f"{name}.weight": (width,) for name in (head.token_norm, head.hidden_norm, head.final_norm)}
+        if head.projection not in modules:
+            shapes[f"{head.projection}.weight"] = (width, 2 * width)
+        for name, shape in shapes.items():
+            if name in stored and stored[name].shape != shape:
+                return f"{name}: expected {list(shape)}, found {list(stored[name].shape)}"
+        for name, info in stored.items():
+            inside = name.startswith((head.block, *(f"{part}." for part in head.outside)))
+            dense = name.endswith((".weight", ".bias")) and name.rpartition(".")[0] not in modules
+            if inside and dense and not torch_dtype(info.dtype).is_floating_point:
+                return f"{name}: expected floats, found {info.dtype}"
         return None
 
     def replaced(self) -> dict[str, str]:

@@ -104,6 +104,21 @@ def test_drafts_behind_recurrent_states(tmp_path: Path) -> None:
     assert drafted.drafts.verifications > 2
 
 
+@pytest.mark.parametrize("name", ["fc", "pre_fc_norm_hidden", "norm", "layers.0.mlp.up_proj"])
+@pytest.mark.parametrize("damage", ["shape", "dtype"])
+def test_text_goes_on_without_a_damaged_head(name: str, damage: str, tmp_path: Path) -> None:
+    save_plain(tmp_path, tiny_model("llama"))
+    add_draft_head(tmp_path, 1, "mtp")
+    path, name = tmp_path / "model.safetensors", f"mtp.{name}.weight"
+    tensors = load_file(path)
+    tensors[name] = tensors[name][:-1].clone() if damage == "shape" else tensors[name].to(torch.int8)
+    save_file(tensors, path)
+    loaded = opened(tmp_path)
+    with pytest.raises(UnsupportedError, match="draft head .*: expected "):
+        generate(loaded, PROMPT, max_new_tokens=4, speculate="mtp")
+    assert generate(loaded, PROMPT, max_new_tokens=4).drafts.source == "the text so far"
+
+
 def test_quantised_heads(tmp_path: Path) -> None:
     """A head's block may be quantised as the model's blocks are; text goes on without one that is damaged."""
     save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())
