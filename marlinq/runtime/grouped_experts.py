@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Self
+from dataclasses import replace
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,8 @@ _PROBED = torch.linspace(-9.0, 9.0, 96).view(3, 32)
 class GroupedExperts(nn.Module):
     """The routed part of a mixture layer, by :func:`marlinq.kernels.experts.routed_experts`.
 
-    The same call gives the same bits. The host never waits for the GPU, so a CUDA graph can capture it.
+    The same call gives the same bits. The host never waits for the GPU, so a CUDA graph can capture it. It
+    may also hold the layer's shared expert as further experts, for steps that choose it for every row.
 
     Args:
         weights: weights of all experts.
@@ -40,19 +43,36 @@ class GroupedExperts(nn.Module):
             weights.down.format,
             activation,
         )
+        self._sets = [""]
+        self._register("", weights)
+
+    def add_shared(self, weights: ExpertWeights) -> None:
+        """Hold :attr:`shared` experts, from :func:`shared_as_experts`."""
+        self._sets = ["", "shared_"]
+        self._register("shared_", weights)
+
+    def _register(self, prefix: str, weights: ExpertWeights) -> None:
         for product, stored in weights._asdict().items():
             for key, value in stored.tensors.items():
-                self.register_buffer(f"{product}_{key}", value, persistent=False)
+                self.register_buffer(f"{prefix}{product}_{key}", value, persistent=False)
 
     @property
     def weights(self) -> ExpertWeights:
-        """The weights, from the present buffers."""
+        """The weights of the routed experts, from the present buffers."""
+        return self._weights("")
+
+    @property
+    def shared(self) -> ExpertWeights | None:
+        """The shared expert as experts behind the routed ones; None unless it was added."""
+        return self._weights("shared_") if "shared_" in self._sets else None
+
+    def _weights(self, prefix: str) -> ExpertWeights:
         return ExpertWeights(
             *(
                 StoredExperts(
                     self.format,
                     self.granularity,
-                    **{key: getattr(self, f"{product}_{key}") for key in _TENSORS},
+                    **{key: getattr(self, f"{prefix}{product}_{key}") for key in _TENSORS},
                 )
                 for product in ExpertWeights._fields
             )
@@ -60,8 +80,8 @@ class GroupedExperts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As a module's; the power of two that scales are stored with follows their dtype."""
-        for product in ExpertWeights._fields:
-            name = f"{product}_scales"
+        for prefix, product in itertools.product(self._sets, ExpertWeights._fields):
+            name = f"{prefix}{product}_scales"
             setattr(self, name, self.format.rescaled(getattr(self, name), fn))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -133,6 +153,72 @@ def group_experts(
     biased = any(linear.bias is not None for linear in (*gate, *up, *down))
     stored = [_stacked(linears, biased=biased) for linears in (gate, up, down)]
     return ExpertWeights(interleave_gate_up(*stored[:2]), stored[2])
+
+
+def shared_as_experts(
+    experts: ExpertWeights, gate: nn.Module, up: nn.Module, down: nn.Module
+) -> ExpertWeights | str:
+    """A shared expert as experts of the routed ones' size and format, in new memory: their results for a row
+    add up to its own. Or why it can't be that, in one clause.
+
+    Args:
+        experts: weights of the routed experts.
+        gate, up, down: linears of the shared expert.
+    """
+    if not all(isinstance(linear, QuantLinear) for linear in (gate, up, down)):
+        return "it is not packed"
+    linears = [cast("QuantLinear", linear) for linear in (gate, up, down)]
+    inner = experts.down.shape[1]
+    count, rest = divmod(linears[2].padded_shape[0], inner)
+    groups = linears[2].scales.shape[0]
+    whole = count == 1 or all(linear.in_features == linear.padded_shape[0] for linear in linears)
+    # A single group is stored in another order of columns than several.
+    if rest or not count or not whole or (groups > 1 and (groups % count or groups == count > 1)):
+        return f"{linears[2].in_features} channels in {groups} groups are not those of whole experts"
+    parts = _parts(linears, count) if count > 1 else [[linear] for linear in linears]
+    reason = grouping_refusal(*parts)
+    if reason is not None:
+        return reason
+    found = group_experts(*parts)
+    for mine, theirs in zip(found, experts, strict=True):
+        if (mine.format, mine.granularity) != (theirs.format, theirs.granularity):
+            return "its format or groups are not the experts'"
+        if {name: _form(value) for name, value in mine.tensors.items()} != {
+            name: _form(value) for name, value in theirs.tensors.items()
+        }:
+            return "its sizes, zero points or biases are not the experts'"
+    return found
+
+
+def _form(value: Tensor | None) -> tuple[object, ...] | None:
+    """Shape of one expert's part, and dtype; None without a tensor."""
+    return None if value is None else (value.shape[1:], value.dtype)
+
+
+def _parts(linears: Sequence[QuantLinear], count: int) -> list[list[QuantLinear]]:
+    """Gate, up and down in ``count`` parts each: columns of gate and up, rows of down."""
+    gate, up, down = (linear.operand for linear in linears)
+    size = gate.out_features // count
+    columns = [slice(part * size, (part + 1) * size) for part in range(count)]
+    biases = [linear.bias for linear in linears]
+    sides = [
+        [QuantLinear(operand.columns(part), None if bias is None else bias[part]) for part in columns]
+        for operand, bias in zip((gate, up), biases, strict=False)
+    ]
+    shared_groups = down.scales.shape[0] == 1
+    rows = [
+        replace(
+            down,
+            words=words,
+            scales=down.scales if shared_groups else down.scales.chunk(count)[part],
+            zeros=down.zeros if down.zeros is None or shared_groups else down.zeros.chunk(count)[part],
+            in_features=size,
+        )
+        for part, words in enumerate(down.words.chunk(count))
+    ]
+    # The bias belongs to the sum.
+    last = [QuantLinear(row, biases[2] if part == 0 else None) for part, row in enumerate(rows)]
+    return [*sides, last]
 
 
 def _stacked(linears: Sequence[QuantLinear], *, biased: bool) -> StoredExperts:

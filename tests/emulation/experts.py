@@ -41,6 +41,7 @@ def run_layer(
     activation: str = "silu",
     expert_map: Tensor | None = None,
     *,
+    further: int = 0,
     seed: int = 0,
     planted: tuple[str, Planted] | None = None,
 ) -> Routed:
@@ -51,6 +52,7 @@ def run_layer(
         decision: the launches' variants.
         x, ids, weights, experts, activation, expert_map: as
             :func:`marlinq.kernels.experts.routed_experts`.
+        further: number of the last experts that lie in other memory.
         seed: seed of the schedule.
         planted: a kernel's function and a fault in its sources, or None.
 
@@ -59,9 +61,12 @@ def run_layer(
     """
     x, ids, weights = apart(x), apart(ids), apart(weights)
     expert_map = None if expert_map is None else apart(expert_map)
-    experts = ExpertWeights(*(stored.with_tensors(apart) for stored in experts))
+    own = len(experts.down.words) - further
+    more = ExpertWeights(*(stored.with_tensors(lambda value: apart(value[own:])) for stored in experts))
+    experts = ExpertWeights(*(stored.with_tensors(lambda value: apart(value[:own])) for stored in experts))
+    others = more if further else None
     out = apart(torch.full(x.shape, torch.nan, dtype=x.dtype))
-    shape = shape_of(x, ids, experts)
+    shape = shape_of(x, ids, experts, others)
     made = ExpertsWorkspace.of(shape, decision, torch.device("cpu"))
     for tensor in made:
         tensor.view(torch.uint8).fill_(255)
@@ -79,10 +84,13 @@ def run_layer(
             out,
             workspace,
             dependent=True,
+            further=others,
         )
     given = {"x": x, "ids": ids, "weights": weights, "map": expert_map, "out": out, **workspace._asdict()}
-    for product, stored in (("gate_up", experts.gate_up), ("down", experts.down)):
-        given |= {f"{product} {name}": value for name, value in stored.tensors.items()}
+    for product in ExpertWeights._fields:
+        for kind, held in (("", experts), ("further ", more)):
+            tensors: dict[str, Tensor | None] = getattr(held, product).tensors
+            given |= {f"{kind}{product} {name}": value for name, value in tensors.items()}
     for number, step in enumerate(steps):
         function = step.instantiation.function
         parameters = dict(step.instantiation.parameters)
@@ -140,6 +148,7 @@ def _touched(function: str, parameters: dict[str, object], given: dict[str, Tens
         # Places and weights are older than the previous kernel.
         constant, previous, written = ["places", "weights"], ["rows"], ["out"]
     memory = []
+    constant += [f"further {name}" for name in constant if f"further {name}" in given]
     for name in (*constant, *previous, *written):
         tensor = given[name]
         if tensor is not None and tensor.numel():

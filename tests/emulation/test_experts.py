@@ -238,6 +238,37 @@ def test_pairs_that_share_experts(builder: Builder, name: str) -> None:
     assert error < 2 * BOUND[shape.dtype]
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_experts_in_other_memory(builder: Builder, together: bool) -> None:
+    """The last two of five experts, with zero points; every row takes the last one."""
+    shape = Shape(5, 3, 256, 192, 64, True)
+    layer = random_layer(shape)
+    x, ids, weights = random_routing(replace(shape, experts=4, top=2), 5)
+    ids = torch.cat((ids, torch.full((5, 1), 4, dtype=ids.dtype)), 1)
+    weights = torch.cat((weights, torch.ones(5, 1)), 1)
+    alone = (
+        DirectConfig(StreamConfig(1, parts, 1, 8, True, 1, 3, 1, True), gated, 3)
+        for parts, gated in ((2, True), (3, False))
+    )
+    chosen = (
+        shared_decision(3, 4, [(1, 4, 1), (1, 4, 1)])
+        if together
+        else DirectDecision(*alone, reason="a test's")
+    )
+    routed = run_layer(builder, chosen, x, ids, weights, layer.weights, further=2)
+    assert relative_error(routed.out, layer.reference(x, ids, weights)) < 2 * BOUND[shape.dtype]
+
+
+def test_sorted_experts_lie_in_one_memory(builder: Builder) -> None:
+    shape = Shape(4, 2, 128, 64, 64)
+    layer = random_layer(shape)
+    given = random_routing(shape, 3)
+    with pytest.raises(ValueError, match="experts in other memory"):
+        run_layer(
+            builder, decision(shape_of(*given[:2], layer.weights), 16), *given, layer.weights, further=1
+        )
+
+
 @pytest.mark.parametrize(
     ("way", "activation"), in_turn(("alone", "together", "sorted"), ("silu", "clamped_swiglu"))
 )

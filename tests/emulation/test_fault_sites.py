@@ -46,6 +46,7 @@ PLANTED: list[Planted] = [
     *(planted for _, planted in test_router.GROUP_FAULTS.values()),
     *test_router_inputs.ADDITION_FAULTS.values(),
     *test_router_inputs.GATE_FAULTS.values(),
+    test_router_inputs.SHARED_FAULT,
     *(planted for _, _, planted, _ in test_rows.FAULTS.values()),
     *test_sample.FAULTS.values(),
     *(planted for planted, _ in test_other_elements.SPARSE_FAULTS.values()),

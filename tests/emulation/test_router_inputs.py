@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from emulation.build import Builder
 from emulation.faults import Planted
@@ -60,6 +59,54 @@ def test_a_shared_experts_gate(builder: Builder, experts: int, width: int, clust
     check_gate(builder, dtype, experts=experts, width=width, clusters=clusters)
 
 
+def check_shared(
+    builder: Builder, *, gated: bool, experts: int = 60, shared: int = 2, planted: Planted | None = None
+) -> None:
+    """Experts that every row takes behind those that it chooses."""
+    torch.manual_seed(9)
+    x = apart((2 * torch.randn(3, 328)).round().clamp(-3, 3).half()[:, :320])
+    weight, gate = (
+        apart((2 * torch.randn(*shape)).round().clamp(-3, 3).div(64).half())
+        for shape in ((experts, 320), (320,))
+    )
+    taken = 4 + shared
+    ids, weights = (
+        apart(torch.full((3, taken), -1, dtype=torch.int32)),
+        poisoned(3, taken, dtype=torch.float32),
+    )
+    prepared = router(
+        *(x, weight, ids, weights),
+        scoring="softmax",
+        normalised=True,
+        scale=2.0,
+        gate=gate if gated else None,
+        shared=shared,
+    )
+    memory = [
+        *given(x=x),
+        *constants(weight=weight, gate=gate if gated else None),
+        *results(ids=ids, weights=weights),
+    ]
+    start(builder, prepared, memory, capability=90, planted=planted)
+    alone = route(builder, x, weight, 4, "softmax", normalised=True, scale=2.0)
+    assert torch.equal(ids[:, :4], alone[0])
+    assert torch.equal(weights[:, :4], alone[1])
+    assert ids[:, 4:].tolist() == 3 * [list(range(experts, experts + shared))]
+    factor = (x.double() @ gate.double()).half().double().sigmoid() if gated else torch.ones(3)
+    assert relative_error(weights[:, 4:], factor[:, None].expand(-1, shared)) < 1e-6
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_shared_expert_is_taken_by_every_row(builder: Builder, gated: bool) -> None:
+    check_shared(builder, gated=gated, shared=1 if gated else 2)
+
+
+def test_a_fault_of_a_shared_experts_number_is_reported(builder: Builder) -> None:
+    with pytest.raises(AssertionError):
+        check_shared(builder, gated=False, planted=SHARED_FAULT)
+
+
+SHARED_FAULT = Planted("shared_number", "experts")
 GATE_FAULTS = {
     "another row of the weight for the gate": Planted("gate_weights", "weight + (i64)expert * vectors"),
     "the gate's logit not read": Planted("logits_read", "experts"),
@@ -80,18 +127,23 @@ def test_a_fault_of_gates_is_reported(builder: Builder, name: str) -> None:
     [
         {"gate": None},
         {"gates": None},
+        {"shared": 1, "ids": torch.zeros(2, 3, dtype=torch.int32), "weights": torch.zeros(2, 3)},
         {"gate": torch.zeros(72, dtype=torch.float16)},
         {"gate": torch.zeros(64)},
         {"gates": torch.zeros(2)},
         {"gates": torch.zeros(2, 1, dtype=torch.float16)},
     ],
 )
-def test_gates_that_do_not_fit_are_refused(wrong: dict[str, Tensor | None]) -> None:
+def test_gates_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     x, weight = torch.zeros(2, 64, dtype=torch.float16), torch.zeros(4, 64, dtype=torch.float16)
-    ids, weights = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 2)
-    both: dict[str, Any] = {"gate": torch.zeros(64, dtype=torch.float16), "gates": torch.zeros(2, 1)}
+    given: dict[str, Any] = {
+        "ids": torch.zeros(2, 2, dtype=torch.int32),
+        "weights": torch.zeros(2, 2),
+        "gate": torch.zeros(64, dtype=torch.float16),
+        "gates": torch.zeros(2, 1),
+    }
     with pytest.raises(ValueError, match="gate"):
-        router(x, weight, ids, weights, scoring="softmax", normalised=True, **{**both, **wrong})
+        router(x, weight, scoring="softmax", normalised=True, **{**given, **wrong})
 
 
 def check_addition(

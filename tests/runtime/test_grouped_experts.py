@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from marlinq.kernels.contract.weight_formats import E2M1, INT4, INT8, WeightFormat
+from marlinq.kernels.experts import ExpertWeights
 from marlinq.runtime.grouped_experts import (
     GroupedExperts,
     activation_name,
     gated_name,
     group_experts,
     grouping_refusal,
+    shared_as_experts,
 )
 from marlinq.runtime.quant_linear import QuantLinear
 from tests.kernels.problems import random_operands, relative_error
@@ -78,6 +81,56 @@ def test_grouped_experts_compute_what_single_ones_do(group: int, zeros: bool, bi
             expected[token] += weights[token, slot].half().double() * down[expert](inner).double()
     # Five roundings to 11 bits in what is expected, one in what is found.
     assert relative_error(found, expected) < 6 * 2.0**-11
+
+
+def experts_sum(layer: ExpertWeights, x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """The results of all experts for every row, added."""
+    count = len(layer.down.words)
+    ids = torch.arange(count).expand(len(x), count).contiguous()
+    return GroupedExperts(layer, activation)(x, ids, torch.ones(ids.shape))
+
+
+@pytest.mark.parametrize(("count", "group", "bias"), [(1, 32, False), (2, 64, True), (3, -1, False)])
+def test_a_shared_expert_as_experts_computes_what_it_does(count: int, group: int, bias: bool) -> None:
+    torch.manual_seed(1)
+    routed = group_experts(*experts(4, 128, 128, group, True, bias))
+    gate, up, down = (found[0] for found in experts(1, 128, count * 128, group, True, bias))
+    found = shared_as_experts(routed, gate, up, down)
+    assert not isinstance(found, str), found
+    assert len(found.down.words) == count
+    x = torch.randn(5, 128).half()
+    expected = down(nn.functional.silu(gate(x)) * up(x))
+    assert relative_error(experts_sum(found, x), expected) < 6 * 2.0**-11
+    module = GroupedExperts(routed, "silu")
+    assert module.shared is None
+    module.add_shared(found)
+    assert module.bfloat16().shared is not None
+    assert module.shared.down.scales.dtype == torch.bfloat16
+    assert len(module.weights.down.words) == 4
+
+
+@pytest.mark.parametrize(
+    ("inner", "changes", "reason"),
+    [
+        (192, {}, "192 channels in 6 groups are not those of whole experts"),
+        (128, {"group": 64}, "its format or groups are not the experts'"),
+        (128, {"zeros": False}, "its sizes, zero points or biases are not the experts'"),
+        (128, {"bias": True}, "its sizes, zero points or biases are not the experts'"),
+    ],
+)
+def test_a_shared_expert_of_another_kind_stays_apart(
+    inner: int, changes: dict[str, Any], reason: str
+) -> None:
+    kind: dict[str, Any] = {"group": 32, "zeros": True}
+    routed = group_experts(*experts(3, 128, 128, **kind))
+    shared = (found[0] for found in experts(1, 128, inner, **(kind | changes)))
+    assert shared_as_experts(routed, *shared) == reason
+
+
+def test_a_dense_shared_expert_stays_apart() -> None:
+    routed = group_experts(*experts(3, 128, 64, 32, True))
+    linears = nn.Linear(128, 64), nn.Linear(128, 64), nn.Linear(64, 128)
+    assert shared_as_experts(routed, *linears) == "it is not packed"
 
 
 def test_experts_without_a_gate_have_one_matrix_twice() -> None:

@@ -131,6 +131,21 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
     )
 
 
+def decide_with_shared(
+    shape: ExpertsShape, count: int, seconds: float, device: Device
+) -> DirectDecision | None:
+    """The launches for ``shape`` with a shared expert as ``count`` further experts of every row.
+
+    None where pairs are sorted, or where the routed experts alone and ``seconds`` of the shared expert's own
+    products should take less time.
+    """
+    alone = direct(shape, device)
+    joined = direct(replace(shape, top=shape.top + count, experts=shape.experts + count), device)
+    if alone is None or joined is None or decide_experts(shape, device) != alone[0]:
+        return None
+    return joined[0] if joined[1] < alone[1] + seconds else None
+
+
 def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] | None:
     """The best decision without sorting and its estimated seconds; None where none fits.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,8 @@ class _DirectArguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("m", "n", "k", "experts", "map_size")),
         ("x_stride", ctypes.c_longlong),
         ("dependent", ctypes.c_int),
+        ("own", ctypes.c_int),
+        *((name, ctypes.c_longlong) for name in ("words_apart", "scales_apart", "zeros_apart")),
     )
 
 
@@ -261,6 +264,7 @@ def _direct_step(shape: ExpertsShape, config: DirectConfig, inputs: Inputs) -> S
         map_size=inputs.map_size,
         x_stride=inputs.x_stride if config.gated else shape.inner,
         dependent=1,
+        own=shape.experts,
     )
 
     def place(given: _DirectArguments, call: Addresses) -> None:
@@ -336,11 +340,34 @@ def placed_steps(
     *,
     dependent: bool,
     summed: bool = True,
+    further: ExpertWeights | None = None,
 ) -> list[Step]:
-    """:func:`layer_steps` whose parameters have the addresses of these tensors."""
+    """:func:`layer_steps` whose parameters have the addresses of these tensors.
+
+    ``further`` are experts in other memory, numbered behind those of ``experts``.
+
+    Raises:
+        ValueError: ``further`` experts with a decision that sorts pairs.
+    """
     inputs = inputs_of(x, ids, activation, expert_map)
     steps = layer_steps(shape, decision, inputs, dependent=dependent, summed=summed)
+    if further is not None:
+        if not isinstance(decision, DirectDecision):
+            raise ValueError("experts in other memory: only products that don't sort pairs read them")
+        for step, stored, other in zip(steps, experts, further, strict=True):
+            _place_further(step.arguments, stored, other)
     return place(steps, x, ids, weights, experts, expert_map, out, workspace)
+
+
+def _place_further(arguments: Any, stored: StoredExperts, further: StoredExperts) -> None:
+    """Make a product read ``further`` experts behind those of ``stored``: the kernel adds the distance from
+    the end of ``stored``, of words in vectors of 16 bytes, of scales and zero points in elements."""
+    arguments.own = stored.shape[0]
+    for name, size in (("words", 16), ("scales", 2), ("zeros", 2)):
+        mine, theirs = stored.tensors[name], further.tensors[name]
+        if mine is not None and theirs is not None:
+            gap = theirs.data_ptr() - mine.data_ptr() - mine.nbytes
+            setattr(arguments, f"{name}_apart", gap // size)
 
 
 def place(
@@ -373,9 +400,12 @@ def inputs_of(x: Tensor, ids: Tensor, activation: str, expert_map: Tensor | None
     return Inputs(activation, ids.dtype == torch.int64, map_size, stride)
 
 
-def shape_of(x: Tensor, ids: Tensor, experts: ExpertWeights) -> ExpertsShape:
+def shape_of(
+    x: Tensor, ids: Tensor, experts: ExpertWeights, further: ExpertWeights | None = None
+) -> ExpertsShape:
     """Sizes and types of a routed layer and its batch, from its operands."""
-    return ExpertsShape.of(x.shape[0], ids.shape[1], experts)
+    shape = ExpertsShape.of(x.shape[0], ids.shape[1], experts)
+    return shape if further is None else replace(shape, experts=shape.experts + further.down.shape[0])
 
 
 def instantiations(

@@ -74,6 +74,7 @@ def router(
     wide: bool = False,
     gate: Tensor | None = None,
     gates: Tensor | None = None,
+    shared: int = 0,
     clusters: bool = True,
     addition: Addition | None = None,
 ) -> Prepared:
@@ -84,8 +85,9 @@ def router(
     Args:
         x: [M, H]; written where there is an ``addition``.
         weight: [E, H], contiguous, in the dtype of ``x``; E at most :data:`MOST_EXPERTS`.
-        ids: int32 [M, T], T at most :data:`MOST_CHOSEN` and at most E; written, highest score first.
-        weights: float32 [M, T]; written.
+        ids: int32 [M, T + shared], T at most E, all at most :data:`MOST_CHOSEN`; written, highest score
+            first.
+        weights: float32 [M, T + shared]; written.
         scoring: ``softmax`` or ``sigmoid``.
         normalised: weights are divided by their sum before they are scaled.
         scale: factor on the weights.
@@ -100,7 +102,9 @@ def router(
         zeroed: whether experts of other groups take part with a corrected score of 0, instead of not at all.
         wide: whether logits stay in float32 instead of being rounded to the dtype of ``x``.
         gate: gate of a shared expert, [H] in the dtype of ``x``; or None.
-        gates: float32 [M, 1]; written: ``sigmoid(x @ gate)``. None without ``gate``.
+        gates: float32 [M, 1]; written: ``sigmoid(x @ gate)``. None without ``gate``, or with ``shared``.
+        shared: number of experts, E and following, that every row takes besides, with weight ``sigmoid(x @
+            gate)``, or 1 without a gate.
         clusters: whether the GPU has clusters of blocks.
         addition: sum and norm that the kernel first makes ``x`` of; or None.
 
@@ -109,16 +113,18 @@ def router(
             each other.
     """
     check_rows(x=x, weight=weight)
-    (m, width), (experts, top) = x.shape, (weight.shape[0], ids.shape[1])
+    (m, width), (experts, top) = x.shape, (weight.shape[0], ids.shape[1] - shared)
     if weight.shape[1] != width or weight.dtype != x.dtype or not weight.is_contiguous():
         raise ValueError(
             f"weight: expected {x.dtype} [E, {width}], found {weight.dtype} {list(weight.shape)}"
         )
-    if not 1 <= top <= min(experts, MOST_CHOSEN) or experts > MOST_EXPERTS:
-        raise ValueError(f"{top} of {experts} experts: expected up to {MOST_CHOSEN} of {MOST_EXPERTS}")
+    taken = ids.shape[1]
+    if not 1 <= top <= experts or taken > MOST_CHOSEN or experts > MOST_EXPERTS:
+        raise ValueError(f"{taken} of {experts} experts: expected up to {MOST_CHOSEN} of {MOST_EXPERTS}")
     for name, value, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
-        if value.shape != (m, top) or value.dtype != dtype or not value.is_contiguous():
-            raise ValueError(f"{name}: expected {dtype} {[m, top]}, found {value.dtype} {list(value.shape)}")
+        shape = list(value.shape)
+        if shape != [m, taken] or value.dtype != dtype or not value.is_contiguous():
+            raise ValueError(f"{name}: expected {dtype} {[m, taken]}, found {value.dtype} {shape}")
     for name, vector in (("bias", bias), ("correction", correction), ("factors", factors)):
         if vector is not None and (
             vector.shape != (experts,) or vector.dtype != torch.float32 or not vector.is_contiguous()
@@ -137,13 +143,14 @@ def router(
             f"{kept} of {groups} groups, {top} of {experts} experts: expected up to {MOST_GROUPS} groups "
             "of two or more experts, as many in those kept as are chosen, and a correction for zeros"
         )
-    if (gate is None) != (gates is None):
-        raise ValueError("gate and gates: expected both or none")
-    if gate is not None and gates is not None:
-        if gate.shape != (width,) or gate.dtype != x.dtype or not gate.is_contiguous():
-            raise ValueError(f"gate: expected {x.dtype} {[width]}, found {gate.dtype} {list(gate.shape)}")
-        if gates.shape != (m, 1) or gates.dtype != torch.float32 or not gates.is_contiguous():
-            raise ValueError(f"gates: expected float32 {[m, 1]}, found {gates.dtype} {list(gates.shape)}")
+    if (gates is not None) != (gate is not None and not shared):
+        raise ValueError("gate and gates: expected both or none, and no gates of experts that are taken")
+    if gate is not None and (gate.shape != (width,) or gate.dtype != x.dtype or not gate.is_contiguous()):
+        raise ValueError(f"gate: expected {x.dtype} {[width]}, found {gate.dtype} {list(gate.shape)}")
+    if gates is not None and (
+        gates.shape != (m, 1) or gates.dtype != torch.float32 or not gates.is_contiguous()
+    ):
+        raise ValueError(f"gates: expected float32 {[m, 1]}, found {gates.dtype} {list(gates.shape)}")
     if scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"scoring {scoring!r}: expected softmax or sigmoid")
     if addition is not None:
@@ -170,6 +177,7 @@ def router(
         ("FACTORED", factors is not None),
         ("WIDE", wide),
         ("GATED", gate is not None),
+        ("SHARED", shared),
         ("NORM", f"Norm::{addition.norm.kind if addition else 'NONE'}"),
         ("VECTORS", -(-width // (VECTOR * 32 * _WARPS)) if addition else 1),
     )

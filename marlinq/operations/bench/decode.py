@@ -407,14 +407,18 @@ def weight_bytes(model: nn.Module, batch: int) -> int:
     tensors: dict[int, int] = {}
     for module in model.modules():
         if not isinstance(module, nn.Embedding):
-            share = 1.0
+            share, held = 1.0, [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             if isinstance(module, GroupedExperts):
+                # The shared expert is counted by its linears, not by the copies of its weights here.
+                held = [
+                    each for stored in module.weights for each in stored.tensors.values() if each is not None
+                ]
                 whole: Any = model.config
                 config = whole.get_text_config()
                 # Gemma 4 has another name for num_experts_per_tok.
                 chosen = getattr(config, "top_k_experts", None) or config.num_experts_per_tok
                 share -= (1 - chosen / module.weights.down.shape[0]) ** batch
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            for tensor in held:
                 tensors[tensor.data_ptr()] = round(share * tensor.nbytes)
     # torch's packed weights are not among parameters and buffers.
     packed = sum(module.packed_bytes for module in model.modules() if isinstance(module, HalfWeightLinear))

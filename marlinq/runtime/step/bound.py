@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from marlinq.kernels.experts import ExpertWeights
 from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR
 from marlinq.kernels.step import (
     Arrangement,
@@ -273,6 +274,8 @@ class BoundMixture:
         norm, post_norm, shared_post_norm: as in :class:`marlinq.models.anatomy.Mixture`.
         experts: packed experts.
         shared: expert that every token passes; or None.
+        shared_experts: the same as further experts, for steps whose router takes it for every row; None where
+            it can't be that.
         shared_gate: [H]; the sigmoid of its product is the factor of the shared expert. None for a factor of
             1.
         into, out: products to the experts' fewer channels and back; None without.
@@ -292,6 +295,7 @@ class BoundMixture:
     norm: RowNorm | None = None
     post_norm: RowNorm | None = None
     shared_post_norm: RowNorm | None = None
+    shared_experts: ExpertWeights | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:

@@ -14,6 +14,7 @@ from torch import nn
 from marlinq.kernels import device_numbers
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.driver.cuda_driver import on_device
+from marlinq.kernels.experts import ExpertWeights
 from marlinq.kernels.step import (
     AttentionShape,
     AttentionWorkspace,
@@ -44,7 +45,7 @@ from marlinq.models.anatomy import (
     Mixture,
     Rotary,
 )
-from marlinq.runtime.grouped_experts import GroupedExperts
+from marlinq.runtime.grouped_experts import GroupedExperts, shared_as_experts
 from marlinq.runtime.quant_linear import QuantLinear
 from marlinq.runtime.step.attention import attention_sinks
 from marlinq.runtime.step.bound import (
@@ -454,6 +455,8 @@ def _bound(
         assert isinstance(experts, GroupedExperts)
         weight = model.get_submodule(mlp.router.module).get_parameter("weight").detach().contiguous()
         router = mlp.router
+        # First: the products of the shared MLP join its linears.
+        shared_experts = _shared_experts(model, mlp, experts)
         shared = None if mlp.shared is None else _bound_mlp(model, mlp.shared, apart)
         gate = None
         if mlp.shared_gate is not None:
@@ -474,8 +477,25 @@ def _bound(
             norm=row_norm(model, mlp.norm, dtype),
             post_norm=row_norm(model, mlp.post_norm, dtype),
             shared_post_norm=row_norm(model, mlp.shared_post_norm, dtype),
+            shared_experts=shared_experts,
         )
     return _bound_mlp(model, mlp, apart)
+
+
+def _shared_experts(model: nn.Module, mixture: Mixture, experts: GroupedExperts) -> ExpertWeights | None:
+    """The shared expert as experts behind the routed ones, if it reads what they read and has their
+    sizes."""
+    shared = mixture.shared
+    if shared is None or mixture.norm is not None or mixture.into is not None:
+        return None
+    if not shared.gated or shared.gate_scale != 1 or shared.activation != experts.activation:
+        return None
+    if experts.shared is None and len(shared.inputs.modules) == 2:
+        linears = [model.get_submodule(name) for name in (*shared.inputs.modules, shared.down)]
+        found = shared_as_experts(experts.weights, *linears)
+        if not isinstance(found, str):
+            experts.add_shared(found)
+    return experts.shared
 
 
 def _bound_mlp(model: nn.Module, mlp: MLP, apart: dict[str, None]) -> BoundMLP:

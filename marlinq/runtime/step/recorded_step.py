@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from marlinq.core.progress import ReportProgress
-from marlinq.kernels import Problem, device_numbers, precompile
+from marlinq.kernels import Problem, decide, device_numbers, precompile
 from marlinq.kernels import step as kernels
+from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.whole_rows import Normed, RowWork
-from marlinq.kernels.experts import routed_experts
-from marlinq.kernels.experts.configurations import DirectDecision, ExpertsShape
-from marlinq.kernels.experts.experts_decision import decide_experts
+from marlinq.kernels.experts import ExpertWeights, routed_experts
+from marlinq.kernels.experts.configurations import DirectDecision, ExpertsDecision, ExpertsShape
+from marlinq.kernels.experts.experts_decision import decide_experts, decide_with_shared
 from marlinq.kernels.experts.steps import placed_steps, shape_of
 from marlinq.kernels.experts.workspace import ExpertsWorkspace
 from marlinq.kernels.step import Gather, Prepared, RoutedRows, RowNorm
@@ -22,7 +23,7 @@ from marlinq.runtime.step.bound import BoundMixture, BoundMLP
 from marlinq.runtime.step.bound_forward import BoundForward
 from marlinq.runtime.step.links import RowLinks
 from marlinq.runtime.step.products import Product, Start
-from marlinq.runtime.step.walk import Pending, Walk, finish
+from marlinq.runtime.step.walk import Chosen, Pending, Walk, finish
 
 
 class RecordedStep(Walk):
@@ -41,15 +42,7 @@ class RecordedStep(Walk):
         self._activated: dict[Product, Problem] = {}
         if tokens.is_cuda:
             self._activated = self._activated_products()
-            problems = [
-                problem
-                for product in products
-                for problem in (
-                    [self._activated[product]]
-                    if product in self._activated
-                    else product.problems(forward.batch)
-                )
-            ]
+            problems = [problem for product in products for problem in self._problems(product)]
             precompile(dict.fromkeys(problems), forward.device_index, progress)
         # Buffers are as wide as the widest padded input, since padded products read zeros behind the columns
         # that kernels write.
@@ -58,6 +51,7 @@ class RecordedStep(Walk):
         self._turns: dict[str, int] = {}
         self._whole: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._workspaces: dict[ExpertsShape, ExpertsWorkspace] = {}
+        self._with_shared: dict[BoundMixture, ExpertsDecision] = {}
         self._recorded: list[Prepared | Start] = []
         self._links = RowLinks(
             forward.layers,
@@ -108,6 +102,11 @@ class RecordedStep(Walk):
             if mlp is not None and mlp.anatomy.gate_scale == 1
         }
         return {product: problem for product, problem in problems.items() if problem is not None}
+
+    def _problems(self, product: Product) -> list[Problem]:
+        """The problems of a product in this step, with its activation where the epilogue has it."""
+        activated = self._activated.get(product)
+        return product.problems(self.forward.batch) if activated is None else [activated]
 
     def recorded_layers(self) -> tuple[Tensor, Pending | None]:
         """The residual stream behind the last layer, and what is still to be added to it."""
@@ -208,19 +207,43 @@ class RecordedStep(Walk):
             self._whole[key] = torch.zeros((rows, columns), dtype=dtype, device=self.lengths.device)
         return self._whole[key]
 
+    def shared_experts(self, mixture: BoundMixture, normed: Tensor) -> ExpertWeights | None:
+        shared, more = mixture.shared, mixture.shared_experts
+        if shared is None or more is None:
+            return None
+        device = device_numbers(self.forward.device_index) if normed.is_cuda else H200
+        ids = normed.new_empty((len(normed), mixture.router.top), dtype=torch.int32)
+        problems = (problem for product in shared.products for problem in self._problems(product))
+        seconds = sum(decide(problem, device).seconds for problem in problems)
+        shape = shape_of(normed, ids, mixture.experts.weights)
+        decision = decide_with_shared(shape, more.down.shape[0], seconds, device)
+        if decision is None:
+            return None
+        self._with_shared[mixture] = decision
+        return more
+
     def experts(
-        self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor, *, summed: bool = False
+        self, mixture: BoundMixture, x: Tensor, chosen: Chosen, *, summed: bool = False
     ) -> Tensor | RoutedRows:
-        grouped = mixture.experts
-        out = self.whole("routed", x.shape[0], x.shape[1], x.dtype)
+        grouped, ids, weights, more = mixture.experts, chosen.ids, chosen.weights, chosen.shared
+        out, held = self.whole("routed", x.shape[0], x.shape[1], x.dtype), grouped.weights
         if not x.is_cuda:
-            self._recorded.append(
-                lambda: out.copy_(routed_experts(x, ids, weights, grouped.weights, grouped.activation))
-            )
+            top, count = mixture.router.top, held.down.shape[0]
+
+            def run() -> None:
+                first = ids[:, :top].contiguous(), weights[:, :top].contiguous()
+                out.copy_(routed_experts(x, *first, held, grouped.activation))
+                if more is not None:
+                    others = ids[:, top:] - count, weights[:, top:].contiguous()
+                    out.add_(routed_experts(x, *others, more, grouped.activation))
+
+            self._recorded.append(run)
             return out
-        held = grouped.weights
-        shape = shape_of(x, ids, held)
-        decision = decide_experts(shape, device_numbers(self.forward.device_index))
+        shape = shape_of(x, ids, held, more)
+        if more is None:
+            decision = decide_experts(shape, device_numbers(self.forward.device_index))
+        else:
+            decision = self._with_shared[mixture]
         if shape not in self._workspaces:
             self._workspaces[shape] = ExpertsWorkspace.of(shape, decision, x.device)
         workspace = self._workspaces[shape]
@@ -228,6 +251,7 @@ class RecordedStep(Walk):
             *(shape, decision, x, ids, weights, held, grouped.activation, None, out, workspace),
             dependent=True,
             summed=summed,
+            further=more,
         )
         self._recorded += [
             Prepared(step.instantiation, step.grid, step.threads, step.arguments, step.shared_bytes)

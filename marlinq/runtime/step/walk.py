@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels import step as kernels
-from marlinq.kernels.experts import routed_experts
+from marlinq.kernels.experts import ExpertWeights, routed_experts
 from marlinq.kernels.step import ROUTER_WIDEST, Addition, Gather, Prepared, RoutedRows, RowNorm
 from marlinq.models.anatomy import Anatomy, Groups
 from marlinq.runtime.step.bound import (
@@ -61,11 +61,13 @@ class Chosen:
         ids: indices of the experts, int32 [M, top].
         weights: factors of the experts, float32 [M, top].
         gates: factor of a shared expert, float32 [M, 1]; None for 1.
+        shared: the shared expert as experts that are chosen for every row; or None.
     """
 
     ids: Tensor
     weights: Tensor
     gates: Tensor | None
+    shared: ExpertWeights | None = None
 
 
 def finish(logits: Tensor, anatomy: Anatomy) -> Tensor:
@@ -149,12 +151,17 @@ class Walk:
         """Contiguous memory [rows, columns] of any dtype, as :meth:`empty`."""
         return torch.empty((rows, columns), dtype=dtype, device=self.lengths.device)
 
+    def shared_experts(self, mixture: BoundMixture, normed: Tensor) -> ExpertWeights | None:
+        """The shared expert as experts that the router takes for every row of ``normed``; None where its
+        products are launched apart."""
+        return None
+
     def experts(
-        self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor, *, summed: bool = False
+        self, mixture: BoundMixture, x: Tensor, chosen: Chosen, *, summed: bool = False
     ) -> Tensor | RoutedRows:
         """The results of the chosen experts for each row, a tensor if ``summed``."""
         grouped = mixture.experts
-        return routed_experts(x, ids, weights, grouped.weights, grouped.activation)
+        return routed_experts(x, chosen.ids, chosen.weights, grouped.weights, grouped.activation)
 
     def observed(self, index: int, x: Tensor) -> None:
         """Call ``observe`` with the hidden states behind a layer."""
@@ -497,13 +504,15 @@ class Walk:
     def _mixture(
         self, mixture: BoundMixture, normed: Tensor, chosen: Chosen
     ) -> tuple[Tensor | RoutedRows, Tensor | None]:
-        shared = None if mixture.shared is None else self._dense(mixture.shared, normed)
+        shared = None
+        if mixture.shared is not None and chosen.shared is None:
+            shared = self._dense(mixture.shared, normed)
         given = normed
         if mixture.into is not None:
             given = self.multiply("latent", mixture.into, normed)[:, : mixture.into.features]
         if mixture.out is None:
-            return self.experts(mixture, given, chosen.ids, chosen.weights), shared
-        mixed = self.experts(mixture, given, chosen.ids, chosen.weights, summed=True)
+            return self.experts(mixture, given, chosen), shared
+        mixed = self.experts(mixture, given, chosen, summed=True)
         assert isinstance(mixed, Tensor)
         return self.multiply("from latent", mixture.out, mixed), shared
 
@@ -521,7 +530,7 @@ class Walk:
         chosen = self._choose(index, mixture, routing)
         if mixture.shared_post_norm is not None:
             always = self.normalised("always", always, mixture.shared_post_norm)
-        given = self.experts(mixture, read, chosen.ids, chosen.weights)
+        given = self.experts(mixture, read, chosen)
         total = self.empty("mixed", rows, hidden)
         self.launch(kernels.residual(always, stored=total, first=given, post=mixture.post_norm))
         return total
@@ -555,9 +564,12 @@ class Walk:
     ) -> Chosen:
         """The experts of each row; with ``pending``, the router's kernel first computes ``normed``."""
         router, rows = mixture.router, normed.shape[0]
-        ids = self.whole("ids", rows, router.top, torch.int32)
-        weights = self.whole("weights", rows, router.top, torch.float32)
-        gates = None if mixture.shared_gate is None else self.whole("gates", rows, 1, torch.float32)
+        shared = self.shared_experts(mixture, normed)
+        count = 0 if shared is None else shared.down.shape[0]
+        ids = self.whole("ids", rows, router.top + count, torch.int32)
+        weights = self.whole("weights", rows, router.top + count, torch.float32)
+        gated = mixture.shared_gate is not None and shared is None
+        gates = self.whole("gates", rows, 1, torch.float32) if gated else None
         groups = Groups(1, 1) if router.groups is None else router.groups
         addition = None
         if pending is not None and norm is not None:
@@ -585,11 +597,13 @@ class Walk:
                 wide=router.wide,
                 gate=mixture.shared_gate,
                 gates=gates,
+                shared=count,
                 clusters=self.forward.has_clusters,
                 addition=addition,
             )
         )
         if self.forward.observe_routing is not None:
             shape = (-1, self.tokens_each, router.top)
-            self.forward.observe_routing(index, ids.view(shape), weights.view(shape))
-        return Chosen(ids, weights, gates)
+            routed = (values[:, : router.top].reshape(shape) for values in (ids, weights))
+            self.forward.observe_routing(index, *routed)
+        return Chosen(ids, weights, gates, shared)

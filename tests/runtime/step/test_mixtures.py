@@ -21,9 +21,10 @@ from marlinq.models.fused_experts import find_experts
 from marlinq.models.recognise import recognise
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.synthetic_experts import random_experts
+from marlinq.runtime import QuantLinear, marlin_operand
 from marlinq.runtime.grouped_experts import GroupedExperts, activation_name, gated_name
 from marlinq.runtime.step import functions, recorded_step, walk
-from marlinq.runtime.step.bound import chain_refusal
+from marlinq.runtime.step.bound import BoundMixture, chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.probe import compare
@@ -32,6 +33,7 @@ from tests.runtime.step import torch_kernels
 from tests.runtime.step.test_chain import TOLERANCE, differences, halved
 from tests.testing.decoders import KNOWN, random_decoder
 from tests.testing.mixtures import random_mixture
+from tests.testing.runnable_folders import random_tuple
 
 
 @pytest.fixture(autouse=True)
@@ -479,6 +481,53 @@ def test_chain_adds_a_shared_expert_without_a_gate(monkeypatch: pytest.MonkeyPat
     own = ChainForward(half, anatomy, batch=3, capacity=24)
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+
+
+def packed_shared(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    """Put packed linears with random words into the place of shared experts', in float32."""
+    for layer in anatomy.layers:
+        shared = layer.mlp.shared if isinstance(layer.mlp, Mixture) else None
+        for seed, name in enumerate((*shared.inputs.modules, shared.down) if shared is not None else ()):
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            q = random_tuple(
+                linear.in_features, linear.out_features, group_size=32, symmetric=True, seed=seed
+            )
+            model.set_submodule(name, QuantLinear(marlin_operand(q, torch.float32)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "count"),
+    [
+        ("qwen2-moe", {"shared_expert_intermediate_size": 64}, 1),
+        ("glm-4.5", {"n_shared_experts": 2}, 2),
+    ],
+)
+def test_a_router_takes_the_shared_expert(
+    name: str, changes: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As experts behind the routed ones: two products fewer a layer, and the same logits."""
+    for module in (walk, recorded_step):
+        monkeypatch.setattr(module, "kernels", torch_kernels)
+    model = tiny(name, moe_intermediate_size=64, **changes)
+    anatomy = found_in(model)
+    assert isinstance(anatomy, Anatomy)
+    grouped(model)
+    packed_shared(model, anatomy)
+    half, wide = halved(model)
+    own = ChainForward(half, anatomy, batch=3, capacity=24)
+    for layer in own.layers:
+        if isinstance(layer.mlp, BoundMixture):
+            assert layer.mlp.shared_experts is not None
+            assert len(layer.mlp.shared_experts.down.words) == count
+    reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
+    assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+    monkeypatch.setattr(recorded_step, "decide_with_shared", lambda *given: None)
+    apart = ChainForward(half, anatomy, batch=3, capacity=24)
+    mixtures = sum(isinstance(layer.mlp, Mixture) for layer in anatomy.layers)
+    # Gate and up, activation, down.
+    assert len(apart.recorded.starts) - len(own.recorded.starts) == 3 * mixtures > 0
+    assert max(differences(apart, reference, wide.config.vocab_size)) < TOLERANCE
 
 
 @pytest.mark.parametrize("gate", [nn.Linear(64, 1).half(), nn.Linear(64, 1, bias=False)])

@@ -372,6 +372,7 @@ def router(
     wide: bool = False,
     gate: Tensor | None = None,
     gates: Tensor | None = None,
+    shared: int = 0,
     clusters: bool = True,
     addition: Addition | None = None,
 ) -> Prepared:
@@ -395,12 +396,17 @@ def router(
         if groups > 1:
             summed = 1 if correction is None else 2
             decisive = expected_groups(decisive, groups, kept, zeroed=zeroed, summed=summed)
-        taken = (-decisive).sort(dim=-1, stable=True).indices[:, : ids.shape[1]]
+        top = ids.shape[1] - shared
+        taken = (-decisive).sort(dim=-1, stable=True).indices[:, :top]
         found = scores.gather(1, taken)
-        ids.copy_(taken)
+        ids[:, :top] = taken
+        ids[:, top:] = len(weight) + torch.arange(shared)
         found = scale * (found / found.sum(-1, keepdim=True) if normalised else found)
-        weights.copy_(found if factors is None else found * factors[taken])
-        if gate is not None and gates is not None:
-            gates.copy_((x.double() @ gate.double()[:, None]).to(rounding).double().sigmoid())
+        weights[:, :top] = found if factors is None else found * factors[taken]
+        weights[:, top:] = 1.0
+        if gate is not None:
+            (weights[:, top:] if gates is None else gates)[:] = (
+                (x.double() @ gate.double()[:, None]).to(rounding).double().sigmoid()
+            )
 
     return Prepared(run)

@@ -162,11 +162,11 @@ struct ExpertsShared {
         const u16 *scales = nullptr, *zeros = nullptr;
         int weights_segment = first / of_segment, weights_chunk = first % of_segment;
         const auto enter_weights = [&]() {
-            const i64 expert = segments.expert[weights_segment];
-            row = weights.words + expert * weights.vectors() + (i64)(weights_chunk * ROWS) * row_vectors +
+            const int expert = segments.expert[weights_segment];
+            row = weights.words + weights.words_of(expert) + (i64)(weights_chunk * ROWS) * row_vectors +
                   n_tile * (32 * Codec::PLANES) + lane;
-            scales = weights.scales + expert * weights.numbers() + n_tile * 64 + lane % 8 * 8;
-            zeros = weights.zeros + expert * weights.numbers() + n_tile * 64 + lane % 8 * 8;
+            scales = weights.scales + weights.scales_of(expert) + n_tile * 64 + lane % 8 * 8;
+            zeros = weights.zeros + weights.zeros_of(expert) + n_tile * 64 + lane % 8 * 8;
         };
         const auto fetch_weights = [&](int step) {
             if (step >= my_steps) return;
@@ -336,9 +336,9 @@ struct ExpertsShared {
     CLUSTER_OF(CONFIGURATION::CLUSTER)                                                                                       \
     NAME(const u16* x, const uint4* words, const u16* scales, const u16* zeros, const u16* bias, const int* ids,             \
          const int* map, const float* routing, u16* out, int M, int N, int K, int experts, int map_size, i64 x_stride,       \
-         int dependent) {                                                                                                    \
+         int dependent, int own, i64 words_apart, i64 scales_apart, i64 zeros_apart) {                                       \
         typedef ExpertsShared<CONFIGURATION> Layer;                                                                          \
-        const typename Layer::Weights weights{words, scales, zeros, bias, N, K};                                             \
+        const typename Layer::Weights weights{words, scales, zeros, bias, N, K, own, words_apart, scales_apart, zeros_apart}; \
         const typename Layer::Router router{ids, map, map_size, experts};                                                    \
         if constexpr (CONFIGURATION::GATED)                                                                                  \
             Layer::gate_up(x, weights, router, routing, out, M, x_stride, dependent);                                        \

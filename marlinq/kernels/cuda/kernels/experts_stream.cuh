@@ -12,6 +12,8 @@
 // Pairs, or rows, that share columns are neighbours in the grid: weights that they share come from L2 after the first.
 // A pair whose expert is on another GPU is skipped.
 //
+// Experts from number `own` on lie in other memory: a shared expert that a router chooses for every row (kernels/experts/steps.py).
+//
 // Configuration: that of kernels/stream.cuh, GATED, BIASED, ACTIVATION, WIDE (64-bit ids), SLOTS (T; parts are a
 // multiple of it).
 #pragma once
@@ -38,12 +40,17 @@ struct ExpertsStream {
     struct Weights {
         const uint4* words;
         const u16 *scales, *zeros, *bias;  // bias [E, N]
-        int N, K;
+        int N, K, own;
+        i64 words_apart, scales_apart, zeros_apart;  // added to the offsets of experts from `own` on
 
         __device__ __forceinline__ i64 vectors() const { return (i64)(K / 16) * (N / 2 * Gemm::Codec::PLANES); }
         __device__ __forceinline__ i64 numbers() const {
             return (i64)(Gemm::QUANT_GROUP == 0 ? 1 : K / (Gemm::QUANT_GROUP == 0 ? 1 : Gemm::QUANT_GROUP)) * N;
         }
+        // Offsets of an expert's words, scales and zero points from those of expert 0.
+        __device__ __forceinline__ i64 words_of(int expert) const { return expert * vectors() + (expert < own ? 0 : words_apart); }
+        __device__ __forceinline__ i64 scales_of(int expert) const { return expert * numbers() + (expert < own ? 0 : scales_apart); }
+        __device__ __forceinline__ i64 zeros_of(int expert) const { return expert * numbers() + (expert < own ? 0 : zeros_apart); }
     };
 
     // Parts that are dealt to the slots of a row.
@@ -62,8 +69,8 @@ struct ExpertsStream {
             FAULT_SITE(slot_activations, x += slot * weights.K;)
             const int expert = router.expert(pair + slot);
             if (expert < 0) return false;
-            words += expert * weights.vectors();
-            scales += expert * weights.numbers(), zeros += expert * weights.numbers();
+            words += weights.words_of(expert);
+            scales += weights.scales_of(expert), zeros += weights.zeros_of(expert);
             return true;
         }
     };
@@ -75,10 +82,10 @@ struct ExpertsStream {
         const int pairs = M * SLOTS, unit = blockIdx.x / CLUSTER, tile = unit / pairs, pair = unit - tile * pairs;
         const int expert = router.expert(pair);
         if (expert < 0) return;
-        const u16 *row = x + pair / SLOTS * x_stride, *scales = weights.scales + expert * weights.numbers();
+        const u16 *row = x + pair / SLOTS * x_stride, *scales = weights.scales + weights.scales_of(expert);
         const float weight = routing[pair];
-        Gemm::run(row, weights.words + expert * weights.vectors(), scales, weights.zeros + expert * weights.numbers(), 1,
-                  weights.N, weights.K, x_stride, 0, tile * CLUSTER + blockIdx.x % CLUSTER, EvenParts<PARTS>(),
+        Gemm::run(row, weights.words + weights.words_of(expert), scales, weights.zeros + weights.zeros_of(expert), 1, weights.N,
+                  weights.K, x_stride, 0, tile * CLUSTER + blockIdx.x % CLUSTER, EvenParts<PARTS>(),
                   [&](const float* buffer, int, int n0, u32 rank) {
                       store_inner<TILE_M>(buffer, 1, weights, [&](int, i64& of, int& chosen, float& by) {
                           of = pair, chosen = expert, by = weight;
@@ -187,9 +194,9 @@ struct ExpertsStream {
     CLUSTER_OF(CONFIGURATION::CLUSTER)                                                                                       \
     NAME(const u16* x, const uint4* words, const u16* scales, const u16* zeros, const u16* bias, const int* ids,             \
          const int* map, const float* routing, u16* out, int M, int N, int K, int experts, int map_size, i64 x_stride,       \
-         int dependent) {                                                                                                    \
+         int dependent, int own, i64 words_apart, i64 scales_apart, i64 zeros_apart) {                                       \
         typedef ExpertsStream<CONFIGURATION> Layer;                                                                          \
-        const typename Layer::Weights weights{words, scales, zeros, bias, N, K};                                             \
+        const typename Layer::Weights weights{words, scales, zeros, bias, N, K, own, words_apart, scales_apart, zeros_apart}; \
         const typename Layer::Router router{ids, map, map_size, experts};                                                    \
         if constexpr (CONFIGURATION::GATED)                                                                                  \
             Layer::gate_up(x, weights, router, routing, out, M, x_stride, dependent);                                        \

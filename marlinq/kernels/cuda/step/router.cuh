@@ -11,6 +11,9 @@
 //               times factors[expert] if FACTORED
 //   gates[m] = sigmoid(sum_k x[m, k] * gate[k])          if GATED: the weight of a shared expert; rounded as logits are
 //
+// With SHARED the shared expert is so many experts behind the others, which every row takes besides, with the weight gates[m], or
+// 1 without a gate: rows of ids and weights have TOP + SHARED numbers, and gates are not written.
+//
 // Unless NORM is NONE, the kernel first computes x by an addition and a norm (step/residual.cuh with one addend):
 //
 //   stored[m] = residual[m] + factor * first[m]
@@ -23,7 +26,7 @@
 // lane, takes the largest one TOP times. A warp requests its first weights before the previous kernel ends.
 //
 // Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, BIASED, CORRECTED,
-// LOGITS_CORRECTED, GROUPS, KEPT, ZEROED, FACTORED, WIDE, GATED, NORM, VECTORS (of a row, a thread).
+// LOGITS_CORRECTED, GROUPS, KEPT, ZEROED, FACTORED, WIDE, GATED, SHARED, NORM, VECTORS (of a row, a thread).
 #pragma once
 #include "fault_site.cuh"
 #include "ptx/bits.cuh"
@@ -50,12 +53,14 @@ struct RouterRow {
     static constexpr int SLOTS = (32 * PER + C::GATED + 3) / 4 * 4;
 
     static constexpr bool ADDS = C::NORM != Norm::NONE;
+    static constexpr int TAKEN = C::TOP + C::SHARED;
 
     uint4* x;
     const uint4 *weight, *gate;
     const float* logit_bias;
     int experts, vectors, lane, warp, rank;
 
+    __device__ __forceinline__ float gate_of(const float* logits) const { return 1.f / (1.f + expf(-logits[experts])); }
     __device__ __forceinline__ int products() const { return experts + C::GATED; }
 
     __device__ __forceinline__ void request(uint4 (&w)[UNROLL], int expert, int begin) const {
@@ -235,6 +240,9 @@ struct RouterRow {
             ids[lane] = chosen;
             if (C::FACTORED) scale *= factors[chosen];
             weights[lane] = FAULT_SITE(chosen_weight, (C::NORMALISED ? kept / sum : kept) * scale);
+        } else if (lane < TAKEN) {
+            ids[lane] = FAULT_SITE(shared_number, experts + lane - C::TOP);
+            weights[lane] = C::GATED ? gate_of(logits) : 1.f;
         }
     }
 };
@@ -244,7 +252,7 @@ __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x
                                            const float* logit_bias, const float* correction, const float* factors, int* ids, float* weights, float* gates,
                                            int experts, int width, i64 x_stride, float scale) {
     typedef RouterRow<C> Row;
-    static_assert(C::TOP <= 32 && C::PER <= 32, "a lane keeps one choice, and a bit for each of its logits");
+    static_assert(Row::TAKEN <= 32 && C::PER <= 32, "a lane keeps one choice, and a bit for each of its logits");
     static_assert(C::GROUPS <= 32, "a lane looks at a group");
     __shared__ __align__(16) float logits[Row::SLOTS];
     __shared__ uint4 made[Row::ADDS ? C::VECTORS * 32 * C::WARPS : 1];
@@ -271,8 +279,8 @@ __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x
         cluster_wait();
     }
     __syncthreads();
-    if (row.rank == 0 && row.warp == 0) row.choose(logits, correction, factors, ids + m * C::TOP, weights + m * C::TOP, scale);
-    if (C::GATED && row.rank == 0 && threadIdx.x == 32 * C::WARPS - 1) FAULT_SITE(gate_value, gates[m] = 1.f / (1.f + expf(-logits[experts]));)
+    if (row.rank == 0 && row.warp == 0) row.choose(logits, correction, factors, ids + m * Row::TAKEN, weights + m * Row::TAKEN, scale);
+    if (C::GATED && C::SHARED == 0 && row.rank == 0 && threadIdx.x == 32 * C::WARPS - 1) FAULT_SITE(gate_value, gates[m] = row.gate_of(logits);)
 }
 
 #define INSTANTIATE_STEP_ROUTER(NAME, CONFIGURATION)                                                                    \
