@@ -23,7 +23,8 @@
 //
 // score is a softmax over all experts or a sigmoid of each. A cluster computes a row. The warps of all its blocks take experts in
 // turns; each block keeps its logits in its own shared memory. The first block collects them, and one of its warps, with PER logits a
-// lane, takes the largest one TOP times. A warp requests its first weights before the previous kernel ends.
+// lane, takes the largest one TOP times. A warp has the weights of two steps on
+// their way, the first two before the previous kernel ends.
 //
 // Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, BIASED, CORRECTED,
 // LOGITS_CORRECTED, GROUPS, KEPT, ZEROED, FACTORED, WIDE, GATED, SHARED, NORM, VECTORS (of a row, a thread).
@@ -125,21 +126,32 @@ struct RouterRow {
     }
 
     // Expert e, and behind the last the gate, is multiplied by warp e % (CLUSTER * WARPS) of the cluster, counted through its blocks.
+    // Its steps are 32 * UNROLL vectors of an expert's row each. Weights of two steps are on their way at a time.
     __device__ __forceinline__ void multiply(const RouterAddition& given, i64 m, uint4* row, float* logits) const {
-        const int first = rank * WARPS + warp;
-        uint4 w[UNROLL];
-        request(w, first, 0);
+        const int first = rank * WARPS + warp, each = (vectors + 32 * UNROLL - 1) / (32 * UNROLL);
+        const auto expert_of = [&](int step) { return first + step / each * (CLUSTER * WARPS); };
+        const auto request_step = [&](uint4(&w)[UNROLL], int step) { request(w, expert_of(step), step % each * (32 * UNROLL)); };
+        uint4 w[2][UNROLL];
+        request_step(w[0], 0);
+        request_step(w[1], 1);
         FAULT_SITE(router_waits, wait_for_previous_kernel();)
         if constexpr (ADDS) make(given, m, row);
-        for (int expert = first; expert < FAULT_SITE(products_multiplied, products()); expert += CLUSTER * WARPS) {
-            float sum = 0.f;
-            for (int begin = 0; begin < vectors; begin += 32 * UNROLL) {
-                if (expert != first || begin > 0) request(w, expert, begin);
-                sum = add(row, w, begin, sum);
-            }
-            sum = warp_sum(sum);
-            if (C::BIASED && expert < experts) sum += logit_bias[expert];
-            if (lane == 0) logits[expert] = FAULT_SITE(logit_width, C::WIDE ? sum : rounded<E>(sum));
+        float sum = 0.f;
+        const auto take = [&](const uint4(&w)[UNROLL], int step) {
+            const int expert = expert_of(step);
+            if (expert >= FAULT_SITE(products_multiplied, products())) return;
+            if (step % each == 0) sum = 0.f;
+            sum = add(row, w, step % each * (32 * UNROLL), sum);
+            if (step % each < each - 1) return;
+            float logit = warp_sum(sum);
+            if (C::BIASED && expert < experts) logit += logit_bias[expert];
+            if (lane == 0) logits[expert] = FAULT_SITE(logit_width, C::WIDE ? logit : rounded<E>(logit));
+        };
+        for (int step = 0; expert_of(step) < products(); step += 2) {
+            take(w[0], step);
+            request_step(w[0], step + 2);
+            take(w[1], step + 1);
+            request_step(w[1], step + 3);
         }
     }
 
