@@ -22,7 +22,8 @@
 // lengths are requested before the previous kernel has ended: both are there, since a step's first kernel waits for the whole step
 // before.
 //
-// Warps merge in shared memory. Splits that are a cluster (CLUSTER > 1) merge in that of the first one, through DSMEM. Others
+// Warps merge in shared memory. Splits that are a cluster (CLUSTER > 1) then read each other's through DSMEM, each a share of the
+// channels. Others
 // merge through `partials`: the block that finishes last of its splits adds them up, in order, and resets their counter. Splits
 // that have no positions end at once. Splits are chosen on the device, so a captured launch serves every length.
 //
@@ -317,8 +318,11 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     }
 #pragma unroll 1
     for (; tile < last; tile += STEP) take(tile, Flag<false>{});
+    // Vectors of four sums of a head. Heads 2v, which a warp stores at once, would meet in the same banks: bits 0 and 2 of a vector's
+    // number depend on v.
     const auto sums = [&](int of_warp, int head, int channel) {
-        return reinterpret_cast<float4*>(shared) + (of_warp * SUMS + head * D + channel) / 4;
+        const int turned = head / 2 % 2 | (D % 32 == 0 ? head / 4 % 2 << 2 : 0);
+        return reinterpret_cast<float4*>(shared) + (of_warp * SUMS + head * D) / 4 + (channel / 4 ^ turned);
     };
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -331,9 +335,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g)
             if (64 * g + 8 * u < D) {
-                float4* to = sums(warp, 2 * v + j, 64 * g + 8 * u);
-                to[0] = make_float4(o[g][0][j], o[g][0][j + 2], o[g][1][j], o[g][1][j + 2]);
-                to[1] = make_float4(o[g][2][j], o[g][2][j + 2], o[g][3][j], o[g][3][j + 2]);
+                const int head = 2 * v + j, channel = 64 * g + 8 * u;
+                *sums(warp, head, channel) = make_float4(o[g][0][j], o[g][0][j + 2], o[g][1][j], o[g][1][j + 2]);
+                *sums(warp, head, channel + 4) = make_float4(o[g][2][j], o[g][2][j + 2], o[g][3][j], o[g][3][j + 2]);
             }
     }
     FAULT_SITE(warps_there, __syncthreads();)
@@ -390,9 +394,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     }
     if (part.active == 1) return;
     // Adds up the splits, in order: load(i, head, channel, most, whole) gives four sums of split i, and
-    // the maximum and total of its head.
-    const auto add_splits = [&](auto load) {
-        for (int index = threadIdx.x; index < heads * (D / 4); index += 32 * WARPS) {
+    // the maximum and total of its head. The block is one of `blocks` that share the heads' channels.
+    const auto add_splits = [&](int block, int blocks, auto load) {
+        for (int index = block * 32 * WARPS + threadIdx.x; index < heads * (D / 4); index += blocks * 32 * WARPS) {
             const int head = index / (D / 4), channel = index % (D / 4) * 4;
             float most = LOWEST, whole = 0.f, x[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 4
@@ -414,12 +418,11 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     };
     if constexpr (MEETS) {
         FAULT_SITE(splits_met, cluster_arrive(); cluster_wait();)
-        if (split == 0)
-            add_splits([&](int i, int head, int channel, float& most, float& whole) {
-                const float4 numbers = load_cluster_float4(cluster_address(shared_address(merged + head), i));
-                most = numbers.x, whole = numbers.y;
-                return load_cluster_float4(cluster_address(shared_address(sums(0, head, channel)), i));
-            });
+        add_splits(split, part.active, [&](int i, int head, int channel, float& most, float& whole) {
+            const float4 numbers = load_cluster_float4(cluster_address(shared_address(merged + head), i));
+            most = numbers.x, whole = numbers.y;
+            return load_cluster_float4(cluster_address(shared_address(sums(0, head, channel)), i));
+        });
         // A block stays until its shared memory has been read.
         FAULT_SITE(splits_read, cluster_arrive_relaxed(); cluster_wait();)
         return;
@@ -431,7 +434,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     }
     __syncthreads();
     if (arrived != part.active - 1) return;
-    add_splits([&](int i, int head, int channel, float& most, float& whole) {
+    add_splits(0, 1, [&](int i, int head, int channel, float& most, float& whole) {
         const float* slot = slots + i * SLOT;
         const u32* numbers = reinterpret_cast<const u32*>(slot) + HEADS * D + 2 * head;
         const uint4 found = load_l2(slot + head * D + channel);
