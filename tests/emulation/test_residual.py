@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -67,9 +69,9 @@ def test_residual_stream_and_norm(
     ]
     start(builder, prepared, memory, seed=width)
     total = x.double()
-    for index, addend in enumerate(added):
-        wide = addend.double()
-        total = total + 0.25 * (expected_norm(wide, post_norm) if post_norm and index == 0 else wide)
+    if added:
+        addend = torch.stack([each.double() for each in added]).sum(0)
+        total = total + 0.25 * (expected_norm(addend, post_norm) if post_norm else addend)
     if stored is not None:
         total = 1.5 * total
         assert relative_error(stored, total) < BOUND[dtype]
@@ -113,6 +115,63 @@ def test_embeddings(builder: Builder, learned: bool, tokens_each: int, dtype: to
         expected = expected + positions[places].double()
     assert relative_error(stored, expected) < BOUND[dtype]
     assert relative_error(out, expected_norm(stored.double(), norm)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(("RMS_WIDE", "LAYER"), DTYPES))
+def test_norms_of_both_addends_and_several_of_the_sum(
+    builder: Builder, kind: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(6)
+    m, width = 2, 264
+    x, first, second = (strided(m, width, width + 8, dtype) for _ in range(3))
+    names = ("own first", "own second", "post", "norm", "further 0", "further 1")
+    norms = {name: row_norm(kind, width, dtype, bias=kind == "LAYER") for name in names}
+    stored = strided(m, width, width + 8, dtype).fill_(torch.nan)
+    outs = [poisoned(m, width, dtype=dtype) for _ in range(3)]
+    prepared = residual(
+        x,
+        stored=stored,
+        out=outs[0],
+        norm=norms["norm"],
+        first=first,
+        second=second,
+        own=(norms["own first"], norms["own second"]),
+        post=norms["post"],
+        further=[(norms["further 0"], outs[1]), (norms["further 1"], outs[2])],
+        scale=0.5,
+    )
+    memory = [
+        *given(residual=x, first=first, second=second),
+        *results(stored=stored, **{f"out {index}": out for index, out in enumerate(outs)}),
+        *(each for name, norm in norms.items() for each in weights_of(name, norm)),
+    ]
+    start(builder, prepared, memory, seed=6)
+    added = expected_norm(first.double(), norms["own first"]) + expected_norm(
+        second.double(), norms["own second"]
+    )
+    total = 0.5 * (x.double() + expected_norm(added, norms["post"]))
+    # Both norms and their sum are rounded before the norm of the sum.
+    assert relative_error(stored, total) < 2 * BOUND[dtype]
+    for out, name in zip(outs, ("norm", "further 0", "further 1"), strict=True):
+        assert relative_error(out, expected_norm(stored.double(), norms[name])) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"second": None}, "own norms"),
+        ({"norm": None, "out": None}, "further norms"),
+        ({"own": (RowNorm("RMS", None, None, 1e-6), RowNorm("LAYER", None, None, 1e-6))}, "own norms"),
+        ({"further": 3}, "further norms"),
+    ],
+)
+def test_norms_that_do_not_fit_are_refused(wrong: dict[str, Any], reason: str) -> None:
+    x, norm = torch.zeros(2, 64, dtype=torch.float16), RowNorm("RMS", None, None, 1e-6)
+    fitting = {"first": x, "second": x, "own": (norm, norm), "norm": norm, "out": x, "further": 1}
+    changed: dict[str, Any] = fitting | wrong
+    changed["further"] = [(norm, x)] * changed["further"]
+    with pytest.raises(ValueError, match=reason):
+        residual(x, **changed)
 
 
 def test_lengths_grow_at_the_end(builder: Builder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ from marlinq.kernels.step import (
     residual,
     router,
 )
+from marlinq.kernels.step.residual import MOST_FURTHER, WIDEST_SEVERAL
 from tests.testing.architectures import QUICK
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
@@ -75,7 +77,17 @@ def residuals() -> list[Prepared]:
             places, routing = torch.zeros(2, top, dtype=torch.int32), torch.zeros(2, top)
             routed = RoutedRows(x, places, routing)
             prepared.append(residual(x, stored=x, out=x, norm=norms[0], first=routed, second=x, gates=gates))
-    return prepared
+    return [*prepared, *(several_norms(kind) for kind in ("RMS_WIDE", "LAYER"))]
+
+
+def several_norms(kind: Any) -> Prepared:
+    """Of the widest rows for which there may be so many."""
+    x = empty(2, WIDEST_SEVERAL, dtype=HALF)
+    norm = RowNorm(kind, x[0], x[0], 1e-5)
+    others = [(norm, x)] * MOST_FURTHER
+    return residual(
+        x, stored=x, out=x, norm=norm, first=x, second=x, own=(norm, norm), post=norm, further=others
+    )
 
 
 def head_works(size: int, dtype: torch.dtype) -> list[HeadWork]:

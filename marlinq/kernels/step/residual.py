@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,10 @@ _MOST_THREADS = 512
 _MOST_VECTORS = 4
 WIDEST = _MOST_THREADS * _MOST_VECTORS * VECTOR
 """Channels of a row at most."""
+WIDEST_SEVERAL = WIDEST // 2
+"""Channels of a row at most where addends have norms of their own, or the sum several."""
+MOST_FURTHER = 2
+"""Norms at most that a launch makes of a sum besides the first."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,22 @@ class RoutedRows:
     routing: Tensor
 
 
+class _Norm(ctypes.Structure):
+    """``RowNormGiven`` of the kernel."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "out")),
+        ("stride", ctypes.c_longlong),
+        *((name, ctypes.c_float) for name in ("eps", "offset")),
+    )
+
+
+class _Norms(ctypes.Structure):
+    """``RowNormsGiven`` of the kernel."""
+
+    _fields_ = (("own", _Norm * 2), ("further", _Norm * MOST_FURTHER))
+
+
 class _Arguments(ctypes.Structure):
     _fields_ = (
         *(
@@ -91,6 +112,7 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_float)
             for name in ("embedding_scale", "factor", "scale", "post_eps", "post_offset", "eps", "offset")
         ),
+        ("others", _Norms),
     )
 
 
@@ -103,7 +125,9 @@ def residual(
     first: Tensor | RoutedRows | None = None,
     second: Tensor | None = None,
     gates: Tensor | None = None,
+    own: tuple[RowNorm, RowNorm] | None = None,
     post: RowNorm | None = None,
+    further: Sequence[tuple[RowNorm, Tensor]] = (),
     factor: float = 1.0,
     scale: float = 1.0,
     lengths: Tensor | None = None,
@@ -113,7 +137,7 @@ def residual(
 ) -> Prepared:
     """Add to the residual stream and normalise it.
 
-    ``x = scale * (source + factor * (post(first) + gates * second))``, rounded, goes to ``stored``, and
+    ``x = scale * (source + factor * post(first + gates * second))``, rounded, goes to ``stored``, and
     ``norm(x)`` to ``out``.
 
     Args:
@@ -124,7 +148,10 @@ def residual(
         norm: norm of x.
         first, second: [M, width] with any row stride, results of products; ``first`` may be of experts.
         gates: float32 [M, 1], factor of each row of ``second``; None for 1.
-        post: norm of ``first``.
+        own: norms of ``first`` and of ``second`` before they are added, of one kind; or None.
+        post: norm of the rounded sum of both, or of ``first`` alone.
+        further: :data:`MOST_FURTHER` more norms of x at most, of the kind of ``norm``, and tensors like
+            ``out`` for their results; written.
         factor: factor of the added rows.
         scale: factor of the sum; 1 where nothing is added.
         lengths: int32 [B], tokens of each sequence before the new ones; needed for embeddings of positions.
@@ -134,14 +161,15 @@ def residual(
             then.
 
     Raises:
-        ValueError: a tensor has a dtype, shape or alignment that the kernel can't load, or more than
-            :data:`WIDEST` channels.
+        ValueError: a tensor has a dtype, shape or alignment that the kernel can't load, more than
+            :data:`WIDEST` channels, or norms that don't fit each other.
     """
     gather = source if isinstance(source, Gather) else None
     rows = source if isinstance(source, Tensor) else source.embedding
     routed = first if isinstance(first, RoutedRows) else None
     first = first.rows if isinstance(first, RoutedRows) else first
-    check_rows(source=rows, stored=stored, out=out, first=first, second=second, kept=kept)
+    results = {f"result {index}": result for index, (_, result) in enumerate(further)}
+    check_rows(source=rows, stored=stored, out=out, first=first, second=second, kept=kept, **results)
     width = rows.shape[-1]
     if width > WIDEST:
         raise ValueError(f"rows of {width} channels; the kernel holds {WIDEST}")
@@ -152,6 +180,12 @@ def residual(
     strides = {tensor.stride(0) for tensor in (stored, None if gather else rows) if tensor is not None}
     if len(strides) > 1 or (second is not None and first is None):
         raise ValueError("source and stored: expected equal strides; second: expected first")
+    if (own is not None or further) and width > WIDEST_SEVERAL:
+        raise ValueError(f"several norms of rows of {width} channels; the kernel holds {WIDEST_SEVERAL}")
+    if own is not None and (second is None or own[0].kind != own[1].kind):
+        raise ValueError("own norms: expected two addends, and norms of one kind")
+    if len(further) > MOST_FURTHER or any(norm is None or each.kind != norm.kind for each, _ in further):
+        raise ValueError(f"further norms: expected at most {MOST_FURTHER}, of the kind of norm")
     if gates is not None and (
         second is None or gates.shape != (m, 1) or gates.dtype != torch.float32 or not gates.is_contiguous()
     ):
@@ -184,9 +218,15 @@ def residual(
         ("ADDENDS", (first is not None) + (second is not None)),
         ("EXPERTS", routed.routing.shape[1] if routed else 0),
         ("GATED", gates is not None),
+        ("OWN", _kind(own[0] if own else None)),
         ("POST", _kind(post)),
         ("NORM", _kind(norm)),
+        ("FURTHER", len(further)),
         ("KEEPS", kept is not None),
+    )
+    others = _Norms(
+        own=(_Norm * 2)(*(_norm(each) for each in own or ())),
+        further=(_Norm * MOST_FURTHER)(*(_norm(*each) for each in further)),
     )
     arguments = _Arguments(
         tokens=0 if gather is None else gather.tokens.data_ptr(),
@@ -222,8 +262,14 @@ def residual(
         post_offset=post.offset if post else 0.0,
         eps=norm.eps if norm else 0.0,
         offset=norm.offset if norm else 0.0,
+        others=others,
     )
     return Prepared(Instantiation("step/residual.cuh", "step_residual", parameters), m, threads, arguments)
+
+
+def _norm(norm: RowNorm, out: Tensor | None = None) -> _Norm:
+    stride = 0 if out is None else out.stride(0)
+    return _Norm(address(norm.weight), address(norm.bias), address(out), stride, norm.eps, norm.offset)
 
 
 def _kind(norm: RowNorm | None) -> str:

@@ -28,7 +28,7 @@ from marlinq.kernels.step import (
     mamba_refusal,
 )
 from marlinq.kernels.step.attend import MOST_CHANNELS
-from marlinq.kernels.step.residual import WIDEST
+from marlinq.kernels.step.residual import WIDEST, WIDEST_SEVERAL
 from marlinq.kernels.step.router import MOST_CHOSEN, MOST_EXPERTS, MOST_GROUPS
 from marlinq.models.anatomy import (
     MLP,
@@ -119,6 +119,8 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
         apart = mlp.norm is not None
         if layer.parallel or (layer.post_mlp_norm is not None and not apart) or (apart and not mlp.post_norm):
             return Unrecognised(mlp.shared.down, "a shared expert in a parallel block, or before a norm")
+        if apart and (reason := _apart_refusal(model, layer, mlp)) is not None:
+            return Unrecognised(layer.name, reason)
     norms = (
         *(layer.attention_norm, layer.mlp_norm, layer.post_attention_norm, layer.post_mlp_norm),
         None if layer.input_gate is None else layer.input_gate.norm,
@@ -197,6 +199,17 @@ def _mlp_refusal(mlp: MLP) -> Unrecognised | None:
     if mlp.inputs.turns != 1 or any(width % VECTOR for width in mlp.inputs.widths):
         return Unrecognised(mlp.inputs.modules[0], "gate and up are mixed, or no multiple of 8 columns")
     return None
+
+
+def _apart_refusal(model: nn.Module, layer: Layer, mixture: Mixture) -> str | None:
+    """Why a layer whose experts and router read other norms than the MLP beside them can't be computed."""
+    read = [norm for norm in (layer.mlp_norm, mixture.norm) if norm is not None]
+    kinds = {_kind(norm) for norm in read} | ({"RMS_WIDE"} if mixture.router.norm is not None else set())
+    behind = {_kind(norm) for norm in (mixture.post_norm, mixture.shared_post_norm) if norm is not None}
+    if layer.attention is None or len(read) < 2 or len(kinds) > 1 or len(behind) > 1:
+        return "an MLP beside experts without a norm of its own, or norms of several kinds"
+    width = model.get_submodule(mixture.router.module).get_parameter("weight").shape[1]
+    return f"several norms of {width} channels" if width > WIDEST_SEVERAL else None
 
 
 def _mixture_refusal(model: nn.Module, mixture: Mixture, dtype: torch.dtype) -> Unrecognised | None:
@@ -296,6 +309,13 @@ class BoundMixture:
     post_norm: RowNorm | None = None
     shared_post_norm: RowNorm | None = None
     shared_experts: ExpertWeights | None = None
+
+    @property
+    def own_norms(self) -> tuple[RowNorm, RowNorm] | None:
+        """Norms of the experts' and of the shared MLP's results before their sum, or None."""
+        if self.post_norm is None or self.shared_post_norm is None:
+            return None
+        return self.post_norm, self.shared_post_norm
 
     @property
     def products(self) -> tuple[Product, ...]:

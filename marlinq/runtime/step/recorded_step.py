@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -155,10 +156,11 @@ class RecordedStep(Walk):
         norm: RowNorm | None,
         counter: Tensor | None = None,
         kept: Tensor | None = None,
+        further: Sequence[tuple[RowNorm, Tensor]] = (),
     ) -> tuple[Tensor, Tensor]:
         link = self._links.link_of(norm)
         if link is None or pending is None or self._held is None or not isinstance(source, Tensor):
-            return super().add(source, pending, norm, counter, kept)
+            return super().add(source, pending, norm, counter, kept, further)
         # The product before the norm adds to the stream, and the product behind applies the norm.
         product, x = self._held
         self._held = None

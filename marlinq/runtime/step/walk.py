@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,7 +36,7 @@ class Pending:
     """Results of products that the next kernel adds to the residual stream.
 
     Attributes:
-        first, second, post, factor, gates, scale: as in :func:`marlinq.kernels.step.residual`.
+        first, second, post, factor, gates, scale, own: as in :func:`marlinq.kernels.step.residual`.
     """
 
     first: Tensor | RoutedRows
@@ -44,6 +45,7 @@ class Pending:
     factor: float
     gates: Tensor | None = None
     scale: float = 1.0
+    own: tuple[RowNorm, RowNorm] | None = None
 
     def select(self, rows: Tensor) -> Pending:
         if isinstance(self.first, RoutedRows):
@@ -278,10 +280,12 @@ class Walk:
             given, shared = self._mixture(layer.mlp, normed, chosen)
             self._leave(index, Pending(given, shared, layer.post_mlp_norm, mlp_factor, chosen.gates))
             return
-        self._x, normed = self.add(self._x, pending, layer.mlp_norm)
-        del mixed, beside, pending  # the widest tensors come now
+        further = self._norms_apart(layer, mixed.shape[0])
+        self._x, normed = self.add(self._x, pending, layer.mlp_norm, further=further)
+        del mixed, beside, pending, further  # the widest tensors come now
         given, shared, gates = self._mlp(index, layer, normed)
-        self._leave(index, Pending(given, shared, layer.post_mlp_norm, mlp_factor, gates))
+        own = layer.mlp.own_norms if isinstance(layer.mlp, BoundMixture) else None
+        self._leave(index, Pending(given, shared, layer.post_mlp_norm, mlp_factor, gates, own=own))
 
     def end(self) -> tuple[Tensor, Pending]:
         """The residual stream behind the last layer, and what is still to be added to it."""
@@ -299,9 +303,11 @@ class Walk:
         norm: RowNorm | None,
         counter: Tensor | None = None,
         kept: Tensor | None = None,
+        further: Sequence[tuple[RowNorm, Tensor]] = (),
     ) -> tuple[Tensor, Tensor]:
         """The residual stream after adding ``pending``, and its normalisation; the stream twice without
-        ``norm``. ``counter`` and ``kept`` are those of :func:`marlinq.kernels.step.residual`."""
+        ``norm``. ``counter`` and ``kept`` are those of :func:`marlinq.kernels.step.residual`; ``further``
+        are more norms of the stream, and memory for their results."""
         forward = self.forward
         if isinstance(source, Tensor) and pending is None and norm is None:
             return source, source
@@ -320,7 +326,9 @@ class Walk:
                 first=None if pending is None else pending.first,
                 second=None if pending is None else pending.second,
                 gates=None if pending is None else pending.gates,
+                own=None if pending is None else pending.own,
                 post=None if pending is None else pending.post,
+                further=further,
                 factor=1.0 if pending is None else pending.factor,
                 scale=1.0 if pending is None else pending.scale,
                 lengths=self.lengths,
@@ -494,7 +502,7 @@ class Walk:
             return self._dense(layer.mlp, normed), None, None
         assert layer.mlp is not None
         if layer.mlp.norm is not None:
-            return self._mixture_apart(index, layer.mlp, normed), None, None
+            return *self._mixture_apart(index, layer.mlp, normed), None
         chosen = self._choose(index, layer.mlp, normed)
         return *self._mixture(layer.mlp, normed, chosen), chosen.gates
 
@@ -516,30 +524,30 @@ class Walk:
         assert isinstance(mixed, Tensor)
         return self.multiply("from latent", mixture.out, mixed), shared
 
-    def _mixture_apart(self, index: int, mixture: BoundMixture, normed: Tensor) -> Tensor:
-        """The sum of the results of experts and of the MLP beside them, which reads ``normed``; experts and
-        router read norms of the residual stream."""
+    def _mixture_apart(
+        self, index: int, mixture: BoundMixture, normed: Tensor
+    ) -> tuple[Tensor | RoutedRows, Tensor]:
+        """Results of experts and of the MLP beside them, which reads ``normed``; experts and router read
+        other norms of the residual stream."""
         assert mixture.shared is not None
-        assert isinstance(self._x, Tensor)
         always = self._dense(mixture.shared, normed)
-        rows, hidden = normed.shape
-        read = self.normalised("routed", self._x, mixture.norm)
-        routing = read
-        if mixture.router_norm is not None:
-            routing = self.normalised("routing", self._x, mixture.router_norm)
+        # The router may read what the experts read.
+        read, routing = self._apart[0], self._apart[-1]
         chosen = self._choose(index, mixture, routing)
-        if mixture.shared_post_norm is not None:
-            always = self.normalised("always", always, mixture.shared_post_norm)
-        given = self.experts(mixture, read, chosen)
-        total = self.empty("mixed", rows, hidden)
-        self.launch(kernels.residual(always, stored=total, first=given, post=mixture.post_norm))
-        return total
+        return self.experts(mixture, read, chosen), always
 
-    def normalised(self, name: str, x: Tensor, norm: RowNorm | None) -> Tensor:
-        """``norm(x)``, in memory of its own."""
-        out = self.empty(name, x.shape[0], self.forward.hidden)
-        self.launch(kernels.residual(x, out=out, norm=norm))
-        return out
+    def _norms_apart(self, layer: BoundLayer, rows: int) -> list[tuple[RowNorm, Tensor]]:
+        """The norms of the residual stream that experts and router read where the MLP beside them reads
+        another, and memory for their results."""
+        mlp = layer.mlp
+        norms = (mlp.norm, mlp.router_norm) if isinstance(mlp, BoundMixture) and mlp.norm else ()
+        made = [
+            (norm, self.empty(name, rows, self.forward.hidden))
+            for name, norm in zip(("routed", "routing"), norms, strict=False)
+            if norm is not None
+        ]
+        self._apart = [result for _, result in made]
+        return made
 
     def _router_adds(self, pending: Pending, norm: RowNorm | None) -> bool:
         """Whether the router's kernel can also do the addition and norm before it."""

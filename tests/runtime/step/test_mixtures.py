@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -467,6 +468,24 @@ def test_chain_computes_what_the_reference_does(name: str, monkeypatch: pytest.M
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     # Rounding may exchange experts of nearly equal weight; seeds are such that it does not.
     assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+
+
+def test_norms_around_experts_and_an_mlp_are_two_launches_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Gemma 4's mixtures: eight norms a layer, three of which are of results."""
+    made = []
+
+    def counted(*given: Any, **named: Any) -> torch_kernels.Prepared:
+        made.append(named)
+        return torch_kernels.residual(*given, **named)
+
+    kernels = SimpleNamespace(**{name: getattr(torch_kernels, name) for name in torch_kernels.__all__})
+    kernels.Prepared, kernels.residual = torch_kernels.Prepared, counted
+    for module in (walk, recorded_step):
+        monkeypatch.setattr(module, "kernels", kernels)
+    model, anatomy = grouped_mixture("gemma-4-moe")
+    half, _ = halved(model)
+    ChainForward(half, anatomy, batch=1, capacity=24)
+    assert len(made) == 2 * len(anatomy.layers) + 1
 
 
 def test_chain_adds_a_shared_expert_without_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:

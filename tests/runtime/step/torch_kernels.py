@@ -6,7 +6,7 @@ A prepared launch is a closure over its tensors. Sums are taken in float64 and r
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -98,7 +98,9 @@ def residual(
     first: Tensor | RoutedRows | None = None,
     second: Tensor | None = None,
     gates: Tensor | None = None,
+    own: tuple[RowNorm, RowNorm] | None = None,
     post: RowNorm | None = None,
+    further: Sequence[tuple[RowNorm, Tensor]] = (),
     factor: float = 1.0,
     scale: float = 1.0,
     lengths: Tensor | None = None,
@@ -119,11 +121,13 @@ def residual(
             x, dtype = source.double(), source.dtype
         if first is not None:
             assert isinstance(first, Tensor)
-            wide = first.double()[:, : x.shape[1]]
-            x = x + factor * (wide if post is None else expected_norm(wide, post))
-        if second is not None:
-            count = 1.0 if gates is None else gates.double()
-            x = x + factor * count * second.double()[:, : x.shape[1]]
+            addends = [each.double()[:, : x.shape[1]] for each in (first, second) if each is not None]
+            if own is not None:
+                addends = [expected_norm(each, norm) for each, norm in zip(addends, own, strict=True)]
+            if second is not None and gates is not None:
+                addends[1] = gates.double() * addends[1]
+            total = sum(addends, torch.zeros(()))
+            x = x + factor * (total if post is None else expected_norm(total, post))
         x = scale * x
         x = x.to(dtype)
         if stored is not None:
@@ -134,6 +138,8 @@ def residual(
             if kept is not None:
                 assert counter is not None
                 kept[counter.long()] = out
+        for each, result in further:
+            result.copy_(expected_norm(x.double(), each))
         if counter is not None:
             counter.add_(1)
 

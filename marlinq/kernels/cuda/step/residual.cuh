@@ -1,21 +1,23 @@
 // The residual stream between two products: what the one before adds to it, and its normalisation for the one behind.
 //
 //   x = residual[m]                                    or, with GATHER,  embedding_scale * embedding[tokens[m]] + positions[p]
-//   x = scale * (x + factor * post(first[m]) + factor * second[m])       as many of them as ADDENDS says
+//   x = scale * (x + factor * post(first[m] + second[m]))                as many of them as ADDENDS says
 //   stored[m] = x                                                        unless it is null
 //   out[m] = norm(x)                                                     unless NORM is NONE
 //   kept[counter[m]] = norm(x)                                           with KEEPS
+//   further[i].out[m] = norm i(x)                                        FURTHER more norms of the same kind
 //
 // With EXPERTS, first[m] is the sum over that many experts, sum_s routing[m, s] * first[places[m, s]], slots in order, in float32, then
 // rounded; a place of -1 adds nothing.
 //
-// With GATED, second[m] is multiplied by gates[m].
+// With GATED, second[m] is multiplied by gates[m]. With OWN, each of both has a norm of this kind before they are added.
 //
 // p is the row's position: lengths[m / T] + m % T + positions_offset. post is a normalisation too. One block a row, whose
 // elements stay in registers. With a counter, the last thing that is done is counter[b] += 1 for the first `counted` rows; with KEEPS
 // these are the rows of x, and each block counts its own.
 //
-// Configuration: Element, THREADS, VECTORS (of eight elements, a thread), GATHER, POSITIONS, ADDENDS, EXPERTS, GATED, POST, NORM, KEEPS.
+// Configuration: Element, THREADS, VECTORS (of eight elements, a thread), GATHER, POSITIONS, ADDENDS, EXPERTS, GATED, OWN, POST, NORM,
+// FURTHER, KEEPS.
 #pragma once
 #include "fault_site.cuh"
 #include "ptx/launch.cuh"
@@ -63,6 +65,18 @@ __device__ __forceinline__ void normalize(float (&x)[VECTORS][8], const uint4* w
     }
 }
 
+// Mirrored in kernels/step/residual.py: a norm's parameters, and where its results go, rows `stride` elements apart.
+struct RowNormGiven {
+    const uint4 *weight, *bias;
+    uint4* out;
+    i64 stride;
+    float eps, offset;
+};
+constexpr int MOST_FURTHER_NORMS = 2;
+struct RowNormsGiven {
+    RowNormGiven own[2], further[MOST_FURTHER_NORMS];
+};
+
 // Eight columns of the sum over a row's experts, times the routing weights. AT_ONCE rows are requested before the first is needed.
 // Places below 0 have a routing weight of 0.
 template <typename E, int EXPERTS, int AT_ONCE>
@@ -102,10 +116,10 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
                                                  uint4* kept, int* counter, int counted, int width, int T, int positions_offset,
                                                  i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale,
                                                  float factor, float scale, float post_eps, float post_offset, float eps,
-                                                 float offset) {
+                                                 float offset, const RowNormsGiven& others) {
     typedef typename C::Element E;
     constexpr int THREADS = C::THREADS, VECTORS = C::VECTORS;
-    __shared__ float sums[4][THREADS / 32];
+    __shared__ float sums[8 + 2 * C::FURTHER][THREADS / 32];
     launch_dependents();
     wait_for_previous_kernel();
     const i64 m = blockIdx.x;
@@ -142,13 +156,39 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
         if (C::ADDENDS > 1) e[i] = load_l2(second + m * (second_stride / 8) + v);
     }
     static_assert(!C::GATED || C::ADDENDS > 1, "a gate is the second addend's");
-    const float second_factor = C::GATED ? factor * load_scalar(FAULT_SITE(gate_of_row, gates + m)) : factor;
+    const float gate = C::GATED ? load_scalar(FAULT_SITE(gate_of_row, gates + m)) : 1.f;
     static_assert(!C::POSITIONS || (C::GATHER && C::ADDENDS == 0), "positions are added to embeddings");
     float y[VECTORS][8];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         widen_vector<E>(x[i], a[i]);
         widen_vector<E>(y[i], d[i]);
+    }
+    // What post normalises is a sum that is rounded first.
+    constexpr bool SUMMED = C::ADDENDS > 1 && C::POST != Norm::NONE;
+    if constexpr (C::OWN != Norm::NONE) {
+        static_assert(C::ADDENDS > 1, "norms of two addends");
+        const RowNormGiven &one = others.own[0], &two = others.own[1];
+        float z[VECTORS][8];
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) widen_vector<E>(z[i], e[i]);
+        normalize<E, C::OWN, VECTORS, THREADS>(y, one.weight, one.bias, width, one.eps, one.offset, sums[4], sums[5]);
+        normalize<E, C::OWN, VECTORS, THREADS>(z, two.weight, two.bias, width, two.eps, two.offset, sums[6], sums[7]);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            widen_vector<E>(y[i], narrow_vector<E>(y[i]));
+            e[i] = narrow_vector<E>(z[i]);
+        }
+    }
+    if constexpr (SUMMED) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            float z[8];
+            widen_vector<E>(z, e[i]);
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                y[i][j] = threadIdx.x + i * THREADS < vectors ? rounded<E>(y[i][j] + gate * z[j]) : 0.f;
+        }
     }
     if constexpr (C::POST != Norm::NONE) {
         normalize<E, C::POST, VECTORS, THREADS>(y, post_weight, post_bias, width, post_eps, post_offset, sums[0], sums[1]);
@@ -162,7 +202,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
             if (C::GATHER) x[i][j] = rounded<E>(x[i][j] * embedding_scale);
             if (C::POSITIONS) x[i][j] += y[i][j];
             if (C::ADDENDS > 0) x[i][j] += factor * y[i][j];
-            if (C::ADDENDS > 1) x[i][j] += FAULT_SITE(second_addend, second_factor) * z[j];
+            if (C::ADDENDS > 1 && !SUMMED) x[i][j] += FAULT_SITE(second_addend, factor * gate) * z[j];
             if (C::ADDENDS > 0) x[i][j] *= scale;
         }
         const int v = threadIdx.x + i * THREADS;
@@ -172,6 +212,22 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
 #pragma unroll
         for (int j = 0; j < 8; ++j)
             if (v >= vectors) x[i][j] = 0.f;
+    }
+    static_assert(C::FURTHER <= MOST_FURTHER_NORMS, "parameters of so many norms");
+#pragma unroll
+    for (int n = 0; n < C::FURTHER; ++n) {
+        const RowNormGiven& norm = others.further[n];
+        float z[VECTORS][8];
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) z[i][j] = x[i][j];
+        normalize<E, C::NORM, VECTORS, THREADS>(z, norm.weight, norm.bias, width, norm.eps, norm.offset, sums[8 + 2 * n], sums[9 + 2 * n]);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int v = threadIdx.x + i * THREADS;
+            if (v < vectors) norm.out[m * (norm.stride / 8) + v] = narrow_vector<E>(z[i]);
+        }
     }
     if constexpr (C::NORM != Norm::NONE) {
         normalize<E, C::NORM, VECTORS, THREADS>(x, weight, bias, width, eps, offset, sums[2], sums[3]);
@@ -197,9 +253,9 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
          const uint4* post_bias, const uint4* weight,                                                                    \
          const uint4* bias, uint4* stored, uint4* out, uint4* kept, int* counter, int counted, int width, int T, int positions_offset, \
          i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale, float factor,  \
-         float scale, float post_eps, float post_offset, float eps, float offset) { \
+         float scale, float post_eps, float post_offset, float eps, float offset, RowNormsGiven others) { \
         advance_residual<CONFIGURATION>(tokens, embedding, positions, lengths, residual, first, second, gates, places, routing, post_weight, \
                                         post_bias, weight, bias, stored, out, kept, counter, counted, width, T,                \
                                         positions_offset, residual_stride, first_stride, second_stride, out_stride, embedding_scale,   \
-                                        factor, scale, post_eps, post_offset, eps, offset);                                     \
+                                        factor, scale, post_eps, post_offset, eps, offset, others);                             \
     }
