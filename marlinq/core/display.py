@@ -68,7 +68,7 @@ class Shown(ABC):
         return self.render()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython shows in a notebook: a report's fields would fill pages."""
+        """Shows the text in a notebook, where IPython would fill pages with the report's fields."""
         printer.text(self.render())
 
 

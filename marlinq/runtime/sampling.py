@@ -46,7 +46,7 @@ _NEVER_ONE = 1.0 - 2.0**-24
 
 
 class SamplerShape(NamedTuple):
-    """What a sampler computes; its kernel is compiled, and a graph captured, for that alone.
+    """Parts of a sampler's work; its kernel is compiled, and a graph captured, for these alone.
 
     Attributes:
         draws: whether tokens are drawn at random; else the most likely one is taken.
@@ -109,7 +109,7 @@ class Sampling:
 
     @property
     def shape(self) -> SamplerShape:
-        """What a sampler computes under these settings."""
+        """Parts of a sampler's work under these settings."""
         filters = bool(self.top_k) or self.top_p not in (None, 1.0) or bool(self.min_p)
         return SamplerShape(self.temperature is not None, filters, self.repetition_penalty not in (None, 1.0))
 
@@ -259,7 +259,7 @@ def _scores(logits: Tensor, shape: SamplerShape, state: SamplerState) -> Tensor:
 
 
 def kept(scores: Tensor, state: SamplerState) -> Tensor:
-    """What top-k, then top-p, then min-p leave of ``scores`` [B, V]; bool [B, V]."""
+    """Whether top-k, then top-p, then min-p keep each token of ``scores`` [B, V]; bool [B, V]."""
     nats = scores.amax(dim=-1, keepdim=True) - scores
     distances = _distances(nats)
     ordered, order = distances.sort(dim=-1)

@@ -352,8 +352,8 @@ def at_least(count: int) -> int:
 
 
 def _expected_tiles(mean: float, tile_m: int) -> tuple[float, float]:
-    """Of an expert with a Poisson-distributed number of rows: probability of any row, and mean number of
-    tiles."""
+    """(probability of any row, mean number of tiles) of an expert whose number of rows has a Poisson
+    distribution with this mean."""
     spread = math.sqrt(mean)
     first, last = max(0, int(mean - 6 * spread)), int(mean + 6 * spread) + 2
     chances = [math.exp(c * math.log(mean) - mean - math.lgamma(c + 1)) for c in range(first, last)]

@@ -439,7 +439,7 @@ class BoundBeside:
 
 @dataclass(frozen=True, eq=False)
 class BoundLayerInputs:
-    """What makes the layers' vectors.
+    """Product and parameters that make the layers' vectors.
 
     Attributes:
         projection: product of the embeddings.
