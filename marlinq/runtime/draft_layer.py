@@ -174,7 +174,9 @@ class _View:
         None. Damaged quantised linears are found when they are loaded."""
         stored, packed = self.source.checkpoint.tensors, self.source.quantized
         head, modules = self.head, {} if packed is None else packed.modules
-        shapes = {f"{name}.weight": (width,) for name in (head.token_norm, head.hidden_norm, head.final_norm)}
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{name}.weight": (width,) for name in (head.token_norm, head.hidden_norm, head.final_norm)
+        }
         if head.projection not in modules:
             shapes[f"{head.projection}.weight"] = (width, 2 * width)
         for name, shape in shapes.items():
