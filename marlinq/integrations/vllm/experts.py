@@ -80,13 +80,21 @@ class MixtureConfig(QuantizationConfig):  # type: ignore[misc]
         """:data:`NAME` for a mixture of 4- or 8-bit integers, unless the user names a method; else None."""
         if user_quant is not None or not current_platform.is_cuda():
             return None
-        return NAME if is_mixture(hf_config) and may_have_integers(hf_quant_cfg) else None
+        try:
+            taken = is_mixture(hf_config) and may_have_integers(hf_quant_cfg)
+        except Exception as error:  # noqa: BLE001 - vLLM asks this for every model
+            logger.warning("marlinq: %s; vLLM's kernels run experts", reason(error))
+            return None
+        return NAME if taken else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """vLLM's config for the checkpoint's format, with marlinq's experts where the kernels take them."""
         built = quantization_config_class(config["quant_method"]).from_config(config)
-        built.__class__ = _config_with_experts(type(built))
+        try:
+            built.__class__ = _config_with_experts(type(built))
+        except Exception as error:  # noqa: BLE001 - vLLM's config is unchanged
+            logger.warning("marlinq: %s; vLLM's kernels run experts", reason(error))
         return built
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> None:
@@ -131,12 +139,12 @@ def _config_with_experts(config: Any) -> Any:
             return method
         try:
             refusal = experts_refusal(method, layer)
+            if refusal is None:
+                method.__class__ = _method_with_kernels(type(method))
         except Exception as error:  # noqa: BLE001 - names differ between vLLM's versions
             refusal = reason(error)
         if refusal is not None:
             logger.info("marlinq: %s: vLLM's kernels run: %s", prefix, refusal)
-            return method
-        method.__class__ = _method_with_kernels(type(method))
         return method
 
     return type(config.__name__, (config,), {"get_quant_method": get_quant_method})

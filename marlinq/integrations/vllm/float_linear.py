@@ -27,6 +27,7 @@ from marlinq.integrations.vllm.interface import (
     own_float_kernel,
 )
 from marlinq.integrations.vllm.operand_layer import SMALLEST_CAPABILITY, OperandLayer, prepare
+from marlinq.integrations.vllm.refusals import NO_NVIDIA_GPU, verdict
 
 logger = logging.getLogger("vllm.plugins.marlinq")
 
@@ -43,6 +44,19 @@ def refusal(config: Any) -> str | None:
     return None
 
 
+def gpu_refusal(compute_capability: int | None) -> str | None:
+    """Why the kernels can't run on this machine, or None.
+
+    Args:
+        compute_capability: the GPU's, times ten; None where vLLM does not say.
+    """
+    if not current_platform.is_cuda():
+        return NO_NVIDIA_GPU
+    if compute_capability is not None and compute_capability < SMALLEST_CAPABILITY:
+        return f"compute capability {compute_capability / 10}; expected 8.0 or above"
+    return missing_package()
+
+
 class FloatWeightKernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
     """marlinq's kernel behind vLLM's interface for FP8 weights (``FP8ScaledMMLinearKernel``)."""
 
@@ -50,17 +64,11 @@ class FloatWeightKernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        if not current_platform.is_cuda():
-            return False, "marlinq's kernels run on NVIDIA GPUs alone"
-        if compute_capability is not None and compute_capability < SMALLEST_CAPABILITY:
-            return False, f"compute capability {compute_capability / 10}; expected 8.0 or above"
-        missing = missing_package()
-        return missing is None, missing
+        return verdict(lambda: gpu_refusal(compute_capability))
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        refused = refusal(c)
-        return refused is None, refused
+        return verdict(lambda: refusal(c))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Replaces the layer's parameters by the kernel's operand, and compiles kernels for its shape.

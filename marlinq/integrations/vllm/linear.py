@@ -29,6 +29,7 @@ from marlinq.integrations.vllm.interface import (
     scalar_types,
 )
 from marlinq.integrations.vllm.operand_layer import SMALLEST_CAPABILITY, OperandLayer, prepare
+from marlinq.integrations.vllm.refusals import NO_NVIDIA_GPU, verdict
 
 logger = logging.getLogger("vllm.plugins.marlinq")
 
@@ -77,10 +78,9 @@ class IntegerLinearKernel(MPLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        if not current_platform.is_cuda():
-            return False, "marlinq's kernels run on NVIDIA GPUs alone"
-        reason = refusal(c) or missing_package()
-        return reason is None, reason
+        return verdict(
+            lambda: refusal(c) or missing_package() if current_platform.is_cuda() else NO_NVIDIA_GPU
+        )
 
     _own: MPLinearKernel | None = None
 

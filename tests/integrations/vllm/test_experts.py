@@ -161,6 +161,40 @@ def test_refused_experts_run_vllms_own_method(
     assert layer.layer_name in record.getMessage()
 
 
+def strange_config(found: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A model's config that can't be asked for its number of experts."""
+
+    class Strange:
+        @property
+        def num_experts(self) -> int:
+            raise RuntimeError("strange")
+
+    asked = found.override_quantization_method({"quant_method": "gptq", "bits": 4}, None, Strange())
+    return asked is None
+
+
+def final_class(found: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A version whose configs' classes have no subclasses."""
+
+    class Final(stub.BuiltConfig):
+        def __init_subclass__(cls) -> None:
+            raise TypeError("final")
+
+    monkeypatch.setattr(sys.modules[found.__module__], "quantization_config_class", lambda name: Final)
+    built = found.from_config({"quant_method": "gptq", "method": METHODS["gptq"]})
+    return type(built) is Final
+
+
+@pytest.mark.parametrize("breaks", [strange_config, final_class])
+def test_a_hook_that_fails_leaves_experts_to_vllm(
+    config_class: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks: Any
+) -> None:
+    assert breaks(config_class, monkeypatch)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().endswith("vLLM's kernels run experts")
+
+
 def weight(
     k: int, n: int, group_size: int, *, zeros: bool, seed: int, element: Element = INT4
 ) -> QuantizedWeight:

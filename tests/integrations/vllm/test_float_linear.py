@@ -88,6 +88,23 @@ def test_the_kernel_takes_one_scale_a_channel(
     assert (why is None) if reason is None else (reason in why)
 
 
+def test_a_refusal_is_one_line_however_many_layers(
+    kernels: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        blocks = {kernels[0].can_implement(config(group_shape=(128, 128))) for _ in range(3)}
+        # Of a version that calls its attributes otherwise.
+        foreign = {kernels[0].can_implement(object()) for _ in range(3)}
+    told = zip((blocks, foreign), (logging.INFO, logging.WARNING), caplog.records, strict=True)
+    for answers, level, record in told:
+        ((taken, why),) = answers
+        assert taken is False
+        assert (record.levelno, record.getMessage()) == (
+            level,
+            f"marlinq: {why}; vLLM's kernels run such layers",
+        )
+
+
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (72, 160)])
 def test_products_are_those_of_the_weight(kernels: list[Any], n: int, k: int) -> None:
     layer, weight = loaded(n, k)

@@ -207,6 +207,40 @@ def test_the_kernel_takes_supported_integer_layers(
     assert (why is None) if reason is None else (reason in why)
 
 
+@pytest.mark.parametrize(
+    ("described", "level", "text"),
+    [
+        (config(group_size=16), logging.INFO, "group size 16"),
+        (SimpleNamespace(group_size=32), logging.WARNING, "partition_weight_shape"),
+    ],
+    ids=["unsupported", "another version's"],
+)
+def test_a_refusal_is_one_line_however_many_layers(
+    kernel: Any, kernels: list[Any], caplog: pytest.LogCaptureFixture, described: Any, level: int, text: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        answers = {kernel.can_implement(described) for _ in range(3)}
+    ((taken, why),) = answers
+    assert taken is False
+    assert text in why
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()) == (
+        level,
+        f"marlinq: {why}; vLLM's kernels run such layers",
+    )
+    assert sys.modules["vllm.model_executor.kernels.linear"].choose_mp_linear_kernel(described) is kernels[1]
+
+
+def test_registering_initialises_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def initialised() -> None:
+        raise AssertionError("a process that may fork workers")
+
+    stub.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialised)
+    register()
+    assert compile_factors()["MARLINQ_VLLM"]
+
+
 def test_without_an_nvidia_gpu_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = stub.install(monkeypatch, cuda=False)._POSSIBLE_KERNELS[stub.PlatformEnum.CUDA]
     register()
@@ -393,3 +427,24 @@ def test_every_layer_of_a_shape_that_does_not_compile_is_vllms_own(
     for _ in range(2):
         with pytest.raises(EnvironmentProblem):
             prepare(on_gpu, torch.float16)
+
+
+def test_each_shape_of_layer_is_one_line(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import marlinq.kernels
+
+    monkeypatch.setattr(marlinq.kernels, "precompile_model", lambda *_, **__: 7)
+    monkeypatch.setattr(
+        marlinq.kernels, "explain", lambda device, problem: SimpleNamespace(reason="tile 8x64, about 5.1 us")
+    )
+    prepare = sys.modules[kernel.__module__].prepare
+    with caplog.at_level(logging.INFO):
+        for n in (64, 128, 64):
+            operand = marlin_operand(weight(128, n, 32, zeros=False), torch.float16)
+            words = SimpleNamespace(device=torch.device("cuda", 0), shape=operand.words.shape)
+            prepare(replace(operand, words=words), torch.float16)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"marlinq: layers of 128 x {n}, groups of 32: tile 8x64, about 5.1 us; 7 kernels compiled"
+        for n in (64, 128)
+    ]
