@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq.models import build_blueprint
-from marlinq.models import recognise as recognising
+from marlinq.models import build_blueprint, recognise_mixture
 from marlinq.models.anatomy import (
     Anatomy,
     DeltaNet,
@@ -317,7 +316,7 @@ def test_a_router_that_fits_near_the_start_by_chance_is_dropped(monkeypatch: pyt
     """One that explains the recordings at position 0 but not the one far behind."""
     model = random_mixture("qwen3-moe")
     right = recognise(model, "model.layers")
-    plain, calls = recognising._Block._routers, []
+    plain, calls = recognise_mixture._routers, []
 
     def routers(block: Any, routed: Any, found: Any, vectors: Any) -> Any:
         calls.append(block.name)
@@ -327,7 +326,7 @@ def test_a_router_that_fits_near_the_start_by_chance_is_dropped(monkeypatch: pyt
                 yield replace(router, scale=2.0), call
             yield router, call
 
-    monkeypatch.setattr(recognising._Block, "_routers", routers)
+    monkeypatch.setattr(recognise_mixture, "_routers", routers)
     assert recognise(model, "model.layers") == right
     assert isinstance(right, Anatomy)
 
