@@ -79,6 +79,7 @@ class Case:
 
 SKIPPED = (Override(r"layers\.1\.mlp\.down_proj$", skip=True),)
 MIXED_BITS = (Override(r"layers\.1\.mlp\.down_proj$", settings={"scheme": "int8"}),)
+MIXED_GROUPS = (Override(r"layers\.1\.mlp\.down_proj$", settings={"group_size": 32}),)
 # vLLM for CPUs takes GPTQ in 4 bits alone.
 NO_8_BITS = {"gptq": "uint8b128"}
 # Its extension for CPUs lacks the operator that quantises inputs with a stored scale.
@@ -111,6 +112,11 @@ CASES = {
     "mxfp4": Case(settings={"scheme": "mxfp4"}, refused={FIRST: "MXFP4 linear layer"}),
     "nvfp4": Case(settings={"scheme": "nvfp4"}, refused={FIRST: "Marlin FP4 not available"}),
     "plugin": Case(settings={"group_size": 64}, also=("gptq", "awq"), plugin="linear"),
+    "plugin, head, mixed groups": Case(
+        settings={"group_size": 64, "quantize_head": "int4", "overrides": MIXED_GROUPS},
+        also=("gptq",),
+        plugin="linear",
+    ),
     "plugin, zero points": Case(
         settings={"group_size": 32, "symmetric": False}, also=("awq",), plugin="linear"
     ),
@@ -259,23 +265,31 @@ def test_vllm_says_what_we_say(
         assert "error" not in answer, f"{layout}: {answer['error']}"
         found = torch.tensor(answer["logprobs"], dtype=torch.float64)
         error = typical_error(found - exact, outliers=CASES[name].model != "llama")
-        table.append(f"vLLM, {name:20} {layout:20} log probabilities off by {error:.1e} (bound {bound:.1e})")
+        table.append(f"vLLM, {name:26} {layout:20} log probabilities off by {error:.1e} (bound {bound:.1e})")
         assert error <= bound
         # The same weights from every file, so the same arithmetic.
         assert answer == first
 
 
-@pytest.mark.parametrize("mode", ["all", "off"])
-def test_vllm_asks_the_plugin_first(mode: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MARLINQ_VLLM": mode, "VLLM_PLUGINS": ""}
+def said_in_vllms_environment(script: str, **environment: str) -> Any:
+    """The JSON that a script of this folder prints last."""
     run = subprocess.run(
-        [str(PYTHON), str(Path(__file__).with_name("vllm_choice.py"))],
-        env=environment,
+        [str(PYTHON), str(Path(__file__).with_name(script))],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "VLLM_PLUGINS": ""} | environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    chosen = json.loads(run.stdout.splitlines()[-1])
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_the_stub_of_the_plugins_tests_is_like_vllm() -> None:
+    assert said_in_vllms_environment("vllm_differences.py") == []
+
+
+@pytest.mark.parametrize("mode", ["all", "off"])
+def test_vllm_asks_the_plugin_first(mode: str) -> None:
+    chosen = said_in_vllms_environment("vllm_choice.py", MARLINQ_VLLM=mode)
     for layer, (before, after) in chosen.items():
         taken = mode == "all" and layer != "groups of 16"
         assert after == ("IntegerLinearKernel" if taken else before), layer

@@ -1,6 +1,6 @@
 """A stand-in for the parts of vLLM that the plugin sees: names, signatures and the meaning of dimensions.
 
-`make interop` checks the same names in the published package.
+`make interop` compares it with the published package (``tests/interop/vllm_differences.py``).
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    import pytest
 
 VERSION = "0.26.0"
 
@@ -144,9 +146,9 @@ def permute_param_layout_(param: Any, input_dim: int, output_dim: int, packed_di
     return param
 
 
-def replace_parameter(module: nn.Module, name: str, new: nn.Parameter) -> None:
-    delattr(module, name)
-    module.register_parameter(name, new)
+def replace_parameter(mod: nn.Module, name: str, new: nn.Parameter) -> None:
+    delattr(mod, name)
+    mod.register_parameter(name, new)
 
 
 class QuantizationConfig:
@@ -243,28 +245,71 @@ class BuiltConfig(QuantizationConfig):
         return self.method(self) if isinstance(layer, RoutedExperts) else OtherKernel
 
 
+MODULES = (
+    "vllm",
+    "vllm.config",
+    "vllm.envs",
+    "vllm.model_executor",
+    "vllm.model_executor.kernels",
+    "vllm.model_executor.kernels.linear",
+    "vllm.model_executor.kernels.linear.mixed_precision",
+    "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel",
+    "vllm.model_executor.kernels.linear.scaled_mm",
+    "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel",
+    "vllm.model_executor.layers",
+    "vllm.model_executor.layers.quantization",
+    "vllm.model_executor.layers.quantization.base_config",
+    "vllm.model_executor.layers.quantization.utils",
+    "vllm.model_executor.parameter",
+    "vllm.platforms",
+    "vllm.scalar_type",
+)
+
+
+def contents(*, cuda: bool = True) -> dict[str, dict[str, Any]]:
+    """Name of a module -> what it holds; modules that hold nothing are left out."""
+    possible = {PlatformEnum.CUDA: [OtherKernel], PlatformEnum.CPU: [OtherKernel]}
+    registered: dict[str, type] = {}
+    return {
+        "vllm": {"__version__": VERSION},
+        "vllm.envs": {"environment_variables": {"VLLM_PORT": lambda: None}},
+        "vllm.model_executor.kernels.linear": {
+            "PlatformEnum": PlatformEnum,
+            "_POSSIBLE_KERNELS": possible,
+            "_POSSIBLE_WFP8A16_KERNELS": {PlatformEnum.CUDA: [RefusingFloatKernel, OtherFloatKernel]},
+            "choose_mp_linear_kernel": lambda config: next(
+                kernel for kernel in possible[PlatformEnum.CUDA] if kernel.can_implement(config)[0]
+            ),
+        },
+        "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel": {
+            "MPLinearKernel": MPLinearKernel,
+            "MPLinearLayerConfig": MPLinearLayerConfig,
+        },
+        "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel": {
+            "FP8ScaledMMLinearKernel": FP8ScaledMMLinearKernel
+        },
+        "vllm.model_executor.layers.quantization": {
+            "registered": registered,
+            "register_quantization_config": lambda quantization: (
+                lambda config: registered.setdefault(quantization, config)
+            ),
+            "get_quantization_config": lambda quantization: BuiltConfig,
+        },
+        "vllm.model_executor.layers.quantization.base_config": {"QuantizationConfig": QuantizationConfig},
+        "vllm.model_executor.layers.quantization.utils": {"replace_parameter": replace_parameter},
+        "vllm.model_executor.parameter": {"permute_param_layout_": permute_param_layout_},
+        "vllm.platforms": {"current_platform": types.SimpleNamespace(is_cuda=lambda: cuda)},
+        "vllm.scalar_type": {
+            "scalar_types": types.SimpleNamespace(
+                uint4="uint4", uint8="uint8", uint4b8="uint4b8", uint8b128="uint8b128"
+            )
+        },
+    }
+
+
 def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.ModuleType:
     """Make the stub importable as ``vllm``; returns the module that holds the list of kernels."""
-    names = (
-        "vllm",
-        "vllm.config",
-        "vllm.envs",
-        "vllm.model_executor",
-        "vllm.model_executor.kernels",
-        "vllm.model_executor.kernels.linear",
-        "vllm.model_executor.kernels.linear.mixed_precision",
-        "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel",
-        "vllm.model_executor.kernels.linear.scaled_mm",
-        "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel",
-        "vllm.model_executor.layers",
-        "vllm.model_executor.layers.quantization",
-        "vllm.model_executor.layers.quantization.base_config",
-        "vllm.model_executor.layers.quantization.utils",
-        "vllm.model_executor.parameter",
-        "vllm.platforms",
-        "vllm.scalar_type",
-    )
-    modules = {name: types.ModuleType(name) for name in names}
+    modules = {name: types.ModuleType(name) for name in MODULES}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
         if "." in name:
@@ -272,32 +317,6 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.Modu
             setattr(modules[parent], child, module)
     for name in [name for name in sys.modules if name.startswith("marlinq.integrations.vllm.")]:
         monkeypatch.delitem(sys.modules, name)
-    modules["vllm"].__version__ = VERSION
-    modules["vllm.envs"].environment_variables = {"VLLM_PORT": lambda: None}
-    kernels = modules["vllm.model_executor.kernels.linear"]
-    kernels.PlatformEnum = PlatformEnum
-    possible = {PlatformEnum.CUDA: [OtherKernel], PlatformEnum.CPU: [OtherKernel]}
-    kernels._POSSIBLE_KERNELS = possible
-    kernels._POSSIBLE_WFP8A16_KERNELS = {PlatformEnum.CUDA: [RefusingFloatKernel, OtherFloatKernel]}
-    kernels.choose_mp_linear_kernel = lambda config: next(
-        kernel for kernel in possible[PlatformEnum.CUDA] if kernel.can_implement(config)[0]
-    )
-    interface = modules["vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel"]
-    interface.MPLinearKernel, interface.MPLinearLayerConfig = MPLinearKernel, MPLinearLayerConfig
-    floats = modules["vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel"]
-    floats.FP8ScaledMMLinearKernel = FP8ScaledMMLinearKernel  # type: ignore[attr-defined]
-    quantization = modules["vllm.model_executor.layers.quantization"]
-    registered: dict[str, type] = {}
-    quantization.registered = registered  # type: ignore[attr-defined]
-    quantization.register_quantization_config = (  # type: ignore[attr-defined]
-        lambda name: lambda config: registered.setdefault(name, config)
-    )
-    quantization.get_quantization_config = lambda name: BuiltConfig  # type: ignore[attr-defined]
-    modules["vllm.model_executor.layers.quantization.base_config"].QuantizationConfig = QuantizationConfig  # type: ignore[attr-defined]
-    modules["vllm.model_executor.layers.quantization.utils"].replace_parameter = replace_parameter
-    modules["vllm.model_executor.parameter"].permute_param_layout_ = permute_param_layout_
-    modules["vllm.platforms"].current_platform = types.SimpleNamespace(is_cuda=lambda: cuda)
-    modules["vllm.scalar_type"].scalar_types = types.SimpleNamespace(
-        uint4="uint4", uint8="uint8", uint4b8="uint4b8", uint8b128="uint8b128"
-    )
-    return kernels
+    for name, held in contents(cuda=cuda).items():
+        vars(modules[name]).update(held)
+    return modules["vllm.model_executor.kernels.linear"]
