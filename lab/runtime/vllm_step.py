@@ -1,11 +1,11 @@
 """The kernels of a decode step of vLLM, with its own kernels and with marlinq's plugin.
 
-    python lab/runtime/vllm_step.py CKPT --batch 1,64 --json step.json
+    python lab/runtime/vllm_step.py CKPT --batch 1,64 --gpus 2 --json step.json
 
 Prints, for each engine and batch, the time from one sampled token to the next and what runs in it: kernels by
-class, and the time in which no kernel runs. Each engine is in a process of its own, with vLLM's core inside
-it, since torch's profiler sees one process only. A token's step goes from one kernel of the sampler's
-arg-max to the next.
+class, and the time in which no kernel runs, on the first GPU. torch's profiler sees one process only, so it
+runs in vLLM's workers (:class:`KernelProfile`). A token's step goes from one kernel of the sampler's arg-max
+to the next.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from marlinq.operations.bench.serve import ENGINES, run_alone
 
 # Class -> words in its kernels' names; the first class that fits.
 CLASSES = {
+    "sums over GPUs": ("nccl", "cross_device_reduce", "allreduce", "all_reduce"),
     "norms, rotary, activation": ("triton_", "act_and_mul", "rms_norm", "rotary"),
     "routed experts": ("experts_", "moe_wna16", "moe_align", "moe_sum", "count_and_sort"),
     "linear layers": ("a16_", "machete", "marlin", "device_kernel<cutlass::gemm", "humming"),
@@ -93,15 +94,38 @@ def dissect(ran: Iterable[Ran], milliseconds: float) -> Step:
     return Step(milliseconds, whole, whole - sum(times.values()) / steps, classes)
 
 
-def measure(checkpoint: str, batches: Sequence[int], out: Path) -> None:
-    """Run one engine in this process and write its steps by batch to ``out`` as JSON."""
-    import torch
+class KernelProfile:
+    """Methods that vLLM adds to each of its workers (``worker_extension_cls``)."""
+
+    def start_kernel_profile(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        self.kernel_profile = profile(activities=[ProfilerActivity.CUDA])
+        self.kernel_profile.__enter__()
+
+    def end_kernel_profile(self, milliseconds: float) -> dict[str, Any]:
+        """The fields of a :class:`Step` of ``milliseconds`` without the profiler."""
+        import torch
+
+        torch.cuda.synchronize()
+        self.kernel_profile.__exit__(None, None, None)
+        ran = [
+            Ran(event.time_range.start, event.time_range.end, event.name)
+            for event in self.kernel_profile.events()
+            if event.device_type.name == "CUDA"
+        ]
+        return asdict(dissect(ran, milliseconds))
+
+
+def measure(checkpoint: str, batches: Sequence[int], gpus: int, out: Path) -> None:
+    """Run one engine from this process and write its steps by batch to ``out`` as JSON."""
     import vllm
-    from torch.profiler import ProfilerActivity, profile
 
     engine = vllm.LLM(
         model=checkpoint,
         skip_tokenizer_init=True,
+        tensor_parallel_size=gpus,
+        worker_extension_cls=f"{Path(__file__).stem}.{KernelProfile.__name__}",
         max_model_len=512,
         max_num_seqs=max(batches),
         max_num_batched_tokens=4096,
@@ -126,15 +150,9 @@ def measure(checkpoint: str, batches: Sequence[int], out: Path) -> None:
     for batch in batches:
         run(batch, 16)
         seconds = statistics.median((run(batch, 16 + TIMED) - run(batch, 16)) / TIMED for _ in range(3))
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            run(batch, NEW)
-            torch.cuda.synchronize()
-        ran = [
-            Ran(event.time_range.start, event.time_range.end, event.name)
-            for event in profiled.events()
-            if event.device_type.name == "CUDA"
-        ]
-        steps[str(batch)] = asdict(dissect(ran, 1e3 * seconds))
+        engine.collective_rpc("start_kernel_profile")
+        run(batch, NEW)
+        steps[str(batch)] = engine.collective_rpc("end_kernel_profile", args=(1e3 * seconds,))[0]
     out.write_text(json.dumps(steps), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # the engine's clean-up may hang
@@ -146,18 +164,22 @@ def main() -> None:
     )
     parser.add_argument("checkpoint")
     parser.add_argument("--batch", default="1,64")
+    parser.add_argument("--gpus", type=int, default=1, help="tensor parallelism")
     parser.add_argument("--json", type=Path, help="also write the steps to this file")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     batches = [int(batch) for batch in given.batch.split(",")]
     if given.out:
-        measure(given.checkpoint, batches, given.out)
+        measure(given.checkpoint, batches, given.gpus, given.out)
     found: dict[str, Any] = {}
     for engine, mode in ENGINES.items():
         with tempfile.TemporaryDirectory() as folder:
             out, log = Path(folder) / "steps.json", Path(folder) / "log"
-            command = [sys.executable, __file__, given.checkpoint, "--batch", given.batch, "--out", str(out)]
-            environment = {"MARLINQ_VLLM": mode, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            options = ["--batch", given.batch, "--gpus", str(given.gpus), "--out", str(out)]
+            command = [sys.executable, __file__, given.checkpoint, *options]
+            # Workers import this file.
+            paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+            environment = {"MARLINQ_VLLM": mode, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
             if run_alone(command, environment, log) != 0 or not out.is_file():
                 raise EnvironmentProblem(
                     f"{engine}: no steps; the end of its log:\n{log.read_text()[-3000:]}"

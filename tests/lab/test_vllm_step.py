@@ -12,6 +12,8 @@ from lab.runtime.vllm_step import MEASURED, OTHERS, Ran, class_of, dissect
     [
         ("triton_red_fused_fused_add_rms_norm_w4a16_gemm_1", "norms, rotary, activation"),
         ("w4a16_bulk", "linear layers"),
+        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>", "sums over GPUs"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "sums over GPUs"),
         ("void marlin_moe_wna16::Marlin<1125899906909960l", "routed experts"),
         ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<", "attention"),
         ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int", "linear layers"),
