@@ -19,7 +19,7 @@ from marlinq.formats import FORMATS
 from marlinq.runtime import load
 from tests.docs.test_format_tables import example
 from tests.testing.mixtures import calibration_text
-from tests.testing.pairs import every_value
+from tests.testing.pairs import every_value, slow_but
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.tiny_models import tiny_model
 
@@ -126,6 +126,9 @@ def test_a_scheme_goes_through_every_command(
     assert float(error.max()) <= HALF_STEP.get(scheme, 2**-4) * float(wide.abs().max())
     code, seen = run("inspect", out)
     assert (code, seen["format"]) == (0, form), seen
+    (words,) = seen["schemes"]
+    assert words.startswith(scheme)
+    assert seen["schemes"][words] == 7
     code, checked = run("verify", out, "--against", original, *CPU)
     assert code == 0, checked
     problems = [each for module in checked["modules"] for each in module["problems"]]
@@ -169,6 +172,25 @@ def test_a_scheme_goes_through_every_command(
         assert stored[0].keys() == stored[1].keys()
         for name, tensor in stored[0].items():
             assert torch.equal(tensor.float(), stored[1][name].float()), name
+
+
+WIDENED = (("mxfp4", "mxfp8"), ("mxfp4", "fp8-block"), ("nvfp4", "fp8-dynamic"))
+
+
+@pytest.mark.parametrize("schemes", slow_but(WIDENED, WIDENED[0]), ids="-".join)
+def test_weights_with_more_bits_than_they_were_made_with_are_clean(
+    run: Run, original: Path, tmp_path: Path, schemes: tuple[str, str]
+) -> None:
+    """They are as far from the original as FP4, four times as far as FP8 that is made of it."""
+    source, target = schemes
+    quantize(run, original, tmp_path / source, source, "compressed-tensors")
+    to = ("--to", "compressed-tensors", "--scheme", target)
+    code, said = run("convert", tmp_path / source, tmp_path / target, *to, "--allow-loss")
+    assert code == 0, said
+    code, checked = run("verify", tmp_path / target, "--against", original, "--logits", *CPU)
+    assert code == 0, checked
+    rows = {row["name"]: row["status"] for row in checked["checks"]}
+    assert rows["weights"] == rows["logits"] == "passed", checked
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])

@@ -426,10 +426,9 @@ def _own(layers: Mapping[str, LinearFacts], whole: Whole) -> ServerVerdict:
     if unreadable:
         return ServerVerdict(OWN, __version__, False, (), _first_of(unreadable) or "")
     able = len(layers) - len(against)
-    asks = (
-        "compute capability 8.0 and above, FP16 or BF16 activations; a CPU runs torch's packed INT4 product "
-        "or a dense one"
-    )
+    int4 = any(layer.element.name == "int4" for layer in layers.values())
+    cpu = "torch's packed INT4 product or a dense one" if int4 else "a dense product"
+    asks = f"compute capability 8.0 and above, FP16 or BF16 activations; a CPU runs {cpu}"
     reason = _first_of(against)
     kernels = (
         KernelVerdict(_OWN_KERNEL, not against, able, reason or asks),

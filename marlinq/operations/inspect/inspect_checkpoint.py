@@ -20,6 +20,7 @@ from marlinq.checkpoint import (
 )
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.progress import Progress, shows_progress
+from marlinq.core.scheme import Scheme
 from marlinq.core.schemes import named_scheme
 from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import DIALECTS, is_head
@@ -91,6 +92,7 @@ def inspect(
         symmetry=_symmetry(facts),
         g_idx=_order(quantized, facts),
         quantized_modules=len(facts),
+        schemes=dict(Counter(_in_words(spec.scheme) for spec in quantized.modules.values()).most_common()),
         head=next((spec.scheme.describe() for n, spec in quantized.modules.items() if is_head(n)), None),
         unquantized_modules=unquantized,
         shards=len(opened.shards),
@@ -159,6 +161,7 @@ def _unquantized(opened: Checkpoint) -> Inspection:
         symmetry=None,
         g_idx=None,
         quantized_modules=0,
+        schemes={},
         head=None,
         unquantized_modules=tuple(floating_linears(opened, opened.tensors)),
         shards=len(opened.shards),
@@ -269,6 +272,12 @@ def _facts(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec, stored: 
         effective_bits=8 * nbytes / (spec.in_features * spec.out_features),
         problem=stored.problem,
     )
+
+
+def _in_words(scheme: Scheme) -> str:
+    """``mxfp4: fp4_e2m1, groups of 32, signed``; the name is left out where it is the element's."""
+    name = named_scheme(scheme)
+    return scheme.describe() if name in ("", scheme.element.name) else f"{name}: {scheme.describe()}"
 
 
 def _symmetry(facts: list[ModuleFacts]) -> str:

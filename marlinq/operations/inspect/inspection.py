@@ -55,6 +55,7 @@ class Inspection(Shown):
         symmetry: ``symmetric``, ``asymmetric``, ``mixed`` or ``unknown``, from the stored zeros.
         g_idx: ``none`` (the layout has none), ``in order``, ``activation order`` or ``mixed``.
         quantized_modules: number of quantised linears.
+        schemes: scheme in words -> number of quantised linears, most linears first.
         head: scheme of the output head in words; None where it is not quantised.
         unquantized_modules: linears that are stored in floating point.
         shards: number of weight files.
@@ -78,6 +79,7 @@ class Inspection(Shown):
     symmetry: str | None
     g_idx: str | None
     quantized_modules: int
+    schemes: dict[str, int]
     head: str | None
     unquantized_modules: tuple[str, ...]
     shards: int
@@ -109,7 +111,8 @@ class Inspection(Shown):
                 ("group size", ", ".join(map(str, self.group_sizes))),
                 ("zero points", str(self.symmetry)),
                 ("g_idx", str(self.g_idx)),
-                ("quantised", f"{self.quantized_modules} linears"),
+                ("quantised", _count(self.quantized_modules, "linear")),
+                *(("", f"{number} as {scheme}") for scheme, number in self.schemes.items()),
             ]
         if self.head is not None:
             rows.append(("output head", self.head))

@@ -29,10 +29,16 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
+from marlinq.formats.dialects import QuantizationConfig
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import Blueprint, Projection, TensorNames, converted, find_conversions
 from marlinq.operations.verify.background import BackgroundThreads
-from marlinq.operations.verify.dense_modules import dequantized_modules, off_grid
+from marlinq.operations.verify.conversions import (
+    coarsest_scheme,
+    dequantized_modules,
+    off_grid,
+    sources_of,
+)
 from marlinq.operations.verify.masks import misplaced_channels
 from marlinq.operations.verify.statistics.evidence import Evidence, find_faults
 from marlinq.operations.verify.statistics.finding import RunSize, SuspectPlace
@@ -96,8 +102,10 @@ class Comparison:
         self._may_be_tuned = tuned_vectors(view.checkpoint.path)
         self._tuned = 0
         self._dequantized: dict[str, Scheme] = {}
+        self._sources: tuple[QuantizationConfig, ...] = ()
         try:
             self._dequantized = dequantized_modules(view.checkpoint.path)
+            self._sources = sources_of(view.checkpoint.path)
         except CheckpointError as error:
             self._unquantized.failures.append(str(error))
         self._judged: list[Evidence] = []
@@ -116,10 +124,14 @@ class Comparison:
 
     @property
     def schemes(self) -> dict[Projection, Scheme] | None:
-        """Scheme of each quantised linear of the model; None where :attr:`same_tuple` is True."""
+        """Scheme that each quantised linear of the model is judged by; None where :attr:`same_tuple` is
+        True."""
         if self.same_tuple:
             return None
-        pairs = ((self._projections.get(name), spec.scheme) for name, spec in self._view.modules.items())
+        pairs = (
+            (self._projections.get(name), coarsest_scheme(self._sources, name, spec.scheme))
+            for name, spec in self._view.modules.items()
+        )
         return {projection: scheme for projection, scheme in pairs if projection is not None}
 
     def passthrough(self) -> None:
@@ -171,7 +183,8 @@ class Comparison:
         mine = float((weight - q.dequantize()).norm()) / norm
         # With activation order, round-to-nearest needs the channels in the order of their groups.
         ordered = weight if q.has_trivial_g_idx else weight[:, torch.argsort(q.g_idx, stable=True)]
-        rtn = self._rtn_error(ordered, q.scheme, norm)
+        # A conversion to more bits brings no weight nearer to the original.
+        rtn = self._rtn_error(ordered, coarsest_scheme(self._sources, name, q.scheme), norm)
         self.errors[name] = (mine, rtn)
         self._judge_error(name, mine, rtn, q.element, self._weights)
         if q.sparsity is not None and (apart := misplaced_channels(weight, q)) is not None:

@@ -1,7 +1,8 @@
-"""Checks that unpacking and packing a module gives the stored bits, also through every other layout."""
+"""Checks that unpacking and packing a module gives the stored bits, also through every other format."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from marlinq.checkpoint import QuantizedCheckpoint
 from marlinq.core.errors import MarlinqError
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
-from marlinq.formats import LAYOUTS, Layout, ModuleSpec, spec_of
+from marlinq.formats import FORMATS, Layout, ModuleSpec, spec_of
 from marlinq.operations.verify.verification_report import Check, Findings
 
 
@@ -24,31 +25,39 @@ class RoundTrip:
         self._own = Findings("round trip")
         self._others = Findings("other formats")
         self._refused: dict[str, str] = {}
-        self._held: dict[str, int] = {}
+        self._held: Counter[str] = Counter()
         self._modules = 0
 
     def module(self, name: str, spec: ModuleSpec, stored: Mapping[str, Tensor], q: QuantizedWeight) -> None:
         """Checks one module: ``stored`` are its tensors by suffix, ``q`` the weight in them."""
         self._modules += 1
         self._back_to_itself(name, spec, stored, q)
-        for layout in LAYOUTS.values():
-            if layout is self._view.layouts[name]:
+        for form in FORMATS.values():
+            reasons = [self._through(layout, name, q) for layout in form.layouts]
+            if form is self._view.format or form.sparsity not in (None, q.scheme.sparsity):
                 continue
-            reason = layout.refusal(q)
-            if reason is not None:
-                if _is_of_kind(layout, q.scheme):
-                    self._refused.setdefault(layout.name, f"{name}: {reason}")
-                continue
-            self._held[layout.name] = self._held.get(layout.name, 0) + 1
-            try:
-                there = layout.pack(q)
-                natural = layout.scale_dtype or q.scheme.scale_dtype
-                stored_as = layout.as_stored(replace(q.scheme, scale_dtype=natural))
-                difference = q.difference(layout.unpack(there, replace(spec_of(q), scheme=stored_as)))
-            except MarlinqError as error:
-                difference = str(error)
-            if difference is not None:
-                self._others.failures.append(f"{name}: through {layout.name} and back: {difference}")
+            pairs = zip(form.layouts, reasons, strict=True)
+            near = [reason for layout, reason in pairs if _is_of_kind(layout, q.scheme)]
+            if None in reasons:
+                self._held[form.name] += 1
+            elif near and form.read_only is None:
+                self._refused.setdefault(form.name, f"{name}: {near[0]}")
+
+    def _through(self, layout: Layout, name: str, q: QuantizedWeight) -> str | None:
+        """Packs and unpacks a module; returns why the layout can't hold it, or None."""
+        reason = layout.refusal(q)
+        if reason is not None or layout is self._view.layouts[name]:
+            return reason
+        try:
+            there = layout.pack(q)
+            natural = layout.scale_dtype or q.scheme.scale_dtype
+            stored_as = layout.as_stored(replace(q.scheme, scale_dtype=natural))
+            difference = q.difference(layout.unpack(there, replace(spec_of(q), scheme=stored_as)))
+        except MarlinqError as error:
+            difference = str(error)
+        if difference is not None:
+            self._others.failures.append(f"{name}: through {layout.name} and back: {difference}")
+        return None
 
     def _back_to_itself(
         self, name: str, spec: ModuleSpec, stored: Mapping[str, Tensor], q: QuantizedWeight
@@ -70,9 +79,9 @@ class RoundTrip:
     def results(self) -> list[Check]:
         """The two rows of the report."""
         names = [f"{name} ({count})" for name, count in self._held.items()]
-        text = f"bit-identical through {', '.join(names)}" if names else "no other layout can hold a module"
+        text = f"bit-identical through {', '.join(names)}" if names else "no other format can hold a module"
         refused = [
-            f"{name} can't hold {self._modules - self._held.get(name, 0)} ({reason})"
+            f"{name} can't hold {self._modules - self._held[name]} ({reason})"
             for name, reason in self._refused.items()
         ]
         return [

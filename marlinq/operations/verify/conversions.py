@@ -1,12 +1,14 @@
-"""Checks modules that a conversion dequantised because its target can't hold them (``--skip-unsupported``).
+"""What the manifest says of modules that conversions stored in another way than they were quantised.
 
-Their weights are floats, but not the original's: each lies on the grid that it was once quantised to. The
-manifest names these modules, and the source's config in it says how they were quantised.
+Modules that a target can't hold were dequantised (``--skip-unsupported``): their weights are floats, but not
+the original's. Others got another scheme (``--scheme``), in which they are no nearer to the original. The
+source's config, which the manifest carries, says how both were quantised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,35 @@ from marlinq.checkpoint import MANIFEST, read_quantization_config
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.scheme import Scheme
+from marlinq.formats import FORMATS
+from marlinq.formats.dialects import QuantizationConfig
+
+
+def sources_of(folder: Path) -> tuple[QuantizationConfig, ...]:
+    """Configs of the checkpoints that conversions made ``folder`` of, the last one first.
+
+    Empty for folders without a manifest; a config that can't be read is left out.
+
+    Raises:
+        CheckpointError: the manifest can't be read.
+    """
+    if not (folder / MANIFEST).exists():
+        return ()
+    found = []
+    for level in _conversions(read_json(folder, MANIFEST)):
+        raw = level.get("source_quantization_config")
+        with suppress(MarlinqError):
+            found.append(read_quantization_config(folder, {"quantization_config": raw}))
+    return tuple(config for config in found if config is not None)
+
+
+def coarsest_scheme(sources: Iterable[QuantizationConfig], name: str, scheme: Scheme) -> Scheme:
+    """The scheme of fewest bits that a module had in ``sources``, or ``scheme`` if none has fewer."""
+    for config in sources:
+        former = config.rules.scheme(name)
+        if former is not None and former.element.bits < scheme.element.bits:
+            scheme = FORMATS[config.format].layout_of(former).as_stored(former)
+    return scheme
 
 
 def dequantized_modules(folder: Path) -> dict[str, Scheme]:
