@@ -77,14 +77,20 @@ def residuals() -> list[Prepared]:
             places, routing = torch.zeros(2, top, dtype=torch.int32), torch.zeros(2, top)
             routed = RoutedRows(x, places, routing)
             prepared.append(residual(x, stored=x, out=x, norm=norms[0], first=routed, second=x, gates=gates))
-    return [*prepared, *(several_norms(kind) for kind in ("RMS_WIDE", "LAYER"))]
+    # ptxas saves registers where one more block then fits beside the others, which depends on the threads.
+    widths = ((WIDEST_SEVERAL, HALF, MOST_FURTHER), (2816, HALF, 0), (3072, HALF, 0), (3328, BFLOAT16, 0))
+    return [
+        *prepared,
+        several_norms("LAYER", *widths[0]),
+        *(several_norms("RMS_WIDE", *each) for each in widths),
+    ]
 
 
-def several_norms(kind: Any) -> Prepared:
-    """Of the widest rows for which there may be so many."""
-    x = empty(2, WIDEST_SEVERAL, dtype=HALF)
+def several_norms(kind: Any, width: int, dtype: torch.dtype, further: int) -> Prepared:
+    """Of both addends, of their sum, and of what is added to it."""
+    x = empty(2, width, dtype=dtype)
     norm = RowNorm(kind, x[0], x[0], 1e-5)
-    others = [(norm, x)] * MOST_FURTHER
+    others = [(norm, x)] * further
     return residual(
         x, stored=x, out=x, norm=norm, first=x, second=x, own=(norm, norm), post=norm, further=others
     )

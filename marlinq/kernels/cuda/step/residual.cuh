@@ -246,8 +246,9 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
         for (int row = threadIdx.x; row < counted; row += THREADS) counter[row] = load_scalar(counter + row) + 1;
 }
 
+// Blocks with much in registers may use all of a multiprocessor's: ptxas would spill some so that one more block fits.
 #define INSTANTIATE_STEP_RESIDUAL(NAME, CONFIGURATION)                                                                   \
-    extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS, CONFIGURATION::EXPERTS > 0 ? 1 : 0)                \
+    extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS, CONFIGURATION::EXPERTS > 0 || CONFIGURATION::OWN != Norm::NONE ? 1 : 0) \
     NAME(const i64* tokens, const uint4* embedding, const uint4* positions, const int* lengths, const uint4* residual,   \
          const uint4* first, const uint4* second, const float* gates, const int* places, const float* routing, const uint4* post_weight, \
          const uint4* post_bias, const uint4* weight,                                                                    \
