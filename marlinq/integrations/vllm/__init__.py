@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 
 from marlinq.core.boundaries import reason
+from marlinq.core.errors import MarlinqError
 
 MODES = ("all", "linear", "experts", "off")
 VARIABLE = "MARLINQ_VLLM"
+VERSIONS = "0.26 to 0.33"
+"""vLLM's versions in which the names that the plugin uses were read"""
 
 # A child of the logger "vllm", whose handler and level the server sets.
 logger = logging.getLogger("vllm.plugins.marlinq")
@@ -53,10 +57,15 @@ def _succeeds(layers: str, step: Callable[[], None]) -> bool:
     """Whether ``step`` raises nothing; otherwise a warning says that vLLM keeps these layers."""
     try:
         step()
+    except MarlinqError as error:
+        why = reason(error)
     except Exception as error:  # noqa: BLE001 - whatever a plugin raises would end the server
-        logger.warning("marlinq: %s; vLLM's kernels run %s", reason(error), layers)
-        return False
-    return True
+        version = getattr(sys.modules.get("vllm"), "__version__", "of an unknown version")
+        why = f"vLLM {version}, where {VERSIONS} is known: {reason(error)}"
+    else:
+        return True
+    logger.warning("marlinq: %s; vLLM's kernels run %s", why, layers)
+    return False
 
 
 def _key_compiled_graphs(mode: str) -> None:

@@ -172,7 +172,9 @@ def test_a_missing_name_is_one_warning(
     del sys.modules["vllm.model_executor.parameter"].permute_param_layout_
     register()
     (record,) = caplog.records
+    assert record.getMessage().startswith("marlinq: vLLM 0.26.0, where 0.26 to 0.33 is known: ImportError: ")
     assert "permute_param_layout_" in record.getMessage()
+    assert record.getMessage().endswith("; vLLM's kernels run linear layers and experts")
 
 
 @pytest.mark.parametrize(
