@@ -24,7 +24,7 @@ from marlinq.core.errors import MarlinqError
 MODES = ("all", "linear", "experts", "off")
 VARIABLE = "MARLINQ_VLLM"
 VERSIONS = "0.26 to 0.33"
-"""vLLM's versions in which the names that the plugin uses were read"""
+"""oldest and newest version of vLLM in which the names that the plugin uses were read"""
 
 # A child of the logger "vllm", whose handler and level the server sets.
 logger = logging.getLogger("vllm.plugins.marlinq")
