@@ -42,6 +42,7 @@ class DeltaNet:
         key_heads: number of heads of queries and of keys.
         value_heads: number of heads of values, a multiple of ``key_heads``.
         key_dim, value_dim: channels of a key head and of a value head.
+        beta_scale: factor of ``beta`` behind its sigmoid; 2 lets a correction overshoot.
     """
 
     inputs: Slices
@@ -56,6 +57,7 @@ class DeltaNet:
     value_heads: int
     key_dim: int
     value_dim: int
+    beta_scale: float = 1.0
 
     @property
     def convolved(self) -> int:
@@ -99,7 +101,7 @@ def heads_of(
     group = net.value_heads // net.key_heads
     q, k = (_to_length_one(x).repeat_interleave(group, 2) for x in (q, k))
     rate = -decay.exp() * F.softplus(step.float() + step_bias)
-    return Heads(q * net.key_dim**-0.5, k, v, rate, beta.sigmoid().float())
+    return Heads(q * net.key_dim**-0.5, k, v, rate, net.beta_scale * beta.sigmoid().float())
 
 
 def _to_length_one(x: Tensor) -> Tensor:

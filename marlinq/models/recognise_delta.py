@@ -17,6 +17,9 @@ from marlinq.models.linears import is_linear
 from marlinq.models.mixer_runs import Source, floats_of, run_mixer
 from marlinq.models.parts import Norm, Slices
 
+_BETA_SCALES = (1.0, 2.0)
+"""factors of beta: up to 1, S shrinks along a key; up to 2, it may change its sign"""
+
 
 def prove_delta_net(module: nn.Module) -> DeltaNet | None:
     """The delta net that ``module`` computes, with names relative to it; None if it computes another one."""
@@ -47,8 +50,8 @@ def prove_delta_net(module: nn.Module) -> DeltaNet | None:
     if (channels - values) % 2 or channels <= values:
         return None
     result = calls[-1].given
-    for candidate, eps in product(
-        _candidates(calls, heads[0], size, channels, tuple(vectors)), floats_of(normalised)
+    for candidate, eps, beta_scale in product(
+        _candidates(calls, heads[0], size, channels, tuple(vectors)), floats_of(normalised), _BETA_SCALES
     ):
         net = replace(
             candidate,
@@ -56,6 +59,7 @@ def prove_delta_net(module: nn.Module) -> DeltaNet | None:
             taps=taps,
             norm=Norm(norms[0], "rms", eps, width=size),
             output=calls[-1].name,
+            beta_scale=beta_scale,
         )
         if close(result, _computed(net, calls, held, norms[0])):
             return net

@@ -24,6 +24,8 @@ NETS = [
     # More vectors than threads of a half, and turns.
     (1, 2, 16, 32, 4, 1, (0, 5), 1032),
     (2, 4, 16, 32, 2, 2, (7,), 40),
+    # The widest values.
+    (1, 1, 8, 192, 2, 1, (3,), 0),
 ]
 
 
@@ -53,6 +55,7 @@ def net(
         key_dim=key_dim,
         turns=turns,
         rates=rate_weights(heads, turns, inner, dtype) if inner else None,
+        beta_scale=2.0 if size == 192 else 1.0,
     )
     columns = channels + heads * size
     tensors = {

@@ -275,7 +275,8 @@ def expected_delta(
     decay = (-weights.decay.double().exp() * F.softplus(step + weights.step_bias)).exp()
     state = state.double() * decay[..., None, None]
     missing = v - torch.einsum("bhkv,bhk->bhv", state, k)
-    state = state + torch.einsum("bhk,bhv->bhkv", k, beta.sigmoid().to(x.dtype).double()[..., None] * missing)
+    beta = weights.beta_scale * beta.sigmoid().to(x.dtype).double()
+    state = state + torch.einsum("bhk,bhv->bhkv", k, beta[..., None] * missing)
     mixed = torch.einsum("bhkv,bhk->bhv", state, q * weights.key_dim**-0.5)
     normed = mixed * (mixed.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm.double()
     return (normed.flatten(1) * F.silu(gate.double())), state, ring

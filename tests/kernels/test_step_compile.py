@@ -197,22 +197,29 @@ def runs() -> list[Prepared]:
 
 def deltas() -> list[Prepared]:
     prepared = []
-    for size, dtype, inner in ((128, HALF, 8192), (64, BFLOAT16, 0)):
+    for key_dim, size, dtype, inner in (
+        (128, 128, HALF, 8192),
+        (64, 64, BFLOAT16, 0),
+        (96, 192, HALF, 0),
+    ):
+        channels = 2 * key_dim + 2 * size
         rows = empty(2, inner, dtype=dtype)
         weights = DeltaWeights(
-            weight=torch.empty(4 * size, 4),
+            weight=torch.empty(channels, 4),
             decay=torch.empty(2),
             step_bias=torch.empty(2),
             norm=empty(size, dtype=dtype),
             eps=1e-6,
             key_heads=1,
             value_heads=2,
-            key_dim=size,
+            key_dim=key_dim,
             turns=1,
             rates=RateWeights(rows, rows) if inner else None,
         )
-        x, rates, out = (empty(1, columns, dtype=dtype) for columns in (6 * size, inner or 8, 2 * size))
-        ring, state = empty(1, 4, 4 * size, dtype=dtype), torch.empty(1, 2, size, size)
+        x, rates, out = (
+            empty(1, columns, dtype=dtype) for columns in (channels + 2 * size, inner or 8, 2 * size)
+        )
+        ring, state = empty(1, 4, channels, dtype=dtype), torch.empty(1, 2, key_dim, size)
         prepared.append(delta(x, rates, out, ring, state, torch.zeros(1, dtype=torch.int32), weights))
     return prepared
 

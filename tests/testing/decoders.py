@@ -216,6 +216,7 @@ KNOWN |= {
         },
     ),
     "minicpm-3": Decoder("minicpm3", {**_LATENT, "dim_model_base": 16}),
+    "olmo-hybrid": Decoder("olmo_hybrid", _DELTA),
     "qwen3-next": Decoder("qwen3_next", {**_DELTA, "num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]}),
 }
 

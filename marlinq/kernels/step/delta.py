@@ -12,9 +12,13 @@ from marlinq.kernels.contract.instantiation import Instantiation, Parameters
 from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, Prepared, check_rows
 
 _PARTS = 4
-# Limits of the kernel: taps, and channels of keys and values. A thread keeps a quarter of a column of the
-# state in registers.
-_MOST_TAPS, _WIDEST = 8, 128
+# Limits of the kernel: taps, and channels of keys and values. A block has four threads for each channel of a
+# value, which keep the state in registers.
+_MOST_TAPS, _WIDEST_KEY, _WIDEST_VALUE = 8, 128, 192
+_LARGEST_STATE = 96 * 192
+"""numbers of a head's state that fit into registers without spilling"""
+_WIDEST_VALUE_WITH_RATES = 128
+"""channels of a value up to which weights of rates fit into registers as well"""
 _MOST_VECTORS = 4
 """vectors of a row of :class:`RateWeights` that a thread keeps, at most"""
 
@@ -55,6 +59,7 @@ class DeltaWeights:
         key_dim: channels of a key.
         turns: runs in which the columns of both projections alternate (:class:`marlinq.models.parts.Slices`).
         rates: weights of the projections of betas and steps, or None where their results are given.
+        beta_scale: factor of betas behind their sigmoid, a power of two.
     """
 
     weight: Tensor
@@ -67,6 +72,7 @@ class DeltaWeights:
     key_dim: int
     turns: int
     rates: RateWeights | None = None
+    beta_scale: float = 1.0
 
     @property
     def value_dim(self) -> int:
@@ -93,6 +99,7 @@ class _Net(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("x_stride", "rates_stride", "out_stride", "next_stride")),
         *((name, ctypes.c_int) for name in ("key_heads", "value_heads", "turns", "tokens")),
         ("eps", ctypes.c_float),
+        ("beta_scale", ctypes.c_float),
     )
 
 
@@ -102,10 +109,12 @@ class _Arguments(ctypes.Structure):
 
 def delta_refusal(taps: int, key_dim: int, value_dim: int) -> str | None:
     """Why the kernel can't compute a net of these sizes, in one clause; None if it can."""
-    if value_dim % 32 or max(value_dim, key_dim) > _WIDEST or taps > _MOST_TAPS:
+    too_wide = value_dim > _WIDEST_VALUE or key_dim > _WIDEST_KEY or key_dim * value_dim > _LARGEST_STATE
+    if value_dim % 32 or too_wide or taps > _MOST_TAPS:
         return (
             f"keys of {key_dim} and values of {value_dim} channels, {taps} taps; the kernel takes values of "
-            f"a multiple of 32 to {_WIDEST}, keys to {_WIDEST}, taps to {_MOST_TAPS}"
+            f"a multiple of 32 to {_WIDEST_VALUE}, keys to {_WIDEST_KEY}, a product of both to "
+            f"{_LARGEST_STATE}, taps to {_MOST_TAPS}"
         )
     return None
 
@@ -113,6 +122,8 @@ def delta_refusal(taps: int, key_dim: int, value_dim: int) -> str | None:
 def makes_rates(inner: int, value_dim: int) -> bool:
     """Whether the kernel can multiply :class:`RateWeights` of ``inner`` channels for values of
     ``value_dim`` channels."""
+    if value_dim > _WIDEST_VALUE_WITH_RATES:
+        return False
     return inner % VECTOR == 0 and inner <= _MOST_VECTORS * VECTOR * _PARTS * value_dim // 2
 
 
@@ -213,6 +224,7 @@ def delta(
         turns=weights.turns,
         tokens=tokens,
         eps=weights.eps,
+        beta_scale=weights.beta_scale,
     )
     instantiation = Instantiation("step/delta.cuh", "step_delta", parameters)
     return Prepared(instantiation, batch * heads, _PARTS * size, _Arguments(net, out.data_ptr()))

@@ -341,6 +341,7 @@ class BoundForward(Forward):
             key_dim=net.key_dim,
             turns=net.inputs.turns,
             rates=_rate_weights(model, net, self.dtype),
+            beta_scale=net.beta_scale,
         )
 
     def _bound_layer(

@@ -30,7 +30,7 @@ from tests.testing.tiny_models import tiny_model
 # 2^-11 / sqrt(3) = 2.8e-4 of a value, and the sum of sixty independent ones 2.2e-3.
 TOLERANCE = 4e-3
 
-DELTA_NETS = ("qwen3.5", "qwen3-next")
+DELTA_NETS = ("qwen3.5", "qwen3-next", "olmo-hybrid")
 MIXERS = ("bamba", "granite-4", "nemotron-h", "falcon-h1", "mamba-2", "lfm2", "lfm2-biases")
 LATENT = "deepseek-v3"
 GEMMA_4 = ("gemma-4", "gemma-4-e")
@@ -131,7 +131,7 @@ def test_logits_are_the_references(name: str) -> None:
     assert max(found) < tolerance(name), found
 
 
-@pytest.mark.parametrize(("name", "products"), list(zip(DELTA_NETS, (2, 1), strict=True)))
+@pytest.mark.parametrize(("name", "products"), list(zip(DELTA_NETS, (2, 1, 2), strict=True)))
 def test_a_delta_net_multiplies_its_rates(name: str, products: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Projections of betas and steps in 16 bits are no launches of their own."""
     half, wide = halved(tiny(name))

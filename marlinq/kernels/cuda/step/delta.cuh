@@ -1,7 +1,7 @@
 // New tokens of a gated delta net: convolution, rates, the matrix of each head, norm and gate, a block for a head of values.
 //
 //   c    = silu(sum over taps of weight[channel, tap] * input[tap])           of the head's query, key and value
-//   q, k = c / |c|,  q /= sqrt(DK);   beta = sigmoid(b);   g = exp(-exp(decay) * softplus(step + step_bias))
+//   q, k = c / |c|,  q /= sqrt(DK);   beta = scale * sigmoid(b);   g = exp(-exp(decay) * softplus(step + step_bias))
 //   S    = g S;   S += k (beta (v - S^T k))^T;   o = S^T q;   out = rms(o) * weight * silu(gate)
 //
 // Thread (part, j) holds rows part * ROWS .. of column j of S [DK, DV] in registers, float32, requested before the previous
@@ -36,7 +36,7 @@ struct DeltaNet {
     const uint4 *beta_weight, *step_weight;  // null unless INNER > 0
     i64 x_stride, rates_stride, out_stride, next_stride;
     int key_heads, value_heads, turns, tokens;
-    float eps;
+    float eps, beta_scale;
 };
 
 template <typename C>
@@ -135,7 +135,7 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
             beta_logit = rounded<E>(beta_logit), step = rounded<E>(step);
         }
         step += net.step_bias[head];
-        const float beta = rounded<E>(fast_reciprocal(1.f + expf(-beta_logit)));
+        const float beta = net.beta_scale * rounded<E>(fast_reciprocal(1.f + expf(-beta_logit)));
         const float softplus = step > 20.f ? step : log1pf(expf(step));
         const float decay = expf(-expf(net.decay[head]) * softplus);
         float query_square = 0.f, key_square = 0.f;
