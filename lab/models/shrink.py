@@ -188,7 +188,11 @@ _SET: dict[str, dict[str, Any]] = {
         "audio_config.hidden_sizes": [32, 32, 32, HIDDEN],
     },
     "fun_asr_nano": {"adaptor_config.intermediate_size": HIDDEN // 4},
-    "kyutai_speech_to_text": {"codec_config.upsample_groups": HIDDEN, "codec_config.num_filters": 4},
+    "kyutai_speech_to_text": {
+        "ffn_dim": 128,
+        "codec_config.upsample_groups": HIDDEN,
+        "codec_config.num_filters": 4,
+    },
     "qwen2_5_omni": {
         "thinker_config.text_config.rope_parameters": _SECTIONS,
         "talker_config.rope_parameters": _SECTIONS,

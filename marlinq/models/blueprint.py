@@ -279,26 +279,35 @@ def _linear_lists(block: nn.Module) -> list[str]:
 
 
 def decoder_blocks(model: PreTrainedModel, source: str) -> tuple[str, nn.ModuleList]:
-    """(full name, list) of the decoder blocks; in a multi-modal model, those of the text model.
+    """(full name, list) of the decoder blocks: the list with most weights in the text model.
+
+    The text model is the smallest model inside that embeds tokens. A projector of images beside it may be a
+    list too, which in small models has more weights than the blocks.
 
     ``source`` is the folder of the checkpoint, for messages.
 
     Raises:
         UnsupportedError: no list of modules holds linears.
     """
-    best: tuple[int, str, nn.ModuleList] | None = None
     outside = tuple(f"{name}." for name in towers(model))
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not name.startswith(outside):
-            weights = linear_weights(module) + _fused_weights(module)
-            if weights and (best is None or weights > best[0]):
-                best = (weights, name, module)
-    if best is None:
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and not name.startswith(outside) and _weights(module)
+    }
+    text_model = _innermost(model, _table_of(model))
+    chosen = [name for name in lists if name.startswith(f"{text_model}.")] or list(lists)
+    if not chosen:
         raise UnsupportedError(
             f"{source}: {type(model).__name__} has no ModuleList of blocks with nn.Linear or Conv1D layers; "
             "only decoder-only models built of such blocks can be quantised"
         )
-    return best[1], best[2]
+    name = max(chosen, key=lambda each: _weights(lists[each]))
+    return name, lists[name]
+
+
+def _weights(blocks: nn.ModuleList) -> int:
+    return linear_weights(blocks) + _fused_weights(blocks)
 
 
 def towers(model: PreTrainedModel) -> Iterator[str]:
@@ -420,8 +429,12 @@ def _table_of(model: PreTrainedModel) -> str | None:
     except NotImplementedError:
         # transformers raises this for a model without an embedding.
         return None
+    if not isinstance(table, nn.Module):
+        return None
+    # Some models embed tokens in a module of their own, which holds the table.
+    table = next((module for module in table.modules() if isinstance(module, nn.Embedding)), None)
     names = (name for name, module in model.named_modules() if module is table)
-    return next((f"{name}.weight" for name in names if isinstance(table, nn.Embedding)), None)
+    return next((f"{name}.weight" for name in names if table is not None), None)
 
 
 def _tied_parameters(model: PreTrainedModel) -> dict[str, str]:
