@@ -110,6 +110,6 @@ __device__ __forceinline__ void latent_values(const LatentValues& given) {
 }
 
 #define INSTANTIATE_STEP_LATENT_VALUES(NAME, CONFIGURATION)                                     \
-    extern "C" __global__ void __launch_bounds__(LATENT_THREADS) NAME(LatentValues given) {     \
+    extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1) NAME(LatentValues given) {     \
         latent_values<CONFIGURATION>(given);                                                    \
     }
