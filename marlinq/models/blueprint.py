@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.models.building import build_on_meta
+from marlinq.models.classes import predicts_tokens
 from marlinq.models.fused_experts import Experts, find_experts
 from marlinq.models.linears import is_linear, linear_shape, linear_weights
 from marlinq.models.plausible import StoredTensor
@@ -64,6 +65,7 @@ class Blueprint:
         blocks: decoder blocks in order, with the projections that may be quantised.
         others: projections outside the blocks, and routers; with the output head.
         head: name of the output head, one of :attr:`others`; None for a model without one.
+        predicts_tokens: whether the model has an output head, linear or not.
         embedding: full name of the input embedding's table, which a head may be tied to.
         kept: full name -> reason, for modules with a weight matrix that are not quantised.
         routers: names in :attr:`kept` of modules that choose experts, or weigh a shared one.
@@ -93,6 +95,7 @@ class Blueprint:
     blocks: tuple[Block, ...]
     others: tuple[Projection, ...]
     head: str | None
+    predicts_tokens: bool
     embedding: str | None
     kept: Mapping[str, Keep]
     routers: frozenset[str]
@@ -236,6 +239,7 @@ def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], sour
             if is_linear(module) and name not in chosen
         ),
         head=_head_of(model),
+        predicts_tokens=predicts_tokens(model),
         embedding=_table_of(model),
         kept=MappingProxyType(kept),
         routers=routers_found,

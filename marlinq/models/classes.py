@@ -61,6 +61,11 @@ def auto_class(config: PretrainedConfig, raw: Mapping[str, Any], source: str) ->
     return chosen
 
 
+def predicts_tokens(model: PreTrainedModel) -> bool:
+    """Whether the model has an output head, which embedding models and classifiers lack."""
+    return model.get_output_embeddings() is not None or model.can_generate()
+
+
 def speaking_config(config: PretrainedConfig) -> PretrainedConfig:
     """The config of the model that reads and writes text: ``config``, or the one inside it.
 

@@ -97,7 +97,6 @@ class TextWriter:
         self._max_length = max_length
         self._generator = torch.Generator().manual_seed(seed)
         self._sampling = Sampling(temperature=_TEMPERATURE, top_k=top_k, seed=seed)
-        self._ends = end_tokens(loaded.model, loaded.tokenizer)
         self._template = _Template(loaded) if chat else None
         self._progress = progress
         self._round = 0
@@ -111,6 +110,7 @@ class TextWriter:
                 progress=progress,
             )
             self._decoder.in_use = True
+        self._ends = end_tokens(loaded.model, loaded.tokenizer)
 
     @property
     def how(self) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModel
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSequenceClassification
 
 import marlinq
 from lab.models.families import families, random_model
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, untied_config
-from marlinq.core.errors import MarlinqError
+from marlinq.core.errors import MarlinqError, UnsupportedError
 from tests.testing.mixtures import calibration_text
 from tests.testing.runnable_folders import save_tokenizer
 
@@ -80,16 +81,30 @@ def test_the_language_model_is_quantised_and_the_rest_stays(model_type: str, tmp
         assert len(marlinq.generate(loaded, [5, 6, 7], max_new_tokens=3).tokens) == 3
 
 
-def test_a_model_without_a_head_keeps_its_class(tmp_path: Path) -> None:
-    """An embedding model: quantised, verified and loaded as what its config names."""
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification])
+def test_a_model_without_a_head_keeps_its_class(tmp_path: Path, auto: Any) -> None:
+    """An embedding model, a classifier: quantised, verified and loaded as what the config names. What needs
+    predictions of tokens is refused in one line."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     torch.manual_seed(0)
     source, out = tmp_path / "model", tmp_path / "int4"
-    AutoModel.from_config(CONFIG_MAPPING["qwen3"](**sizes, **heads)).save_pretrained(source)
+    model = auto.from_config(CONFIG_MAPPING["qwen3"](**sizes, **heads))
+    model.save_pretrained(source)
     recipe = marlinq.Recipe(method="rtn", group_size=32)
     marlinq.quantize(source, out, recipe=recipe, device="cpu", progress=False)
-    assert marlinq.verify(out, against=source, device="cpu", progress=False).ok
+    report = marlinq.verify(out, against=source, logits=True, device="cpu", progress=False)
+    assert report.ok
+    states = {check.name: check.status for check in report.checks}
+    assert (states["layers"], states["logits"]) == ("passed", "skipped")
     loaded = marlinq.load(out, device="cpu", dtype="float32", exact=True, progress=False)
-    assert type(loaded.model).__name__ == "Qwen3Model"
-    assert loaded.model(torch.tensor([[5, 6, 7]])).last_hidden_state.shape == (1, 3, 64)
+    assert type(loaded.model) is type(model)
+    assert loaded.model.base_model(torch.tensor([[5, 6, 7]])).last_hidden_state.shape == (1, 3, 64)
+    for refused in (
+        lambda: marlinq.generate(loaded, [5, 6, 7], max_new_tokens=3),
+        lambda: marlinq.evaluate(loaded, windows=1, length=8, progress=False),
+        lambda: marlinq.quantize(source, tmp_path / "again", device="cpu", progress=False),
+    ):
+        with pytest.raises(UnsupportedError, match="has no output head"):
+            refused()
+    assert not (tmp_path / "again.partial").exists()

@@ -38,6 +38,7 @@ from marlinq.operations.evaluate.windows import EvaluationText, read_windows, wr
 from marlinq.operations.report import keep_evaluation
 from marlinq.runtime import LoadedModel, load
 from marlinq.runtime.generation import device_name, position_limit
+from marlinq.runtime.step.forward_choice import check_head
 
 Source = str | os.PathLike[str] | LoadedModel
 """A checkpoint folder, a Hub id, or a loaded model."""
@@ -229,6 +230,7 @@ def evaluate(
         UsageError: the text can't be read or is too short, the two models' vocabularies differ, or a
             revision is given for a model that is loaded already.
         CheckpointError: a checkpoint can't be loaded, or has no tokenizer for the text.
+        UnsupportedError: a model has no output head.
         NumericsError: a model's logits are NaN or infinite.
         EnvironmentProblem: there are tasks, and lm-evaluation-harness is not installed or stops.
         OutputError: the figures are to be kept, and the folder can't be written.
@@ -306,6 +308,8 @@ def divergence(loaded: LoadedModel, original: LoadedModel, text: EvaluationText)
 
 def _check_pair(loaded: LoadedModel, original: LoadedModel | None, length: int) -> None:
     for each in (loaded, original):
+        if each is not None:
+            check_head(each)
         limit = None if each is None else position_limit(each.model)
         if each is not None and limit is not None and length > limit:
             raise UsageError(f"length: {length} tokens, but {each.path} has positions for {limit}; lower it")

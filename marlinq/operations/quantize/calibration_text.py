@@ -12,7 +12,7 @@ import torch
 
 from marlinq.calibration import MIN_TOKENS, Document, Duplicates, documents_hash, read_documents
 from marlinq.checkpoint import Checkpoint, CheckpointWriter
-from marlinq.core.errors import OutputError
+from marlinq.core.errors import OutputError, UnsupportedError
 from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.methods import METHODS
 from marlinq.models import Blueprint
@@ -157,6 +157,11 @@ class TextGatherer:
                     "--tokens N for another amount"
                 )
         written = self._own or self._to_tune
+        if written is not None and not self._blueprint.predicts_tokens:
+            raise UnsupportedError(
+                f"{self._checkpoint.path}: {self._blueprint.architecture} has no output head, so it "
+                "writes no text; pass --calibration FILE"
+            )
         if written is not None and not resume:
             check_room(self._checkpoint, self._blueprint, written, self._device, to_tune=self._own is None)
 

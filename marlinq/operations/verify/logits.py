@@ -16,6 +16,7 @@ from marlinq.core.progress import ReportProgress
 from marlinq.core.scheme import Scheme
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import Projection
+from marlinq.models.classes import predicts_tokens
 from marlinq.operations.verify.comparison import FAR_ABOVE_RTN
 from marlinq.operations.verify.verification_report import Check, Findings
 from marlinq.runtime import load
@@ -38,7 +39,7 @@ class _Run:
 
     Attributes:
         hidden: float32 [T, hidden] after the embedding and after each block.
-        logits: float32 [T, vocabulary].
+        logits: float32 [T, vocabulary]; [0, 0] of a model without an output head.
     """
 
     hidden: list[Tensor]
@@ -95,6 +96,10 @@ def check_logits(
         if not difference <= bound:
             layers.failures.append(f"{where}: relative error {difference:.3g}, at most {bound:g} expected")
     text = f"relative error {differences[0]:.2g} at first, {differences[-1]:.2g} after the last block"
+    layers_result = layers.result(f"{text}, worst {max(differences):.2g}")
+    if not mine.logits.numel():
+        logits.skipped = "the model has no output head"
+        return [layers_result, logits.result("")]
     kl = _kl(theirs.logits, mine.logits)
     largest = float((mine.logits - theirs.logits).abs().max())
     agreement = float((mine.logits.argmax(-1) == theirs.logits.argmax(-1)).float().mean())
@@ -110,7 +115,7 @@ def check_logits(
         if not kl <= largest_kl:
             logits.failures.append(f"{figures}, at most {largest_kl:.4g} expected of these weights")
     return [
-        layers.result(f"{text}, worst {max(differences):.2g}"),
+        layers_result,
         logits.result(f"{figures}, on {TOKENS} random tokens (seed {_SEED})"),
     ]
 
@@ -142,7 +147,8 @@ def _run(
     with torch.no_grad(), boundaries.forward(path):
         output = loaded.model(ids.to(loaded.device), output_hidden_states=True, use_cache=False)
         hidden = [state[0].float().cpu() for state in output.hidden_states]
-    run = _Run(hidden, output.logits[0].float().cpu(), loaded.dtype)
+    logits = output.logits[0].float().cpu() if predicts_tokens(loaded.model) else torch.empty(0, 0)
+    run = _Run(hidden, logits, loaded.dtype)
     del loaded, output
     gc.collect()
     return run

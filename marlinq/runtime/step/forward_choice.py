@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem, UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.driver.cache import COMPILING
 from marlinq.models.anatomy import Anatomy, Unrecognised
+from marlinq.models.classes import predicts_tokens
 from marlinq.models.recognise import anatomy_of
 from marlinq.runtime.decoding import Decoder
 from marlinq.runtime.draft_layer import DraftLayer, load_draft
@@ -65,7 +66,11 @@ def take_decoder(
         graphs: False keeps CUDA steps eager.
         layer: draft head for the forward's ``drafter``, where it can have one; or None.
         progress: called while kernels are compiled.
+
+    Raises:
+        UnsupportedError: the model has no output head.
     """
+    check_head(loaded)
 
     def make(batch: int, capacity: int) -> Forward:
         with compiled_meanwhile(loaded, shape, progress):
@@ -83,6 +88,15 @@ def take_decoder(
         graphs=graphs,
         drafts=layer is not None,
     )
+
+
+def check_head(loaded: LoadedModel) -> None:
+    """Raises UnsupportedError where the model has no output head: an embedding model, a classifier."""
+    if not predicts_tokens(loaded.model):
+        raise UnsupportedError(
+            f"{loaded.path}: {type(loaded.model).__name__} has no output head, so it predicts "
+            "no tokens; expected a model that writes text"
+        )
 
 
 def draft_layer(loaded: LoadedModel) -> DraftLayer | str:
