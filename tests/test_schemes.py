@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import FORMATS
 from marlinq.runtime import load
 from tests.docs.test_format_tables import example
+from tests.testing.foreign_floats import (
+    as_auto_round,
+    as_gptqmodel,
+    with_four_bit_inputs,
+    with_scales_called,
+    with_weights_alone,
+)
 from tests.testing.mixtures import calibration_text
 from tests.testing.pairs import every_value, slow_but
 from tests.testing.runnable_folders import save_plain, save_tokenizer
@@ -92,6 +100,10 @@ def weights(folder: Path) -> dict[str, QuantizedWeight]:
     return {name: view.load(name) for name in view.modules}
 
 
+def renamed(dtype: torch.dtype = torch.float32, **names: str) -> Callable[[Path], object]:
+    return partial(with_scales_called, names=names, dtype=dtype)
+
+
 def text_file(folder: Path) -> Path:
     text = folder / "text.txt"
     text.write_text("It is a truth universally acknowledged, that numbers are rounded.\n" * 20)
@@ -100,10 +112,10 @@ def text_file(folder: Path) -> Path:
 
 def quantize(run: Run, original: Path, out: Path, scheme: str, form: str, *options: object) -> Any:
     # Only static activations are calibrated, by a method of their own.
-    method: tuple[object, ...] = ("--method", "rtn")
-    activations = SCHEMES[scheme].activations
-    if activations is not None and not activations.dynamic:
-        method = ("--calibration", text_file(out.parent), "--samples", 1, "--max-length", 32)
+    text = ("--calibration", text_file(out.parent), "--samples", 1, "--max-length", 32)
+    method: tuple[object, ...] = text if scheme == "fp8-static" else ("--method", "rtn")
+    if "down_proj=scheme=fp8-static" in options:
+        method += text
     fixed = ("--scheme", scheme, "--format", form)
     code, report = run("quantize", original, out, *fixed, *method, *CPU, *options)
     assert code == 0, report
@@ -172,6 +184,82 @@ def test_a_scheme_goes_through_every_command(
         assert stored[0].keys() == stored[1].keys()
         for name, tensor in stored[0].items():
             assert torch.equal(tensor.float(), stored[1][name].float()), name
+
+
+MIXED = ("(gate|up)_proj=scheme=int8", "down_proj=scheme=fp8", "o_proj=scheme=nvfp4")
+FOREIGN: dict[str, tuple[str, str, tuple[str, ...], Callable[[Path], object] | None]] = {
+    "int8, asymmetric": ("int8", "compressed-tensors", ("--asym",), None),
+    "int8, a scale a channel": ("int8", "gptq", ("--group-size", "-1"), None),
+    "mixed": ("int4", "compressed-tensors", MIXED, None),
+    "mixed, modelopt": ("nvfp4", "modelopt", ("down_proj=scheme=fp8-static",), None),
+    "mixed, gptq": ("int4", "gptq", ("(gate|up)_proj=scheme=int8",), None),
+    "auto-round": ("int4", "gptq", ("down_proj=scheme=int8",), partial(as_auto_round, eight_bits=DOWN)),
+    "divided, channels": ("fp8", "compressed-tensors", (), as_gptqmodel),
+    "divided, blocks": ("fp8-block", "fp8", (), as_gptqmodel),
+    "naive-quantized": ("fp8", "compressed-tensors", (), with_weights_alone),
+    "weight_scale": ("fp8-block", "fp8", (), renamed(weight_scale_inv="weight_scale")),
+    "qscale_weight": (
+        "fp8-static", "fp8", (),
+        renamed(weight_scale_inv="qscale_weight", activation_scale="qscale_act"),
+    ),
+    "scale": ("mxfp4", "fp8", (), renamed(torch.float8_e8m0fnu, weight_scale_inv="scale")),
+    "exponents": ("mxfp4", "fp8", (), renamed(torch.float8_e8m0fnu)),
+    "bfloat16 scales": ("mxfp4", "fp8", (), renamed(torch.bfloat16)),
+    "4-bit inputs": ("nvfp4", "compressed-tensors", (), with_four_bit_inputs),
+    "4-bit inputs, modelopt": ("nvfp4", "modelopt", (), with_four_bit_inputs),
+}  # fmt: skip
+"""Checkpoints that other tests do not make -> the scheme and format that they are made of, options and
+overrides of that run, and what rewrites the folder as another program writes it. MXFP4 becomes blocks of FP8
+whose scales are powers of two."""
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(FOREIGN, "mixed", "auto-round", "divided, channels", "scale", "4-bit inputs, modelopt")
+)
+@pytest.mark.filterwarnings("ignore:.*is quantised already")
+def test_what_others_write_goes_through_every_command(
+    run: Run, original: Path, tmp_path: Path, name: str
+) -> None:
+    scheme, form, options, rewritten = FOREIGN[name]
+    overrides = [each for option in options if "=" in option for each in ("--override", option)]
+    plain = [option for option in options if "=" not in option]
+    out = tmp_path / "out"
+    if (scheme, form) == ("mxfp4", "fp8"):
+        quantize(run, original, tmp_path / "mxfp4", scheme, "compressed-tensors")
+        code, said = run("convert", tmp_path / "mxfp4", out, "--to", form, "--scheme", "fp8-block")
+        assert code == 0, said
+    else:
+        quantize(run, original, out, scheme, form, *plain, *overrides)
+    before = {name: weight.dequantize() for name, weight in weights(out).items()}
+    if rewritten is not None:
+        rewritten(out)
+    made = weights(out)
+    assert made.keys() == before.keys()
+    for module, weight in made.items():
+        # Reciprocals of scales are rounded to float32.
+        torch.testing.assert_close(weight.dequantize(), before[module], rtol=2**-22, atol=0)
+    code, seen = run("inspect", out, "--modules")
+    assert code == 0, seen
+    assert {module["name"] for module in seen["modules"]} == made.keys()
+    code, checked = run("verify", out, "--against", original, *CPU)
+    assert code == 0, checked
+    code, made_page = run("report", out, "--out", tmp_path / "report")
+    assert code == 0, made_page
+    code, measured = run("eval", out, "--against", original, "--windows", 1, "--length", 16, *CPU)
+    assert code == 0, measured
+    assert 0 <= measured["kl"] < 0.5
+    code, said = run("generate", out, "--prompt", "It is", "--max-new-tokens", 2, "--greedy", *CPU)
+    assert code == 0, said
+    code, said = run("convert", out, tmp_path / "dense", "--to", "dense")
+    assert code == 0, said
+    assert torch.equal(Checkpoint.open(tmp_path / "dense").tensor(f"{DOWN}.weight"), made[DOWN].dequantize())
+    again = ("--scheme", "int8", "--format", "compressed-tensors", "--method", "rtn")
+    code, said = run("quantize", out, tmp_path / "again", *again, *CPU)
+    assert code == 0, said
+    anew = weights(tmp_path / "again")[DOWN].dequantize()
+    # Half a step of 127, and a scale in bfloat16.
+    most = float(made[DOWN].dequantize().abs().max())
+    assert float((anew - made[DOWN].dequantize()).abs().max()) <= most * (1 / 254 + 2**-8)
 
 
 WIDENED = (("mxfp4", "mxfp8"), ("mxfp4", "fp8-block"), ("nvfp4", "fp8-dynamic"))

@@ -6,29 +6,22 @@ and test_deepseek_v4.py.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
-from marlinq.core.float_elements import E2M1
-from marlinq.core.granularity import Granularity
-from marlinq.core.scheme import Activations
 from marlinq.core.schemes import SCHEMES
 from marlinq.formats import FORMATS
-from marlinq.formats.dialects import write_quantization_config
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
 from tests.docs.test_format_tables import INTEGERS, example
 from tests.testing.faults import passes, planted
+from tests.testing.foreign_floats import Tensors, as_gptqmodel, config_of, rewrite, with_four_bit_inputs
 from tests.testing.pairs import every_value, slow_but
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.tiny_models import tiny_model
@@ -60,7 +53,6 @@ with scales for activations of 4 bits."""
 CASES = (*WRITTEN, *MADE)
 INPUTS = ("input_scale", "activation_scale", "input_global_scale")
 FLOATS = [name for name in SCHEMES if name not in INTEGERS]
-Tensors = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -94,51 +86,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str] | 
         shutil.copytree(found[source], found[case])
         (as_gptqmodel if case[1] == INVERSE else with_four_bit_inputs)(found[case])
     return found
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    stored: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return stored
-
-
-def rewrite(folder: Path, config: dict[str, Any], tensors: Tensors) -> None:
-    whole = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**whole, "quantization_config": config}))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def as_gptqmodel(folder: Path) -> None:
-    """The same weights with scales that divide."""
-    tensors = load_file(folder / "model.safetensors")
-    for name in list(tensors):
-        stem, _, suffix = name.rpartition(".")
-        if suffix in ("weight_scale", "weight_scale_inv"):
-            inverse = tensors.pop(name).float().reciprocal()
-            tensors[f"{stem}.weight_scale_inv"] = inverse.flatten() if inverse.shape[1] == 1 else inverse
-    blocks = config_of(folder).get("weight_block_size")
-    size = {"weight_block_size": blocks} if blocks else {"weight_scale_method": "row"}
-    skipped = {"dynamic": {"-:lm_head": {}}}
-    rewrite(folder, {"quant_method": "fp8", "weight_scale_semantics": "inverse", **size, **skipped}, tensors)
-
-
-def with_four_bit_inputs(folder: Path) -> None:
-    """The same weights for activations of 4 bits, with a scale each."""
-    view = QuantizedCheckpoint.of(Checkpoint.open(folder))
-    assert view is not None
-    inputs = Activations(E2M1, Granularity.group(16), dynamic=False)
-    specs = {
-        name: replace(spec, scheme=replace(spec.scheme, activations=inputs))
-        for name, spec in view.modules.items()
-    }
-    tensors = load_file(folder / "model.safetensors")
-    divides = view.format.name == "compressed-tensors"
-    for name in specs:
-        own = (
-            {"input_global_scale": torch.tensor([300.0])} if divides else {"input_scale": torch.tensor(0.003)}
-        )
-        tensors |= {f"{name}.{suffix}": scale for suffix, scale in own.items()}
-    (folder / "hf_quant_config.json").unlink(missing_ok=True)
-    rewrite(folder, write_quantization_config(view.format, specs, ("lm_head",)), tensors)
 
 
 def scales_of(tensors: Tensors) -> str:
@@ -335,7 +282,6 @@ def test_the_scheme_of_another_group_is_found(
 ) -> None:
     faulty = tmp_path / "faulty"
     shutil.copytree(folders[case], faulty)
-    (faulty / "hf_quant_config.json").unlink(missing_ok=True)
     rewrite(faulty, config_of(folders[other_config(case)]), load_file(faulty / "model.safetensors"))
     assert not passes(faulty, folders[None])
 
