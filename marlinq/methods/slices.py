@@ -150,15 +150,16 @@ def _round_channels(
         v[second].addmm_(feedback[first, second].t(), v[first], alpha=-1)
         _round_channels(v[second], rounded[second], feedback[second, second], element, parts[1])
         return
-    for k in range(g):
+    for k, (row, codes) in enumerate(zip(v.unbind(), rounded.unbind(), strict=True)):
         if element.table is None:
-            torch.round(v[k], out=rounded[k]).clamp_(0, element.codes - 1)
+            torch.round(row, out=codes).clamp_(0, element.codes - 1)
         else:
-            rounded[k] = element.rounded(v[k])
+            codes.copy_(element.rounded(row))
         if pruning is not None:
             place = k % pruning.sparsity.span
             if place == 0:
                 pruned = pruning.pruned(v[k : k + pruning.sparsity.span], k)
-            torch.where(pruned[place], pruning.zeros, rounded[k], out=rounded[k])
-        v[k].sub_(rounded[k])
-        v[k + 1 :].addr_(feedback[k, k + 1 :], v[k], alpha=-1)
+            torch.where(pruned[place], pruning.zeros, codes, out=codes)
+        row.sub_(codes)
+        if k + 1 < g:
+            v[k + 1 :].addr_(feedback[k, k + 1 :], row, alpha=-1)
