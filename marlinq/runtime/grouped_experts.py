@@ -158,8 +158,8 @@ def group_experts(
 def shared_as_experts(
     experts: ExpertWeights, gate: nn.Module, up: nn.Module, down: nn.Module
 ) -> ExpertWeights | str:
-    """A shared expert as experts of the routed ones' size and format, in new memory: their results for a row
-    add up to its own. Or why it can't be that, in one clause.
+    """A shared expert cut into experts of the routed ones' size and format, whose results for a row add up to
+    its own, in new memory. Or why it can't be cut so, in one clause.
 
     Args:
         experts: weights of the routed experts.
@@ -216,7 +216,7 @@ def _parts(linears: Sequence[QuantLinear], count: int) -> list[list[QuantLinear]
         )
         for part, words in enumerate(down.words.chunk(count))
     ]
-    # The bias belongs to the sum.
+    # Results of the parts are added up: one of them has the bias of down.
     last = [QuantLinear(row, biases[2] if part == 0 else None) for part, row in enumerate(rows)]
     return [*sides, last]
 

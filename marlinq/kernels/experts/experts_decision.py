@@ -134,7 +134,7 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
 def decide_with_shared(
     shape: ExpertsShape, count: int, seconds: float, device: Device
 ) -> DirectDecision | None:
-    """The launches for ``shape`` with a shared expert as ``count`` further experts of every row.
+    """Launches for ``shape`` and a shared expert, stored as ``count`` further experts that every row takes.
 
     None where pairs are sorted, or where the routed experts alone and ``seconds`` of the shared expert's own
     products should take less time.

@@ -344,10 +344,10 @@ def placed_steps(
 ) -> list[Step]:
     """:func:`layer_steps` whose parameters have the addresses of these tensors.
 
-    ``further`` are experts in other memory, numbered behind those of ``experts``.
+    ``further`` are experts in memory of their own, numbered from the end of ``experts`` on; or None.
 
     Raises:
-        ValueError: ``further`` experts with a decision that sorts pairs.
+        ValueError: ``further`` is given, and ``decision`` sorts pairs.
     """
     inputs = inputs_of(x, ids, activation, expert_map)
     steps = layer_steps(shape, decision, inputs, dependent=dependent, summed=summed)
@@ -360,8 +360,11 @@ def placed_steps(
 
 
 def _place_further(arguments: Any, stored: StoredExperts, further: StoredExperts) -> None:
-    """Make a product read ``further`` experts behind those of ``stored``: the kernel adds the distance from
-    the end of ``stored``, of words in vectors of 16 bytes, of scales and zero points in elements."""
+    """Let a kernel find the experts ``further``, numbered from the end of ``stored`` on, in their own memory.
+
+    It adds the distance from the end of a tensor of ``stored`` to that of ``further``: in vectors of 16 bytes
+    for words, in elements for scales and zero points.
+    """
     arguments.own = stored.shape[0]
     for name, size in (("words", 16), ("scales", 2), ("zeros", 2)):
         mine, theirs = stored.tensors[name], further.tensors[name]

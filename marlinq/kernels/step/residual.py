@@ -19,9 +19,9 @@ _MOST_VECTORS = 4
 WIDEST = _MOST_THREADS * _MOST_VECTORS * VECTOR
 """Channels of a row at most."""
 WIDEST_SEVERAL = WIDEST // 2
-"""Channels of a row at most where addends have norms of their own, or the sum several."""
+"""Channels of a row at most where each addend is normalised, or the sum by more than one norm."""
 MOST_FURTHER = 2
-"""Norms at most that a launch makes of a sum besides the first."""
+"""Norms at most, besides ``norm``, that one launch computes of the sum."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def residual(
         gates: float32 [M, 1], factor of each row of ``second``; None for 1.
         own: norms of ``first`` and of ``second`` before they are added, of one kind; or None.
         post: norm of the rounded sum of both, or of ``first`` alone.
-        further: :data:`MOST_FURTHER` more norms of x at most, of the kind of ``norm``, and tensors like
-            ``out`` for their results; written.
+        further: norms of x besides ``norm`` and of its kind, at most :data:`MOST_FURTHER`, each with a tensor
+            like ``out`` for its result, which is written.
         factor: factor of the added rows.
         scale: factor of the sum; 1 where nothing is added.
         lengths: int32 [B], tokens of each sequence before the new ones; needed for embeddings of positions.

@@ -103,8 +103,8 @@ def router(
         wide: whether logits stay in float32 instead of being rounded to the dtype of ``x``.
         gate: gate of a shared expert, [H] in the dtype of ``x``; or None.
         gates: float32 [M, 1]; written: ``sigmoid(x @ gate)``. None without ``gate``, or with ``shared``.
-        shared: number of experts, E and following, that every row takes besides, with weight ``sigmoid(x @
-            gate)``, or 1 without a gate.
+        shared: number of further experts, numbered from E on, that every row takes besides its T; each has
+            weight ``sigmoid(x @ gate)``, or 1 without a gate.
         clusters: whether the GPU has clusters of blocks.
         addition: sum and norm that the kernel first makes ``x`` of; or None.
 

@@ -287,8 +287,8 @@ class BoundMixture:
         norm, post_norm, shared_post_norm: as in :class:`marlinq.models.anatomy.Mixture`.
         experts: packed experts.
         shared: expert that every token passes; or None.
-        shared_experts: the same as further experts, for steps whose router takes it for every row; None where
-            it can't be that.
+        shared_experts: weights of ``shared`` as further experts of the routed ones' size, for steps whose
+            router takes them for every row; None where it can't be cut so.
         shared_gate: [H]; the sigmoid of its product is the factor of the shared expert. None for a factor of
             1.
         into, out: products to the experts' fewer channels and back; None without.

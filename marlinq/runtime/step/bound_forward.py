@@ -484,8 +484,8 @@ def _bound(
 
 
 def _shared_experts(model: nn.Module, mixture: Mixture, experts: GroupedExperts) -> ExpertWeights | None:
-    """The shared expert as experts behind the routed ones, if it reads what they read and has their
-    sizes."""
+    """Weights of the shared expert as further experts of the routed ones' size; None if it reads another
+    input than they do, or can't be cut so."""
     shared = mixture.shared
     if shared is None or mixture.norm is not None or mixture.into is not None:
         return None

@@ -63,7 +63,8 @@ class Chosen:
         ids: indices of the experts, int32 [M, top].
         weights: factors of the experts, float32 [M, top].
         gates: factor of a shared expert, float32 [M, 1]; None for 1.
-        shared: the shared expert as experts that are chosen for every row; or None.
+        shared: weights of a shared expert that is stored as further experts, which ``ids`` has for every row;
+            or None.
     """
 
     ids: Tensor
@@ -154,8 +155,8 @@ class Walk:
         return torch.empty((rows, columns), dtype=dtype, device=self.lengths.device)
 
     def shared_experts(self, mixture: BoundMixture, normed: Tensor) -> ExpertWeights | None:
-        """The shared expert as experts that the router takes for every row of ``normed``; None where its
-        products are launched apart."""
+        """Weights of the shared expert as further experts, which the router takes for every row of
+        ``normed``; None where the shared expert has launches of its own."""
         return None
 
     def experts(
@@ -527,18 +528,19 @@ class Walk:
     def _mixture_apart(
         self, index: int, mixture: BoundMixture, normed: Tensor
     ) -> tuple[Tensor | RoutedRows, Tensor]:
-        """Results of experts and of the MLP beside them, which reads ``normed``; experts and router read
-        other norms of the residual stream."""
+        """Results of the experts, and of the MLP beside them, which reads ``normed``.
+
+        Experts and router read the norms that :meth:`_norms_apart` made room for; a single one is for both.
+        """
         assert mixture.shared is not None
         always = self._dense(mixture.shared, normed)
-        # The router may read what the experts read.
         read, routing = self._apart[0], self._apart[-1]
         chosen = self._choose(index, mixture, routing)
         return self.experts(mixture, read, chosen), always
 
     def _norms_apart(self, layer: BoundLayer, rows: int) -> list[tuple[RowNorm, Tensor]]:
-        """The norms of the residual stream that experts and router read where the MLP beside them reads
-        another, and memory for their results."""
+        """Norms of the residual stream for the experts and the router, each with memory for its result; empty
+        where they read what the MLP beside them reads."""
         mlp = layer.mlp
         norms = (mlp.norm, mlp.router_norm) if isinstance(mlp, BoundMixture) and mlp.norm else ()
         made = [

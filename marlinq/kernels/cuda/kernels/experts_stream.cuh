@@ -12,7 +12,8 @@
 // Pairs, or rows, that share columns are neighbours in the grid: weights that they share come from L2 after the first.
 // A pair whose expert is on another GPU is skipped.
 //
-// Experts from number `own` on lie in other memory: a shared expert that a router chooses for every row (kernels/experts/steps.py).
+// Experts from number `own` on lie in other memory: a shared expert, stored as further experts, that every row takes (`further` in
+// kernels/experts/steps.py).
 //
 // Configuration: that of kernels/stream.cuh, GATED, BIASED, ACTIVATION, WIDE (64-bit ids), SLOTS (T; parts are a
 // multiple of it).

@@ -22,9 +22,9 @@
 // lengths are requested before the previous kernel has ended: both are there, since a step's first kernel waits for the whole step
 // before.
 //
-// Warps merge in shared memory. Splits that are a cluster (CLUSTER > 1) then read each other's through DSMEM, each a share of the
-// channels. Others
-// merge through `partials`: the block that finishes last of its splits adds them up, in order, and resets their counter. Splits
+// Warps add up their results in shared memory. The splits of a head are then added in one of two ways. As a cluster (CLUSTER > 1)
+// each block adds a share of the channels, and reads the other blocks' sums through DSMEM. Otherwise every block writes to `partials`,
+// and the one that finishes last adds them up, in order, and resets their counter. Splits
 // that have no positions end at once. Splits are chosen on the device, so a captured launch serves every length.
 //
 // With SHARED the keys and values are another layer's, and the new tokens' are in the cache: the block reads them there once the
@@ -168,9 +168,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             }
     };
     const int first_tile = part.first + TILE * warp;
-    // The first tile is requested early where launches overlap. It then has code of its own, in which sums take no registers until its
-    // scores are computed; heads in slices need these registers on every GPU. On GPUs after 9.0 the compiler lacks registers for its
-    // values even so.
+    // EARLY: a warp's first tile has code of its own, in which the sums of the output occupy no registers before the tile's scores are
+    // known. From 9.0 on its keys are requested before the previous kernel has ended; heads in slices need the registers on every GPU.
+    // VALUES_EARLY: its values are requested then, too. Only compute capability 9.0 has registers for both; later ones would spill.
     constexpr bool EARLY = __CUDA_ARCH__ >= 900 || SLICES > 1, VALUES_EARLY = __CUDA_ARCH__ == 900 && SLICES == 1;
     if (EARLY) load_keys(first_tile, 0);
     if (VALUES_EARLY) load_values(first_tile, 0);
@@ -318,8 +318,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     }
 #pragma unroll 1
     for (; tile < last; tile += STEP) take(tile, Flag<false>{});
-    // Vectors of four sums of a head. Heads 2v, which a warp stores at once, would meet in the same banks: bits 0 and 2 of a vector's
-    // number depend on v.
+    // Address of four sums of `head`, those of `channel` and the next three. A warp stores those of heads 0, 2, 4 and 6 at once, which
+    // would lie in the same banks: bit 0 of the vector's index, and where D is a multiple of 32 bit 2, is flipped for every other of
+    // these heads, and for every other two of them.
     const auto sums = [&](int of_warp, int head, int channel) {
         const int turned = head / 2 % 2 | (D % 32 == 0 ? head / 4 % 2 << 2 : 0);
         return reinterpret_cast<float4*>(shared) + (of_warp * SUMS + head * D) / 4 + (channel / 4 ^ turned);

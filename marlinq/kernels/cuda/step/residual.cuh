@@ -10,7 +10,8 @@
 // With EXPERTS, first[m] is the sum over that many experts, sum_s routing[m, s] * first[places[m, s]], slots in order, in float32, then
 // rounded; a place of -1 adds nothing.
 //
-// With GATED, second[m] is multiplied by gates[m]. With OWN, each of both has a norm of this kind before they are added.
+// With GATED, second[m] is multiplied by gates[m]. With OWN, a kind of norm, first[m] and second[m] are each normalised before they are
+// added.
 //
 // p is the row's position: lengths[m / T] + m % T + positions_offset. post is a normalisation too. One block a row, whose
 // elements stay in registers. With a counter, the last thing that is done is counter[b] += 1 for the first `counted` rows; with KEEPS
@@ -164,7 +165,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
         widen_vector<E>(x[i], a[i]);
         widen_vector<E>(y[i], d[i]);
     }
-    // What post normalises is a sum that is rounded first.
+    // The sum of both is rounded before it is normalised, as it is where they are added by a module of their own.
     constexpr bool SUMMED = C::ADDENDS > 1 && C::POST != Norm::NONE;
     if constexpr (C::OWN != Norm::NONE) {
         static_assert(C::ADDENDS > 1, "norms of two addends");

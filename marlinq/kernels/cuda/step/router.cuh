@@ -11,8 +11,8 @@
 //               times factors[expert] if FACTORED
 //   gates[m] = sigmoid(sum_k x[m, k] * gate[k])          if GATED: the weight of a shared expert; rounded as logits are
 //
-// With SHARED the shared expert is so many experts behind the others, which every row takes besides, with the weight gates[m], or
-// 1 without a gate: rows of ids and weights have TOP + SHARED numbers, and gates are not written.
+// With SHARED > 0 the shared expert is stored as SHARED further experts, numbered from E on. Every row takes them besides its TOP,
+// each with the weight gates[m], or 1 without a gate. Rows of ids and weights then have TOP + SHARED numbers; gates is not written.
 //
 // Unless NORM is NONE, the kernel first computes x by an addition and a norm (step/residual.cuh with one addend):
 //
@@ -23,8 +23,8 @@
 //
 // score is a softmax over all experts or a sigmoid of each. A cluster computes a row. The warps of all its blocks take experts in
 // turns; each block keeps its logits in its own shared memory. The first block collects them, and one of its warps, with PER logits a
-// lane, takes the largest one TOP times. A warp has the weights of two steps on
-// their way, the first two before the previous kernel ends.
+// lane, takes the largest one TOP times. Each warp keeps the loads of two steps' weights in flight; the first two are requested before
+// the previous kernel ends.
 //
 // Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, BIASED, CORRECTED,
 // LOGITS_CORRECTED, GROUPS, KEPT, ZEROED, FACTORED, WIDE, GATED, SHARED, NORM, VECTORS (of a row, a thread).
@@ -126,7 +126,7 @@ struct RouterRow {
     }
 
     // Expert e, and behind the last the gate, is multiplied by warp e % (CLUSTER * WARPS) of the cluster, counted through its blocks.
-    // Its steps are 32 * UNROLL vectors of an expert's row each. Weights of two steps are on their way at a time.
+    // A step of a warp is 32 * UNROLL vectors of one expert's row. The loads of two steps are in flight at a time.
     __device__ __forceinline__ void multiply(const RouterAddition& given, i64 m, uint4* row, float* logits) const {
         const int first = rank * WARPS + warp, each = (vectors + 32 * UNROLL - 1) / (32 * UNROLL);
         const auto expert_of = [&](int step) { return first + step / each * (CLUSTER * WARPS); };
