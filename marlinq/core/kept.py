@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import grp
 import os
 import pwd
@@ -17,6 +18,7 @@ import secrets
 import stat
 import time
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +32,8 @@ _VARIABLE = "MARLINQ_CACHE"
 _TEMPORARY = ".tmp"
 # Temporary files older than this were left by killed processes; writing a file takes milliseconds.
 _STALE_SECONDS = 3600.0
+# A process that waits longer for its turn goes on: the other one may hang, and computing twice does no harm.
+_MOST_WAIT_SECONDS, _POLL_SECONDS = 120.0, 0.05
 
 
 class UntrustedCache(UserWarning):
@@ -162,6 +166,39 @@ def write_kept(name: str, content: bytes) -> Path:
             f"set {_VARIABLE} to a writable folder"
         ) from None
     return path
+
+
+@contextlib.contextmanager
+def one_process_at_a_time() -> Iterator[None]:
+    """Inside, other processes that enter wait, so that they find the files that this one writes.
+
+    Without effect where the folder can't be made, trusted or locked, as on some network file systems.
+    """
+    folder = -1
+    try:
+        path = kept_path("")
+        check_folder(path)
+        _make(path)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        end = time.monotonic() + _MOST_WAIT_SECONDS
+        while not _locked(folder) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+    except (EnvironmentProblem, OSError):
+        pass
+    try:
+        yield
+    finally:
+        if folder >= 0:
+            os.close(folder)
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the file is locked now for this descriptor; False where another one has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_kept(name: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import socket
 import time
@@ -152,3 +154,26 @@ def test_temporary_files_of_killed_processes_go(folder: Path) -> None:
     os.utime(old, (time.time() - 7_200,) * 2)
     write_kept("a", b"")
     assert sorted(path.name for path in folder.iterdir()) == ["a", "b.5678.tmp"]
+
+
+def test_processes_take_turns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two open folders are to the lock what two processes are.
+    with kept.one_process_at_a_time():
+        monkeypatch.setattr(kept, "_MOST_WAIT_SECONDS", 0.01)
+        descriptor = os.open(folder, os.O_RDONLY)
+        assert not kept._locked(descriptor)
+        # One that has waited long enough goes on.
+        with kept.one_process_at_a_time():
+            pass
+    assert kept._locked(descriptor)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("fault", ["flock", "open"])
+def test_without_locks_nobody_waits(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl if fault == "flock" else os, fault, fails)
+    with kept.one_process_at_a_time():
+        pass

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from marlinq.core.boundaries import reason
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
+from marlinq.core.kept import one_process_at_a_time
 from marlinq.core.scheme import INT4, INT8, Element, Scheme
 from marlinq.formats import LAYOUTS, StoredWeight
 from marlinq.formats.layouts import ModuleSpec
@@ -406,7 +407,9 @@ def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
         )
         for m in batches(max_batched_tokens(), capture_sizes())
     ]
-    compiled = precompile_experts(shapes, activation, device.index)
+    # Ranks of one host have the same shapes: the first compiles, the others find the kernels.
+    with one_process_at_a_time():
+        compiled = precompile_experts(shapes, activation, device.index)
     # Only now: where compiling fails, it fails for each layer of this shape, and vLLM's kernels run all.
     _prepared.add(key)
     logger.info(

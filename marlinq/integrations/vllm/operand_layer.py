@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from marlinq.core.kept import one_process_at_a_time
 from marlinq.integrations.vllm.interface import max_batched_tokens, replace_parameter
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ def prepare(operand: Operand, dtype: torch.dtype) -> None:
     key = shape, dtype, device.index
     if key in _prepared:
         return
-    compiled = precompile_model([shape], dtype, device.index, most_rows=max_batched_tokens())
+    # Ranks of one host have the same shapes: the first compiles, the others find the kernels.
+    with one_process_at_a_time():
+        compiled = precompile_model([shape], dtype, device.index, most_rows=max_batched_tokens())
     # Only now: where compiling fails, it fails for each layer of this shape, and vLLM's kernels run all.
     _prepared.add(key)
     decision = explain(device, operand.problem(1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import sys
 import tomllib
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.kept import kept_path
 from marlinq.core.scheme import INT4, INT8, Element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats.packing import pack_rows
@@ -432,11 +435,20 @@ def test_every_layer_of_a_shape_that_does_not_compile_is_vllms_own(
 
 
 def test_each_shape_of_layer_is_one_line(
-    kernel: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernel: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     import marlinq.kernels
 
-    monkeypatch.setattr(marlinq.kernels, "precompile_model", lambda *_, **__: 7)
+    def compiled(*_: object, **__: object) -> int:
+        # Another rank waits.
+        folder = os.open(kept_path(""), os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(folder)
+        return 7
+
+    monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path))
+    monkeypatch.setattr(marlinq.kernels, "precompile_model", compiled)
     monkeypatch.setattr(
         marlinq.kernels, "explain", lambda device, problem: SimpleNamespace(reason="tile 8x64, about 5.1 us")
     )
