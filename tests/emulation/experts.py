@@ -16,6 +16,7 @@ from marlinq.kernels.experts.steps import placed_steps, shape_of
 from marlinq.kernels.experts.workspace import ExpertsWorkspace
 from tests.emulation.gemm import SOURCES
 from tests.emulation.tensor_maps import emulated_tensor_maps
+from tests.kernels.experts_problems import with_tensors
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def run_layer(
     x, ids, weights = apart(x), apart(ids), apart(weights)
     expert_map = None if expert_map is None else apart(expert_map)
     own = len(experts.down.words) - further
-    more = ExpertWeights(*(stored.with_tensors(lambda value: apart(value[own:])) for stored in experts))
-    experts = ExpertWeights(*(stored.with_tensors(lambda value: apart(value[:own])) for stored in experts))
+    more = with_tensors(experts, lambda value: apart(value[own:]))
+    experts = with_tensors(experts, lambda value: apart(value[:own]))
     others = more if further else None
     out = apart(torch.full(x.shape, torch.nan, dtype=x.dtype))
     shape = shape_of(x, ids, experts, others)

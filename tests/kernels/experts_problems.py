@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,16 @@ from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, interleave_gate_up
 from marlinq.kernels.experts.experts_reference import gated_product, local_experts
 from tests.kernels.problems import random_operands
+
+
+def with_tensors(experts: ExpertWeights, change: Callable[[Tensor], Tensor]) -> ExpertWeights:
+    """``experts`` with the result of ``change`` in the place of each of their tensors."""
+
+    def changed(stored: StoredExperts) -> StoredExperts:
+        values = {name: value for name, value in stored.tensors.items() if value is not None}
+        return replace(stored, **{name: change(value) for name, value in values.items()})
+
+    return ExpertWeights(*map(changed, experts))
 
 
 @dataclass(frozen=True)

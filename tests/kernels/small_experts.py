@@ -15,11 +15,10 @@ import torch
 from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT8
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.gpu_rates import device_numbers
-from marlinq.kernels.experts import ExpertWeights
 from marlinq.kernels.experts.experts_decision import decisions
 from marlinq.kernels.experts.launch import launch_experts
 from marlinq.kernels.experts.steps import instantiations, shape_of
-from tests.kernels.experts_problems import Layer, Shape, random_layer, random_routing
+from tests.kernels.experts_problems import Layer, Shape, random_layer, random_routing, with_tensors
 from tests.kernels.problems import BOUND, relative_error
 
 # K of both products ends inside a chunk or not, N inside a tile; the last is divided among two runs of pairs.
@@ -43,7 +42,7 @@ def wrong_variants(m: int, layer: Layer) -> tuple[int, int]:
     # One expert more than there are.
     x, ids, weights = random_routing(replace(shape, experts=shape.experts + 1), m)
     expected = layer.reference(x, ids, weights)
-    experts = ExpertWeights(*(stored.with_tensors(torch.Tensor.cuda) for stored in layer.weights))
+    experts = with_tensors(layer.weights, torch.Tensor.cuda)
     given = x.cuda(), ids.cuda(), weights.cuda()
     problem = shape_of(x, ids, layer.weights)
     device = device_numbers(0)

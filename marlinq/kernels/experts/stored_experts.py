@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -51,11 +50,6 @@ class StoredExperts:
     def nbytes(self) -> int:
         """Bytes of words, scales, zero points and biases."""
         return sum(value.nbytes for value in self.tensors.values() if value is not None)
-
-    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> StoredExperts:
-        """The same product with ``change`` of every tensor."""
-        changed = {name: None if value is None else change(value) for name, value in self.tensors.items()}
-        return StoredExperts(self.format, self.granularity, **changed)  # type: ignore[arg-type]
 
 
 class ExpertWeights(NamedTuple):
