@@ -241,9 +241,22 @@ def page(rows: Sequence[Row], version: str) -> str:
             f"{len(works)} of {len(chosen)} work.",
             "",
         ]
-        for own, step in ((True, "marlinq's decode step"), (False, "transformers' forward")):
-            lines += [f"Work, with {step}: {_names(row for row in works if (row.step == 'own') == own)}.", ""]
-        lines += ["| types | outcome |", "|---|---|"]
+        lines += [
+            f"Work, with marlinq's decode step: {_names(row for row in works if row.step == 'own')}.",
+            "",
+            "Work, with transformers' forward:",
+            "",
+            "| what marlinq's step does not know | types |",
+            "|---|---|",
+        ]
+        unknown: dict[str, list[str]] = {}
+        for row in works:
+            if row.step != "own":
+                part, reason = _unrecognised(row)
+                unknown.setdefault(reason, []).append(f"`{row.model_type}`" + (f" ({part})" if part else ""))
+        most_first = sorted(unknown.items(), key=lambda item: -len(item[1]))
+        lines += [f"| {reason} | {', '.join(types)} |" for reason, types in most_first]
+        lines += ["", "| types | outcome |", "|---|---|"]
         causes: dict[tuple[str, str], list[Row]] = {}
         for row in chosen:
             if row.outcome != WORKS:
@@ -251,6 +264,16 @@ def page(rows: Sequence[Row], version: str) -> str:
         lines += [f"| {_names(same)} | {outcome}: {cause} |" for (outcome, cause), same in causes.items()]
         lines.append("")
     return "\n".join(lines)
+
+
+def _unrecognised(row: Row) -> tuple[str, str]:
+    """(part inside its block, reason) of a row that was not recognised, without classes and shapes; the part is
+    empty for a whole model."""
+    part, _, reason = row.step.partition(": ")
+    reason = re.sub(r" of shape \[[\d, ]+\]| \(.*| of \S+\.\d+\.\S+$", "", reason)
+    reason = re.sub(r"^is |^has |^does ", lambda verb: f"a part that {verb[0]}", reason)
+    inside = re.sub(r"^.*\.\d+(?=\.|$)\.?", "", part) if re.search(r"\.\d+(\.|$)", part) else ""
+    return inside.removesuffix(".weight"), reason.replace("|", "/")
 
 
 def _cause(row: Row) -> str:

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 
-from lab.models.shrink import shrunk
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.models import ModelInstance, TensorNames, build_blueprint, describe
-from marlinq.models.blueprint import decoder_blocks
 from tests.testing.mixtures import save_mixture
 from tests.testing.tiny_models import CONFIGS, InMemory, in_memory, tiny_model
 
@@ -57,25 +54,6 @@ def test_a_list_of_expert_linears_is_found_and_its_router_is_kept() -> None:
     assert "model.layers.1.mlp.gate" not in names
     assert blueprint.kept["model.layers.1.mlp.gate"] == Keep("router of 3 experts")
     assert not describe(lambda: tiny_model("llama")).routed
-
-
-@pytest.mark.parametrize(
-    ("architecture", "blocks"),
-    [
-        # Lists of their projectors have more weights than these two blocks.
-        ("MiniCPMV4_6ForConditionalGeneration", "model.language_model.layers"),
-        ("Granite4VisionForConditionalGeneration", "model.language_model.layers"),
-        # Its tokens are embedded by a module that holds the table, and its sounds by larger blocks.
-        ("KyutaiSpeechToTextForConditionalGeneration", "model.layers"),
-    ],
-)
-def test_blocks_are_those_of_the_model_that_embeds_tokens(architecture: str, blocks: str) -> None:
-    model_class = getattr(transformers, architecture)
-    default = model_class.config_class()
-    config = model_class.config_class(**shrunk(default.model_type, default.to_dict()))
-    with torch.device("meta"):
-        model = model_class(config)
-    assert decoder_blocks(model, architecture)[0] == blocks
 
 
 def test_unknown_architectures_and_bad_configs_are_the_checkpoints_fault() -> None:
