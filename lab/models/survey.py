@@ -40,6 +40,19 @@ from marlinq.runtime.loading import match_tensors
 RESULTS = Path(__file__).with_name("survey.json")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 WORKS, PARTLY, REFUSED, FAILED, NOT_BUILT = "works", "works without text", "refused", "fails", "untried"
+_UNKNOWN = {
+    r"^a parameter|^is used by neither": "parameters of no linear and no norm",
+    r"attention interface$": "attention of their own code",
+    r"before the first block": "more than embeddings before the first block",
+    r"argument 'indices'": "attention behind an indexer",
+    r"can't be recorded": "a forward pass that needs more than text, or that fails without weights",
+    r"biased by distance": "attention biased by distance",
+    r"^a buffer": "buffers beside experts",
+    r"first block is not a multiple|does not look|follows this norm": "embeddings of their own",
+    r"^its part in the block": "`{part}`, whose part in the block is not understood",
+    r"no known activation": "the activation in `{part}`",
+}
+"""regular expression for a refusal of recognition -> its short form on the page"""
 _TOKENS = 24
 _TOLERANCE = 2e-4
 """Relative error of float32 logits: sums of a few hundred products in another order."""
@@ -244,18 +257,15 @@ def page(rows: Sequence[Row], version: str) -> str:
         lines += [
             f"Work, with marlinq's decode step: {_names(row for row in works if row.step == 'own')}.",
             "",
-            "Work, with transformers' forward:",
+            "Work, with transformers' forward; what marlinq's step does not know:",
             "",
-            "| what marlinq's step does not know | types |",
-            "|---|---|",
         ]
         unknown: dict[str, list[str]] = {}
         for row in works:
             if row.step != "own":
-                part, reason = _unrecognised(row)
-                unknown.setdefault(reason, []).append(f"`{row.model_type}`" + (f" ({part})" if part else ""))
+                unknown.setdefault(_unknown(row.step), []).append(f"`{row.model_type}`")
         most_first = sorted(unknown.items(), key=lambda item: -len(item[1]))
-        lines += [f"| {reason} | {', '.join(types)} |" for reason, types in most_first]
+        lines += [f"* {reason}: {', '.join(types)}" for reason, types in most_first]
         lines += ["", "| types | outcome |", "|---|---|"]
         causes: dict[tuple[str, str], list[Row]] = {}
         for row in chosen:
@@ -266,14 +276,16 @@ def page(rows: Sequence[Row], version: str) -> str:
     return "\n".join(lines)
 
 
-def _unrecognised(row: Row) -> tuple[str, str]:
-    """(part inside its block, reason) of a row that was not recognised, without classes and shapes; the part is
-    empty for a whole model."""
-    part, _, reason = row.step.partition(": ")
-    reason = re.sub(r" of shape \[[\d, ]+\]| \(.*| of \S+\.\d+\.\S+$", "", reason)
-    reason = re.sub(r"^is |^has |^does ", lambda verb: f"a part that {verb[0]}", reason)
-    inside = re.sub(r"^.*\.\d+(?=\.|$)\.?", "", part) if re.search(r"\.\d+(\.|$)", part) else ""
-    return inside.removesuffix(".weight"), reason.replace("|", "/")
+def _unknown(step: str) -> str:
+    """What recognition did not understand, in a few words, from the ``step`` of a row."""
+    part, _, reason = step.partition(": ")
+    # The part's name behind the number of its block.
+    part = re.sub(r"^.*\.\d+\.|\.weight$", "", part)
+    for cause, said in _UNKNOWN.items():
+        if re.search(cause, reason):
+            return said.format(part=part)
+    reason = re.sub(r" \(.*", "", reason)
+    return f"`{part}`, which {reason}" if re.match("(does|runs) ", reason) else reason
 
 
 def _cause(row: Row) -> str:

@@ -135,5 +135,7 @@ def rendered(
 def forward(folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
     """Around running a model that was built from a folder's config."""
     return foreign(
-        os.fspath(folder), "the model can't be run", "config.json and the tensors describe no working model"
+        os.fspath(folder),
+        "the model can't be run on text alone",
+        "it takes more than text, or config.json and the tensors describe no working model",
     )

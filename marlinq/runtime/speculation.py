@@ -164,7 +164,7 @@ class LookupSpeculation(Speculation):
     """
 
     source = "the text so far"
-    unused = "the text did not repeat itself"
+    unused = "the text repeats itself too little"
 
     def __init__(self, prompt: Sequence[int], most: int, cost: float) -> None:
         super().__init__()

@@ -298,9 +298,10 @@ def _order(quantized: QuantizedCheckpoint, facts: list[ModuleFacts]) -> str:
 def _notes(
     facts: list[ModuleFacts], layers: dict[str, LinearFacts], tensor_parallel: int, *, own_head: str | None
 ) -> Iterable[str]:
-    for module in facts:
-        if module.problem is not None:
-            yield f"{module.name}: {module.problem}"
+    broken = [module for module in facts if module.problem is not None]
+    if broken:
+        more = f" (and {len(broken) - 1} more modules)" if len(broken) > 1 else ""
+        yield f"{broken[0].name}: {broken[0].problem}{more}"
     flagged = [module for module in facts if layers[module.name].declared_act_order]
     if flagged and all(module.g_idx == "in order" for module in flagged):
         yield "the config says desc_act: true, but every g_idx is in order; converting it writes false"

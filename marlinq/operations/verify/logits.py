@@ -140,11 +140,14 @@ def _run(
     )
     if schemes is not None:
         _round(loaded.model, schemes)
-    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
     positions = getattr(loaded.model.config, "max_position_embeddings", None) or TOKENS
     generator = torch.Generator().manual_seed(_SEED)
-    ids = torch.randint(vocabulary, (1, min(TOKENS, positions)), generator=generator)
     with torch.no_grad(), boundaries.forward(path):
+        # Some models embed tokens in a module of their own, which holds the table.
+        embedding = loaded.model.get_input_embeddings()
+        table = next(module for module in embedding.modules() if isinstance(module, nn.Embedding))
+        shape = (1, min(TOKENS, positions))
+        ids = torch.randint(table.num_embeddings, shape, generator=generator)
         output = loaded.model(ids.to(loaded.device), output_hidden_states=True, use_cache=False)
         hidden = [state[0].float().cpu() for state in output.hidden_states]
     logits = output.logits[0].float().cpu() if predicts_tokens(loaded.model) else torch.empty(0, 0)
