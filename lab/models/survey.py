@@ -43,14 +43,17 @@ WORKS, PARTLY, REFUSED, FAILED, NOT_BUILT = "works", "works without text", "refu
 _UNKNOWN = {
     r"^a parameter|^is used by neither": "parameters of no linear and no norm",
     r"attention interface$": "attention of their own code",
-    r"before the first block": "more than embeddings before the first block",
+    r"before the first block|runs between two": "linears, norms or lookups outside the blocks",
     r"argument 'indices'": "attention behind an indexer",
     r"can't be recorded": "a forward pass that needs more than text, or that fails without weights",
-    r"biased by distance": "attention biased by distance",
+    r"biased by distance|mask is neither": "masks or biases of attention",
     r"^a buffer": "buffers beside experts",
     r"first block is not a multiple|does not look|follows this norm": "embeddings of their own",
-    r"^its part in the block": "`{part}`, whose part in the block is not understood",
-    r"no known activation": "the activation in `{part}`",
+    r"part in the block|residual stream|of attention|attention does not|queries are|values are": (
+        "what enters or leaves attention, or a norm behind it"
+    ),
+    r"no known activation": "an activation",
+    r"behind the last block": "a head of several layers",
 }
 """regular expression for a refusal of recognition -> its short form on the page"""
 _TOKENS = 24
@@ -278,14 +281,8 @@ def page(rows: Sequence[Row], version: str) -> str:
 
 def _unknown(step: str) -> str:
     """What recognition did not understand, in a few words, from the ``step`` of a row."""
-    part, _, reason = step.partition(": ")
-    # The part's name behind the number of its block.
-    part = re.sub(r"^.*\.\d+\.|\.weight$", "", part)
-    for cause, said in _UNKNOWN.items():
-        if re.search(cause, reason):
-            return said.format(part=part)
-    reason = re.sub(r" \(.*", "", reason)
-    return f"`{part}`, which {reason}" if re.match("(does|runs) ", reason) else reason
+    reason = step.partition(": ")[2]
+    return next((said for cause, said in _UNKNOWN.items() if re.search(cause, reason)), reason)
 
 
 def _cause(row: Row) -> str:
