@@ -12,17 +12,23 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
+from marlinq.core.float_elements import E4M3
+from marlinq.formats import StoredWeight, spec_of
 from marlinq.kernels.step import AttentionShape, AttentionWorkspace, Division, divide
+from marlinq.methods.rtn import round_to_nearest
 from marlinq.models.anatomy import Anatomy, DeltaNet, Unrecognised
 from marlinq.models.recognise import recognise
 from marlinq.runtime import QuantLinear, marlin_operand
+from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.step import bound_forward, prompts, recorded_step, walk
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.join import JoinedLinear, JoinedSlice
 from marlinq.runtime.step.reference_forward import ReferenceForward
+from tests.docs.test_format_tables import CT, example
 from tests.runtime.step import torch_kernels
 from tests.testing.decoders import KNOWN, random_decoder
+from tests.testing.pairs import slow_but
 from tests.testing.runnable_folders import random_tuple
 from tests.testing.tiny_models import tiny_model
 
@@ -248,6 +254,30 @@ def test_weights_of_eight_bits_are_joined_and_multiplied() -> None:
     joined = [module for module in half.modules() if isinstance(module, JoinedLinear)]
     assert joined
     assert {module.format.name for module in joined} == {"int8"}
+    reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
+    assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "scheme", slow_but(("fp8", "fp8-dynamic", "fp8-block", "mxfp8", "mxfp4", "nvfp4"), "fp8-block", "nvfp4")
+)
+def test_weights_of_floats_are_joined_and_multiplied(scheme: str) -> None:
+    model = tiny("llama")
+    anatomy = recognised(model)
+    half, wide = halved(model)
+    for name, module in wide.named_modules():
+        if type(module) is nn.Linear and "lm_head" not in name:
+            q = round_to_nearest(module.weight.detach(), example(scheme))
+            module.weight.data = q.dequantize()
+            layout = CT.layout_of(q.scheme)
+            stored = StoredWeight(name, layout, replace(spec_of(q), scheme=q.scheme), layout.pack(q))
+            operator = OPERATORS["w8a16" if q.element == E4M3 else "fp4a16"]
+            packed = operator.build(stored, None, Setting(torch.device("cpu"), torch.float16))
+            half.set_submodule(name, packed)
+    own = ChainForward(half, anatomy, batch=3, capacity=24)
+    joined = [module for module in half.modules() if isinstance(module, JoinedLinear)]
+    assert joined
+    assert {module.format.name for module in joined} == {example(scheme).element.name}
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
 
