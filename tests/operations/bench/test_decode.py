@@ -16,10 +16,12 @@ from marlinq.core.errors import UsageError
 from marlinq.models import build_blueprint
 from marlinq.operations.bench import SYNTHETIC, Synthetic, bench_decode, synthetic_model
 from marlinq.operations.bench.decode import cache_bytes_per_token, weight_bytes
+from marlinq.operations.bench.peers.transformers import CompiledTransformers
 from marlinq.operations.bench.synthetic import Head
 from marlinq.operations.bench.trace import summarise
 from marlinq.runtime import LoadedModel, load
 from marlinq.runtime.operator_choice import summarize
+from tests.testing.decoders import KNOWN, random_decoder
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized
 from tests.testing.tiny_models import tiny_model
 
@@ -57,6 +59,18 @@ def test_the_unquantised_model_is_measured_too(folder: Path) -> None:
     assert cell.peer_step_seconds is not None
     assert cell.speedup == pytest.approx(cell.peer_step_seconds / cell.step_seconds)
     assert "speedup" in found.render()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5"])
+def test_transformers_decodes_layers_of_other_sizes(name: str) -> None:
+    """Keys of latent attention are wider than its values, and delta nets have neither."""
+    peer = CompiledTransformers(random_decoder(KNOWN[name]), batch=1, capacity=12, compiled=False)
+    ids, found = torch.tensor([[5, 7, 11, 13]]), []
+    for _ in range(2):
+        peer.prefill(ids)
+        peer.steps(4)
+        found.append(peer._tokens.clone())
+    assert torch.equal(*found)
 
 
 def test_says_that_no_gpu_was_used(folder: Path) -> None:

@@ -41,7 +41,6 @@ class CompiledTransformers:
     def __init__(self, model: PreTrainedModel, *, batch: int, capacity: int, compiled: bool = True) -> None:
         self._model = model
         self._capacity = capacity
-        self._batch = batch
         self._tokens = torch.zeros((batch, 1), dtype=torch.int64, device=model.device)
         self._cache: Cache | None = None
         self._prefill: Any = model
@@ -55,21 +54,18 @@ class CompiledTransformers:
     def prefill(self, ids: Tensor) -> None:
         """Start over with ``ids``, int64 [batch, length]."""
         if self._cache is None:
-            self._cache = self._made_cache()
-        else:
-            self._cache.reset()
+            self._cache = self._made_cache(ids)
+        self._cache.reset()
         logits = self._prefill(
             input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
         ).logits
         self._tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
-    def _made_cache(self) -> StaticCache:
-        config = self._model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        cache = StaticCache(config=config, max_cache_len=self._capacity)
-        # Outside what is compiled: only then are its tensors marked as ones that stay, and graphs are used.
-        cache.early_initialization(self._batch, heads, head_dim, self._model.dtype, self._model.device)
+    def _made_cache(self, ids: Tensor) -> StaticCache:
+        cache = StaticCache(config=self._model.config.get_text_config(), max_cache_len=self._capacity)
+        # A run makes its tensors, in each layer's own sizes. It is not compiled: only then are they marked as
+        # ones that stay, and graphs are used.
+        self._model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
         return cache
 
     @torch.no_grad()
