@@ -244,8 +244,9 @@ def page(rows: Sequence[Row], version: str) -> str:
     lines = [
         "# Models",
         "",
-        f"Decoder types of transformers {version}, each tried as a tiny random model: quantised, verified,",
-        "loaded, compared, inspected (`make survey`).",
+        f"Types (`model_type` in `config.json`) of transformers {version}, tried as tiny random models:",
+        "quantised, verified, loaded, compared, inspected (`make survey`). Encoder-decoders such as T5",
+        "are refused; embedding models of these types work. `quantize --plan` lists what stays in 16 bits.",
         "",
     ]
     for wrapper, title in ((False, "Text"), (True, "Images, video, audio")):
