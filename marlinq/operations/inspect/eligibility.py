@@ -137,6 +137,11 @@ def _judge(server: Server, layers: Mapping[str, LinearFacts], whole: Whole, aske
     def refused(reason: str) -> ServerVerdict:
         return ServerVerdict(server.name, server.version, False, (), reason)
 
+    parents = experts(layers)
+    if parents and whole.architecture in server.whole_experts and not FORMATS[whole.layout].stacked:
+        return refused(
+            f"{next(iter(parents))}: {server.name} skips tensors of single experts in {whole.architecture}"
+        )
     floats = {name: layer for name, layer in layers.items() if layer.element.table is not None}
     runs = ""
     if floats:

@@ -131,6 +131,7 @@ class Server:
     asks_head: bool = False
     ties: bool = False
     plain_heads: tuple[str, ...] = ()
+    whole_experts: tuple[str, ...] = ()
     plain: tuple[Plain, ...] = ()
     floats: tuple[Floats, ...] = ()
     fused_drafts: bool = False

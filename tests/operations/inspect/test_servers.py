@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, INT8
@@ -247,6 +249,41 @@ def test_experts_that_are_not_loaded() -> None:
     assert "group size -1 of experts is not one of 32, 64, 128" in judge_experts(single)["vLLM"].reason
     assert judge(single)["vLLM"].loads
     assert judge_experts(replace(PLAIN, granularity=sized(-1)))["vLLM"].loads
+
+
+def test_experts_one_by_one_are_not_read_where_only_whole_layers_are() -> None:
+    """GPT-OSS: every server skips such tensors without a word; Qwen3-VL's MoE: transformers does."""
+    one = "model.layers.0.mlp.experts.0.gate_proj"
+    for layer in (CT, float_layer("mxfp4", "compressed-tensors")):
+        for architecture, skipping in (
+            ("GptOssForCausalLM", {"vLLM", "SGLang", "transformers"}),
+            ("Qwen3VLMoeForConditionalGeneration", {"transformers"}),
+        ):
+            whole = Whole(layer.layout, False, (), None, None, architecture)
+            found = {v.server: v for v in verdicts({one: layer}, whole)}
+            assert found["marlinq"].loads
+            for server in ("vLLM", "SGLang", "transformers"):
+                assert found[server].loads == (server not in skipping), (server, architecture)
+                assert found[server].loads or "mlp.experts: " in found[server].reason
+            # Its other linears are read.
+            assert all(v.loads for v in verdicts({UP: layer}, whole) if v.server in skipping)
+    stacked = Whole("gpt-oss", False, (), None, None, "GptOssForCausalLM")
+    found = {v.server: v for v in verdicts({one: float_layer("mxfp4", "gpt-oss")}, stacked)}
+    assert found["vLLM"].loads
+    assert found["transformers"].loads
+
+
+def test_transformers_has_no_rule_for_experts_that_it_skips() -> None:
+    """By its own tables of names in files, which may learn one in a later version."""
+    (server,) = (each for each in servers() if each.name == "transformers")
+    for architecture in server.whole_experts:
+        model_type = getattr(transformers, architecture).config_class.model_type
+        rules = get_checkpoint_conversion_mapping(model_type) or []
+        read = [pattern for rule in rules for pattern in rule.source_patterns]
+        assert not any("experts.*." in pattern for pattern in read), architecture
+    # Where there is one, it looks like this.
+    joining = get_checkpoint_conversion_mapping("qwen3_moe") or []
+    assert any("experts.*." in pattern for rule in joining for pattern in rule.source_patterns)
 
 
 def test_rules_have_to_match_the_fused_name() -> None:
