@@ -42,17 +42,19 @@ def test_only_conv1d_layers_are_transposed() -> None:
         assert {linear.transposed for linear in blueprint.projections()} == {transposed}
 
 
-def test_a_list_of_expert_linears_is_found_and_its_router_is_kept() -> None:
+@pytest.mark.parametrize("beside", ["mlp.", ""], ids=["experts", "their parent"])
+def test_a_list_of_expert_linears_is_found_and_its_router_beside_is_kept(beside: str) -> None:
     model = tiny_model("llama")
     for block in model.model.layers:
         block.mlp.experts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
-        block.mlp.gate = torch.nn.Linear(64, 3)
+        block.get_submodule(beside.rstrip(".")).gate = torch.nn.Linear(64, 3)
     blueprint = describe(lambda: model)
     assert blueprint.routed
     names = {linear.name for linear in blueprint.projections()}
     assert "model.layers.1.mlp.experts.2" in names
-    assert "model.layers.1.mlp.gate" not in names
-    assert blueprint.kept["model.layers.1.mlp.gate"] == Keep("router of 3 experts")
+    gate = f"model.layers.1.{beside}gate"
+    assert gate not in names
+    assert blueprint.kept[gate] == Keep("router of 3 experts")
     assert not describe(lambda: tiny_model("llama")).routed
 
 
