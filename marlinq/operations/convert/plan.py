@@ -246,7 +246,11 @@ def _way_out(specs: Mapping[str, ModuleSpec], excluded: Mapping[str, Keep], targ
     ]
     if not related:
         return "integers and floats are never converted into each other; quantise the original anew"
-    return "no module would stay quantised; choose another format"
+    ways = [named for named in related if named.activations is None or named.activations.dynamic]
+    if scheme.element.table is None or not ways:
+        return "no module would stay quantised; choose another format"
+    names = " or ".join(named.name for named in ways)
+    return f"no module would stay quantised; add --scheme {names}, which {target.name} holds"
 
 
 def _shape_refusal(target: Format, spec: ModuleSpec, strict_marlin: bool) -> str | None:

@@ -40,6 +40,10 @@ _OCTAVES = _NV_EXPONENTS[1] - _NV_EXPONENTS[0] + 1
 _LEAST_POWER = -126
 """Least exponent of a second-level scale: that of normal float32 numbers, whose reciprocals are finite."""
 
+_SHIFTS = range(-12, 7)
+"""Exponents of a group over its block's that are told apart: below -11 E4M3 holds no E2M1 value but zero."""
+_NAN = 0x7F
+"""An E4M3 code that is no number."""
 
 Change = Callable[[QuantizedWeight], "QuantizedWeight | None"]
 
@@ -167,10 +171,21 @@ def _reciprocal(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def _as_mxfp8(weight: QuantizedWeight, target: Scheme) -> QuantizedWeight:
-    codes = E4M3.nearest(torch.tensor(E2M1.table))
-    # The table's second half is negative; -0.0 keeps its sign.
-    codes[8] = 0x80
-    return QuantizedWeight.from_codes(target, codes[weight.codes.long()], scales=weight.scales)
+    codes = _looked_up(_e4m3_codes(range(1)), weight.codes.int())
+    return QuantizedWeight.from_codes(target, codes, scales=weight.scales)
+
+
+def _e4m3_codes(powers: range) -> Tensor:
+    """E4M3 codes of all E2M1 values times 2**power, uint8 [powers * 16]; NaN's where E4M3 does not hold
+    one."""
+    values = torch.tensor(E2M1.table) * torch.exp2(torch.tensor(powers).float()).unsqueeze(1)
+    codes = E4M3.nearest(values)
+    codes[:, 8] = 0x80  # -0.0 keeps its sign
+    return torch.where(E4M3.decode(codes) == values, codes, torch.full_like(codes, _NAN)).flatten()
+
+
+def _looked_up(table: Tensor, index: Tensor) -> Tensor:
+    return torch.index_select(table, 0, index.flatten()).reshape(index.shape)
 
 
 def _exponents(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
@@ -224,15 +239,11 @@ def _as_blocks(weight: QuantizedWeight, target: Scheme) -> QuantizedWeight | Non
     powers = torch.where(tops > -(1 << 19), tops - 6, torch.zeros_like(tops))
     if int(powers.min()) < -126 or int(powers.max()) > 127:
         return None
-    scales = torch.exp2(powers.float())
-    per_row = scales.repeat_interleave(target.channels_per_group(k), dim=0)[:k]
-    wide = per_row.repeat_interleave(target.granularity.outputs_per_group(n), dim=1)[:, :n]
-    values = E2M1.decode(weight.codes) * weight.scales.float().repeat_interleave(
-        weight.channels_per_group, dim=0
-    )
-    scaled = values / wide
-    codes = E4M3.nearest(scaled)
-    codes = torch.where((codes == 0) & (weight.codes == 8), torch.full_like(codes, 0x80), codes)
-    if not torch.equal(E4M3.decode(codes), scaled):
+    shifts = exponents - powers.flatten()[place].reshape(exponents.shape)
+    rows_of_table = (shifts.clamp(_SHIFTS[0], _SHIFTS[-1]) - _SHIFTS[0]) * E2M1.codes
+    index = rows_of_table.repeat_interleave(weight.channels_per_group, dim=0) + weight.codes
+    codes = _looked_up(_e4m3_codes(_SHIFTS), index)
+    if bool((codes == _NAN).any()):
         return None
-    return QuantizedWeight.from_codes(target, codes, scales=scales.to(torch_dtype(target.scale_dtype)))
+    scales = torch.exp2(powers.float()).to(torch_dtype(target.scale_dtype))
+    return QuantizedWeight.from_codes(target, codes, scales=scales)

@@ -173,12 +173,15 @@ class Findings:
     skipped: str | None = None
 
     def result(self, summary: str) -> Check:
-        """The row: ``summary`` if there is no problem, else the number of problems and the first."""
+        """The row: ``summary`` if there is no problem, else the numbers of problems and the first."""
         if self.skipped is not None and not self.failures:
             return Check(self.name, "skipped", self.skipped)
         sentences = self.failures or self.warnings
         if not sentences:
             return Check(self.name, "passed", summary)
-        detail = sentences[0] if len(sentences) == 1 else f"{len(sentences)} problems; first: {sentences[0]}"
+        more = f" and {len(self.warnings)} warnings" if self.failures and self.warnings else ""
+        detail = f"{len(sentences)} problems{more}; first: {sentences[0]}"
+        if len(sentences) == 1 and not more:
+            detail = sentences[0]
         status: Status = "failed" if self.failures else "warning"
         return Check(self.name, status, detail, (*self.failures, *self.warnings))

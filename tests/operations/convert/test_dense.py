@@ -50,6 +50,8 @@ def test_weights_that_bfloat16_rounds_need_allow_loss(tmp_path: Path) -> None:
 
 def test_powers_of_two_are_exact_in_bfloat16(tmp_path: Path) -> None:
     source = made(tmp_path, "mxfp4")
+    with pytest.raises(ConversionRefused, match="add --scheme nvfp4, which modelopt holds"):
+        convert(source, tmp_path / "modelopt", target_format="modelopt", progress=False)
     report = convert(source, tmp_path / "dense", target_format="dense", progress=False)
     assert not report.lossy
     weight = Checkpoint.open(tmp_path / "dense").tensor(f"{DOWN}.weight")
