@@ -91,6 +91,8 @@ def measure(
         copy = Path(shutil.copytree(folder, Path(scratch, "model")))
         add_draft_head(copy, json.loads((copy / "config.json").read_text())["num_hidden_layers"] - 1, "mtp")
         loaded = load(copy, device=device, only_decodes=True)
+        if loaded.tokenizer is None:
+            raise SystemExit(f"{folder}: has no tokenizer")
         off = faster(loaded, count, "off")
         text = [*loaded.tokenizer(PROMPT)["input_ids"], *off.tokens]
         # Makes the decoder that the head belongs to.
