@@ -45,7 +45,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 KERNEL_ROWS = (1, 16, 256)
 """rows of activations for which the report names marlinq's kernels"""
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _PAD = 64
 
 

@@ -24,7 +24,7 @@ from marlinq.operations.quantize.budget import (
 from marlinq.operations.quantize.estimate import RunEstimate
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.pace import Pace
-from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL
+from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL, Fate, _fate_table
 from marlinq.operations.quantize.tuning import TuningSettings
 from marlinq.operations.quantize.tuning.text_rows import NOISE
 from tests.testing.mixtures import save_mixture
@@ -91,6 +91,17 @@ def test_no_weight_is_read_and_nothing_is_written(tmp_path: Path, monkeypatch: p
     assert len(values["fates"]) == len(plan.fates)
     assert set(values["servers"]) == {"1", "2", "4", "8"}
     assert values["estimate"]["seconds"] > 0
+
+
+def test_modules_whose_names_differ_in_numbers_share_a_row() -> None:
+    """Those of the name's end too, as of a list of heads."""
+    names = [*(f"talker.lm_head.{i}" for i in (0, 1, 2, 4)), "model.layers.3.mlp.up_proj", "lm_head"]
+    table = _fate_table([Fate(name, None, None, "kept", "carried", None) for name in names])
+    assert [row[:2] for row in table.rows] == [
+        ("talker.lm_head.*", "0-2, 4"),
+        ("model.layers.*.mlp.up_proj", "3"),
+        ("lm_head", ""),
+    ]
 
 
 def test_an_output_that_no_server_loads_is_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
