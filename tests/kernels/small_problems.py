@@ -1,4 +1,5 @@
-"""A small set of problems for compute-sanitizer to watch: every kernel, group size, split and form of call.
+"""A small set of problems for compute-sanitizer to watch: every kernel, element, group size, split and form
+of call.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.kernels.small_problems
 
@@ -15,24 +16,25 @@ from dataclasses import replace
 import torch
 
 from marlinq.kernels import (
+    GEMMS,
     Device,
     Problem,
     batch_invariant,
     decide,
     dependent_launches,
     forced_kernel,
-    w4a16_gemm,
 )
 from marlinq.kernels.choose.decision import available
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.product_tensors import ProductTensors as Tensors
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT4, INT8
 from marlinq.kernels.driver.gpu_rates import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
 from marlinq.kernels.variants.warpgroup_config import WarpgroupConfig
 from tests.kernels.problems import (
-    BOUND,
     Operands,
+    bound_of,
     even_splits,
     int4_problem,
     random_operands,
@@ -40,13 +42,17 @@ from tests.kernels.problems import (
     tile_after_tile,
 )
 
-# K, N, group size, zero points, type. K ends inside a chunk or before every part has one, N inside a tile.
+# K, N, group size, zero points, type, format. K ends inside a chunk or before every part has one, N inside a
+# tile.
 WEIGHTS = (
-    (576, 448, 32, True, torch.float16),
-    (1088, 576, 64, False, torch.bfloat16),
-    (2048, 704, 128, True, torch.bfloat16),
-    (4032, 320, -1, False, torch.float16),
-    (192, 64, -1, True, torch.float16),
+    (576, 448, 32, True, torch.float16, INT4),
+    (1088, 576, 64, False, torch.bfloat16, INT4),
+    (2048, 704, 128, True, torch.bfloat16, INT4),
+    (4032, 320, -1, False, torch.float16, INT4),
+    (192, 64, -1, True, torch.float16, INT4),
+    (576, 448, 64, True, torch.bfloat16, INT8),
+    (1088, 320, -1, False, torch.float16, E4M3),
+    (576, 448, 16, False, torch.float16, E2M1),
 )
 BATCHES = (1, 9, 17, 70)
 # Demands on the decision and the launch, one a batch in turn, so that each meets every weight and kernel.
@@ -76,8 +82,8 @@ def _several_tiles(problem: Problem, device: Device) -> list[WarpgroupConfig]:
 
 
 def _problem(weight: int, m: int) -> Problem:
-    k, n, group, zeros, dtype = WEIGHTS[weight]
-    return int4_problem(m, n, k, group, zeros, dtype == torch.bfloat16)
+    k, n, group, zeros, dtype, weight_format = WEIGHTS[weight]
+    return int4_problem(m, n, k, group, zeros, dtype == torch.bfloat16, weight_format)
 
 
 def demanded(kernel: str, demand: str) -> ExitStack:
@@ -136,7 +142,7 @@ def error_of(operands: Operands, kernel: str, m: int, demand: str, config: Confi
         for value in (operands.words, operands.scales, operands.zeros, bias)
     ]
     with demanded(kernel, demand):
-        found = w4a16_gemm(
+        found = GEMMS[operands.format.name](
             x.cuda()[:, :k], *given, operands.group_size, n - 4, None if order is None else order.cuda()
         )
     return relative_error(found.cpu(), expected)
@@ -149,14 +155,14 @@ def main() -> int:
     precompile_variants(variants)
     torch.manual_seed(0)
     made = [
-        random_operands(k, n, group, dtype, zeros=zeros, bias=True, device="cpu")
-        for k, n, group, zeros, dtype in WEIGHTS
+        random_operands(k, n, group, dtype, zeros=zeros, bias=True, device="cpu", weight_format=weight_format)
+        for k, n, group, zeros, dtype, weight_format in WEIGHTS
     ]
     wrong = 0
     for case, (_, config) in zip(listed, variants, strict=True):
         weight, kernel, m, demand = case
         error = error_of(made[weight], kernel, m, demand, config)
-        if not error < BOUND[WEIGHTS[weight][4]]:
+        if not error < bound_of(made[weight]):
             wrong += 1
             print(f"WRONG by {error:.1e}: {WEIGHTS[weight]} {kernel} M={m} {demand} {config}")
     clusters = sorted({config.cluster for _, config in variants})
