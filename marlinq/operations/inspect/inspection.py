@@ -126,7 +126,7 @@ class Inspection(Shown):
         ]
         blocks: list[Block] = [Facts(tuple(rows))]
         if self.servers:
-            blocks.append(_server_table(self.servers, self.tensor_parallel))
+            blocks.append(_server_table(self.servers, self.quantized_modules, self.tensor_parallel))
             if self.undivided:
                 blocks.append(lines(f"not judged, as they split no layer: {', '.join(self.undivided)}"))
         if self.notes:
@@ -146,9 +146,9 @@ def _bits_line(linear: float | None, model: float) -> str:
     return whole if linear is None else f"{linear:.3f} in quantised linears, {whole}"
 
 
-def _server_table(servers: tuple[ServerVerdict, ...], tensor_parallel: int) -> Table:
+def _server_table(servers: tuple[ServerVerdict, ...], linears: int, tensor_parallel: int) -> Table:
     def kernels(verdict: ServerVerdict) -> str:
-        if len(verdict.first) == 1:
+        if len(verdict.first) == 1 and verdict.first[0][1] == linears:
             return verdict.first[0][0]
         return ", ".join(f"{name} ({count})" for name, count in verdict.first) or "-"
 

@@ -46,6 +46,11 @@ class ModuleReport:
     fallback: str | None
     figures: Mapping[str, float]
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether its method reads text, which may have had no token for it."""
+        return self.tokens > 0 or self.fallback is not None or self.quantity != ErrorQuantity.WEIGHTS
+
 
 def planned_facts(planned: PlannedModule) -> dict[str, Any]:
     """The fields of a module's report that its plan decides."""
@@ -147,7 +152,9 @@ class QuantizeReport(Shown):
             rows.append(("tuned on", f"these, and {own}"))
         if text.get("duplicates"):
             rows.append(("", f"{text['duplicates']} duplicate documents were left out"))
-        tokens = {name: report.tokens for name, report in self.modules.items()}
+        tokens = {name: report.tokens for name, report in self.modules.items() if report.is_calibrated}
+        if not tokens:
+            return rows
         least = min(tokens, key=lambda name: tokens[name])
         most = max(tokens.values())
         if tokens[least] < most:

@@ -206,6 +206,20 @@ def test_one_automatic_group_size_serves_every_module(tmp_path: Path) -> None:
     assert opened(tmp_path / "mixed").load("model.layers.0.mlp.down_proj").channels_per_group == 32
 
 
+def test_modules_of_a_method_without_text_saw_no_fewer_tokens(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    source = save_plain(tmp_path / "model", wide_model())
+    save_tokenizer(source)
+    recipe = Recipe(
+        format="compressed-tensors", calibration=str(text), samples=1, max_length=32,
+        overrides=(Override.parse("down_proj=scheme=fp8"),),
+    )  # fmt: skip
+    report = quantize(source, tmp_path / "out", recipe=recipe, device="cpu", progress=False)
+    assert {module.tokens for module in report.modules.values()} == {0, 32}
+    assert "modules saw" not in report.render()
+
+
 @dataclass(frozen=True)
 class HalvingOptions(MethodOptions):
     share: float = setting(0.5, Fraction(), "Share of each weight that is kept.")
