@@ -36,6 +36,7 @@ _COMPARED = (
     ("default", _OTHER_RUN, ", without start token"),
     ("default, --output-hessian", _PEER, ", `--output-hessian`"),
     ("best", _PEER, ", `best`"),
+    ("best, documents", _PEER, ", `best --no-tune-own-text`"),
 )
 """rows of the table of divergences: (recipe, peer that it is divided by, what the row's name adds)"""
 READ_BYTES_PER_SECOND = 4.58e12
