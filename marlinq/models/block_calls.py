@@ -14,6 +14,9 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.models.handed_on import Markers
 from marlinq.models.instance import ModelInstance
 
+_ONCE = "calibration takes models that run every block once, in order; --method rtn needs no text"
+"""end of error messages"""
+
 
 class Hidden:
     """Placeholder for the hidden states in a stored call."""
@@ -87,7 +90,7 @@ class CallRecorder:
         if self._initial is None or len(self.calls) != len(self._instance.blueprint.blocks):
             raise UnsupportedError(
                 f"{self._instance.blueprint.blocks_name}: the model ran {len(self.calls)} of its "
-                f"{len(self._instance.blueprint.blocks)} blocks; expected every block once, in order"
+                f"{len(self._instance.blueprint.blocks)} blocks on text; {_ONCE}"
             )
         return self._initial
 
@@ -95,9 +98,8 @@ class CallRecorder:
         def stub(*args: Any, **kwargs: Any) -> Any:
             name = self._instance.blueprint.blocks[index].name
             if index != len(self.calls):
-                raise UnsupportedError(
-                    f"{name} ran at place {len(self.calls)}; expected every block once, in order"
-                )
+                before = "blocks before it did not" if index > len(self.calls) else "it had already"
+                raise UnsupportedError(f"{name}: {before} run on text; {_ONCE}")
             if index == 0:
                 self._initial = self._current = _first_hidden(name, self._shape, args, kwargs)
                 self.streams_first = self._current.shape[:2] != self._shape

@@ -178,6 +178,32 @@ def test_linears_that_read_one_tensor_are_found_at_run_time(name: str, expected:
     assert sorted(member for group in groups for member in group) == sorted(names)
 
 
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        ([1, 2], "blocks before it did not run"),
+        ([0, 0], "it had already run"),
+        ([0, 1], "the model ran 2 of its 3 blocks"),
+    ],
+)
+def test_blocks_that_text_does_not_run_through_once_are_named(order: list[int], says: str) -> None:
+    """As those of Llama 3.2 Vision that read images."""
+    model = tiny_model("llama")
+    blueprint = build_blueprint(model.config.to_dict(), source="llama")
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
+    inner = instance.model.model
+
+    def forward(input_ids: Tensor, **kwargs: object) -> None:
+        hidden = torch.zeros(*input_ids.shape, 64)
+        rotation = inner.rotary_emb(hidden, torch.arange(input_ids.shape[1])[None])
+        for index in order:
+            hidden = inner.layers[index](hidden, position_embeddings=rotation)
+
+    inner.forward = forward
+    with pytest.raises(UnsupportedError, match=f"model.layers.*: {says}.*--method rtn needs no text"):
+        list(BlockReplay(instance).record(batches()))
+
+
 def test_a_model_that_changes_states_between_blocks_is_refused() -> None:
     model = tiny_model("llama")
     blueprint = build_blueprint(model.config.to_dict(), source="llama")
