@@ -4,17 +4,21 @@ of the folder stays as it is, byte for byte."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSequenceClassification
 
 import marlinq
 from lab.models.families import families, random_model
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, untied_config
 from marlinq.core.errors import MarlinqError, UnsupportedError
+from marlinq.models import build_blueprint
+from marlinq.operations.quantize.planning import plan_output
 from tests.testing.mixtures import calibration_text
 from tests.testing.runnable_folders import save_tokenizer
 
@@ -79,6 +83,35 @@ def test_the_language_model_is_quantised_and_the_rest_stays(model_type: str, tmp
             marlinq.generate(loaded, [5, 6, 7], max_new_tokens=3)
     else:
         assert len(marlinq.generate(loaded, [5, 6, 7], max_new_tokens=3).tokens) == 3
+
+
+@pytest.mark.parametrize("model_type", ["llava", "internvl", "qwen2_5_vl", "mistral3"])
+def test_unquantised_linears_are_named_as_in_files_and_as_in_the_model(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Servers look up names of files, transformers those of its modules; without them it takes towers for
+    quantised and leaves their weights random."""
+    model = random_model(next(each for each in families() if each.model_type == model_type))
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    blueprint = build_blueprint(checkpoint.config, source=str(tmp_path), tensors=checkpoint.tensors)
+    recipe = marlinq.Recipe(format="compressed-tensors", group_size=32)
+    plan = plan_output(checkpoint, blueprint, recipe)
+    ignored = plan.config["quantization_config"]["ignore"]
+
+    def named(module: str) -> bool:
+        return any(
+            re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in ignored
+        )
+
+    stored = {name.removesuffix(".weight") for name in checkpoint.tensors}
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert not linears <= stored, "no name differs between files and model"
+    assert set(plan.modules) < linears
+    for name in linears:
+        assert named(name) == (name not in plan.modules), name
+    for planned in plan.modules.values():
+        assert not named(planned.stored)
 
 
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification])

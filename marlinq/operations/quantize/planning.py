@@ -188,14 +188,16 @@ def plan_output(
         checkpoint if stored is None else stored,
         [each for each in conversions if each.parameters.keys() & replaced.keys()],
     )
-    # The config names these linears as the files do, because servers look them up under these names.
+    # The config names these linears as the files do, because servers look them up under these names, and as
+    # the model does, because transformers looks them up under those.
+    in_memory = [name for name in kept if name in blueprint.by_name or name in blueprint.routers]
     as_stored = floating_linears(
         carried, [name for name in carried.tensors if name not in checkpoint.tensors]
     )
     quantization_config = write_quantization_config(
         form,
         {planned.stored: planned.spec for planned in modules.values()},
-        [*_unquantized(blueprint, names, kept), *as_stored, *extra],
+        list(dict.fromkeys([*_unquantized(blueprint, names, kept), *as_stored, *extra, *in_memory])),
     )
     tensors: list[TensorPlan] = []
     for name, info in carried.tensors.items():
