@@ -147,7 +147,8 @@ def test_a_scheme_goes_through_every_command(
     assert not problems
     code, made_page = run("report", out, "--out", tmp_path / "report")
     assert code == 0, made_page
-    code, measured = run("eval", out, "--against", original, "--windows", 1, "--length", 16, *CPU)
+    text = ("--text", text_file(tmp_path), "--windows", 1, "--length", 16)
+    code, measured = run("eval", out, "--against", original, *text, *CPU)
     assert code == 0, measured
     assert 0 <= measured["kl"] < 0.5
     code, said = run("generate", out, "--prompt", "It is", "--max-new-tokens", 2, "--greedy", *CPU)
@@ -243,7 +244,8 @@ def test_what_others_write_goes_through_every_command(
     assert code == 0, checked
     code, made_page = run("report", out, "--out", tmp_path / "report")
     assert code == 0, made_page
-    code, measured = run("eval", out, "--against", original, "--windows", 1, "--length", 16, *CPU)
+    text = ("--text", text_file(tmp_path), "--windows", 1, "--length", 16)
+    code, measured = run("eval", out, "--against", original, *text, *CPU)
     assert code == 0, measured
     assert 0 <= measured["kl"] < 0.5
     code, said = run("generate", out, "--prompt", "It is", "--max-new-tokens", 2, "--greedy", *CPU)
