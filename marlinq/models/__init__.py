@@ -9,7 +9,7 @@ from marlinq.models.fused_experts import Experts, ExpertTokens, expert_inputs, t
 from marlinq.models.instance import ModelInstance
 from marlinq.models.names import TensorNames, without_false_ties
 from marlinq.models.projection import Projection, fused_experts, shared_inputs, tapped
-from marlinq.models.quantized_linears import check_linears, quantized_linears
+from marlinq.models.quantized_linears import check_linears, linears_in_memory, quantized_linears
 from marlinq.models.replay import BlockReplay
 from marlinq.models.residual_stream import StreamFinder, streams_at
 
@@ -32,6 +32,7 @@ __all__ = [
     "expert_inputs",
     "find_conversions",
     "fused_experts",
+    "linears_in_memory",
     "quantized_linears",
     "shared_inputs",
     "streams_at",

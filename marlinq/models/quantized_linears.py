@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from marlinq.checkpoint import QuantizedCheckpoint, without_quantization_config
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.models.blueprint import Blueprint, build_blueprint
@@ -64,6 +66,22 @@ def check_linears(view: QuantizedCheckpoint) -> str | None:
         return f"{view.doubtful_linears()[0]}: can't be told to be a linear of the model: {error}"
     quantized_linears(blueprint, view)
     return None
+
+
+def linears_in_memory(view: QuantizedCheckpoint, quantized: Collection[str]) -> list[str]:
+    """Names in the model of its linears that are none of ``quantized``, names in the checkpoint; transformers
+    looks them up under these. Empty where the model can't be built."""
+    checkpoint = view.checkpoint
+    try:
+        blueprint = build_blueprint(
+            without_quantization_config(checkpoint.config),
+            source=str(checkpoint.path),
+            tensors=checkpoint.tensors,
+        )
+        stems = quantized_linears(blueprint, view)
+    except MarlinqError:
+        return []
+    return [name for name in blueprint.by_name if stems.get(name) not in quantized]
 
 
 def _instead(blueprint: Blueprint, names: TensorNames, view: QuantizedCheckpoint, module: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,14 @@ def test_the_language_model_is_quantised_and_the_rest_stays(model_type: str, tmp
         assert len(marlinq.generate(loaded, [5, 6, 7], max_new_tokens=3).tokens) == 3
 
 
+def ignored(config: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Whether ``ignore`` of a compressed-tensors config holds a module's name."""
+    entries = config["quantization_config"]["ignore"]
+    return lambda module: any(
+        re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in entries
+    )
+
+
 @pytest.mark.parametrize("model_type", ["llava", "internvl", "qwen2_5_vl", "mistral3"])
 def test_unquantised_linears_are_named_as_in_files_and_as_in_the_model(
     model_type: str, tmp_path: Path
@@ -97,13 +106,7 @@ def test_unquantised_linears_are_named_as_in_files_and_as_in_the_model(
     blueprint = build_blueprint(checkpoint.config, source=str(tmp_path), tensors=checkpoint.tensors)
     recipe = marlinq.Recipe(format="compressed-tensors", group_size=32)
     plan = plan_output(checkpoint, blueprint, recipe)
-    ignored = plan.config["quantization_config"]["ignore"]
-
-    def named(module: str) -> bool:
-        return any(
-            re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in ignored
-        )
-
+    named = ignored(plan.config)
     stored = {name.removesuffix(".weight") for name in checkpoint.tensors}
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert not linears <= stored, "no name differs between files and model"
@@ -112,6 +115,19 @@ def test_unquantised_linears_are_named_as_in_files_and_as_in_the_model(
         assert named(name) == (name not in plan.modules), name
     for planned in plan.modules.values():
         assert not named(planned.stored)
+
+
+def test_a_conversion_names_unquantised_linears_as_in_the_model_too(tmp_path: Path) -> None:
+    model = random_model(next(each for each in families() if each.model_type == "llava"))
+    model.save_pretrained(tmp_path / "model")
+    recipe = marlinq.Recipe(method="rtn", group_size=32)
+    marlinq.quantize(tmp_path / "model", tmp_path / "gptq", recipe=recipe, device="cpu", progress=False)
+    marlinq.convert(tmp_path / "gptq", tmp_path / "packed", target_format="compressed-tensors")
+    named = ignored(json.loads((tmp_path / "packed" / "config.json").read_text()))
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert any(".vision_tower." in name for name in linears)
+    for name in linears:
+        assert named(name) == (".language_model." not in name), name
 
 
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification])

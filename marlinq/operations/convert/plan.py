@@ -32,7 +32,7 @@ from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.core.weight import Grid
 from marlinq.formats import Format, Layout, ModuleSpec
 from marlinq.formats.dialects import write_quantization_config
-from marlinq.formats.dialects.name_patterns import FUSED
+from marlinq.formats.dialects.name_patterns import FUSED, in_wrapper
 from marlinq.operations.convert.recast import Recast, recast
 from marlinq.operations.convert.sparsity_checks import with_sparsity
 
@@ -126,6 +126,11 @@ def plan_conversion(
             f"the first reason is {_first(skipped)}"
         )
     unquantized = [*source.unquantized_linears(), *skipped]
+    if in_wrapper([*source.modules, *unquantized]):
+        # Their files may have names of their own. Needs transformers, which other conversions do without.
+        from marlinq.models import linears_in_memory
+
+        unquantized = list(dict.fromkeys([*unquantized, *linears_in_memory(source, kept)]))
     # Raises before any tensor is read when the config dialect can't describe the schemes.
     write_quantization_config(target, kept, unquantized)
 
