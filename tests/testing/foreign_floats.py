@@ -36,9 +36,18 @@ def rewrite(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def dense_linears(folder: Path) -> tuple[str, ...]:
+    """Names of a folder's linears that are not quantised."""
+    view = QuantizedCheckpoint.of(Checkpoint.open(folder))
+    assert view is not None
+    names = (name.removesuffix(".weight") for name in view.passthrough)
+    return tuple(name for name in names if name.endswith(("_proj", "lm_head")))
+
+
 def as_gptqmodel(folder: Path) -> None:
     """The same weights with scales that divide."""
     tensors = load_file(folder / "model.safetensors")
+    skipped = {"dynamic": {f"-:{name}": {} for name in dense_linears(folder)}}
     for name in list(tensors):
         stem, _, suffix = name.rpartition(".")
         if suffix in ("weight_scale", "weight_scale_inv"):
@@ -46,7 +55,6 @@ def as_gptqmodel(folder: Path) -> None:
             tensors[f"{stem}.weight_scale_inv"] = inverse.flatten() if inverse.shape[1] == 1 else inverse
     blocks = config_of(folder).get("weight_block_size")
     size = {"weight_block_size": blocks} if blocks else {"weight_scale_method": "row"}
-    skipped = {"dynamic": {"-:lm_head": {}}}
     rewrite(folder, {"quant_method": "fp8", "weight_scale_semantics": "inverse", **size, **skipped}, tensors)
 
 
@@ -59,14 +67,14 @@ def with_four_bit_inputs(folder: Path) -> None:
         name: replace(spec, scheme=replace(spec.scheme, activations=inputs))
         for name, spec in view.modules.items()
     }
-    tensors = load_file(folder / "model.safetensors")
+    tensors, dense = load_file(folder / "model.safetensors"), dense_linears(folder)
     divides = view.format.name == "compressed-tensors"
     for name in specs:
         own = (
             {"input_global_scale": torch.tensor([300.0])} if divides else {"input_scale": torch.tensor(0.003)}
         )
         tensors |= {f"{name}.{suffix}": scale for suffix, scale in own.items()}
-    rewrite(folder, write_quantization_config(view.format, specs, ("lm_head",)), tensors)
+    rewrite(folder, write_quantization_config(view.format, specs, dense), tensors)
 
 
 def with_weights_alone(folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.faults import SCALES, WORDS, ZEROS, passes, planted
 from tests.testing.pairs import slow_but
@@ -18,6 +19,8 @@ from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.tiny_models import tiny_model
 
 DOWN = "model.layers.0.mlp.down_proj"
+ATTENTION = Override("self_attn", skip=True)
+"""Weights that stay dense: all faults are of ``DOWN``, and two linears beside it are enough to be right."""
 FORMS = ("gptq", "gptq-v2", "compressed-tensors")
 CASES = [(form, symmetric) for form in FORMS for symmetric in (True, False)]
 Tensors = dict[str, Tensor]
@@ -35,7 +38,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool] |
     save_tokenizer(original)
     found: dict[tuple[str, bool] | None, Path] = {None: original}
     for form, symmetric in CASES:
-        recipe = Recipe(method="rtn", scheme="int8", format=form, symmetric=symmetric, group_size=64)
+        recipe = Recipe(
+            method="rtn",
+            scheme="int8",
+            format=form,
+            symmetric=symmetric,
+            group_size=64,
+            overrides=(ATTENTION,),
+        )
         out = root / f"{form}-{symmetric}"
         quantize(original, out, recipe=recipe, device="cpu", progress=False)
         (out / "marlinq.json").unlink()  # whose hashes would find anything
