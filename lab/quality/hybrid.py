@@ -90,7 +90,7 @@ def main() -> None:
         began, folder = time.perf_counter(), options.work / name.replace(" ", "-")
         overrides = [{"match": modules, **settings}] if modules else []
         if not modules or not re.search(modules, "linear_attn.out_proj"):
-            # Instead of the recipe's default.
+            # Asked for here, because the recipe's own rule for this projection is another.
             overrides.append({"match": r"linear_attn\.out_proj$", "scheme": "int4"})
         settled = Recipe.from_dict({"group_size": 128, **base, **recipe, "overrides": overrides})
         if not folder.exists():

@@ -65,7 +65,7 @@ def test_a_gpu_is_started_beside_the_work(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "init", fails)
     assert start_beside(torch.device("cpu")).result(30) is None
     assert not started.is_set()
-    # The error is left to the first user of the GPU.
+    # An error of the thread is not raised here: whoever uses the GPU first meets it again.
     future = start_beside(torch.device("cuda", 1))
     assert started.wait(30)
     assert isinstance(future.exception(30), RuntimeError)

@@ -157,12 +157,12 @@ def test_temporary_files_of_killed_processes_go(folder: Path) -> None:
 
 
 def test_processes_take_turns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two open folders are to the lock what two processes are.
+    # The lock belongs to an open folder: a second one of the same process has to wait as another process has.
     with kept.one_process_at_a_time():
         monkeypatch.setattr(kept, "_MOST_WAIT_SECONDS", 0.01)
         descriptor = os.open(folder, os.O_RDONLY)
         assert not kept._locked(descriptor)
-        # One that has waited long enough goes on.
+        # After the longest wait it goes on without the lock.
         with kept.one_process_at_a_time():
             pass
     assert kept._locked(descriptor)

@@ -18,10 +18,13 @@ from typing import Any
 import pytest
 
 PEERS = ("gptqmodel", "optimum", "compressed_tensors")
-# vLLM runs in a virtual environment of its own; the evaluation harness needs no other peer.
+"""Packages that the tests of this folder import, unless :data:`FEWER_PEERS` says otherwise."""
 FEWER_PEERS = {"test_vllm.py": (), "test_harness.py": (), "test_float_logits.py": ("compressed_tensors",)}
+"""File -> packages of :data:`PEERS` that its tests need. vLLM's start programs in vLLM's own environment;
+those of the evaluation harness need that package alone."""
 _HERE = Path(__file__).parent
 _ROWS = pytest.StashKey[list[str]]()
+"""lines of the table of logits that is printed at the end of a run"""
 
 
 def pytest_configure(config: pytest.Config) -> None:

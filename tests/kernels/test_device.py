@@ -30,7 +30,8 @@ def test_an_h200_has_the_measured_numbers() -> None:
 @pytest.mark.parametrize(
     ("gpu", "architecture", "name", "terabytes", "megahertz"),
     [
-        # 3.35 and 1.01 TB/s on paper, times the share of its 4.92 that an H200 reaches.
+        # Bandwidths of 3.35 and 1.01 TB/s by the driver's properties, times the share that an H200 reaches
+        # of its 4.92 TB/s.
         (AN_H100, "sm_90a", "nvidia-h100-80gb-hbm3", 3.07, 1755),
         (A_4090, "sm_89", "nvidia-geforce-rtx-4090", 0.92, 2234),
     ],

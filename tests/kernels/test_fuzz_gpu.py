@@ -92,7 +92,7 @@ class Call:
     """One call of the operator.
 
     Attributes:
-        weight: what it multiplies with.
+        weight: weight that the activations are multiplied by.
         seed: seed of the activations.
         m: rows of activations.
         out_features: columns to return.

@@ -83,7 +83,7 @@ def test_the_flags_of_graphs_that_are_gone_serve_others(gpu: _Gpu) -> None:
             assert handover_memory._flags(0, 132) != of_stream
         if gpu.capture > 3:
             gpu.destroy(gpu.capture - 3)
-    # Sets of the stream, and of four graphs at once on two streams each.
+    # One set of flags for the stream, and one for each of two streams in the four graphs that live at once.
     assert handover_memory._pools[0].sets == 1 + 2 * 4
     assert len(gpu.allocated) == 1
     assert len(handover_memory._owned) <= 1 + 2 * 4

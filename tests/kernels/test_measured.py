@@ -109,7 +109,8 @@ def test_a_recorded_choice_stays_beside_one_that_is_hardly_faster(
     content = json.loads(path.read_text())
     candidates = content["rows"][0]["candidates"]
     other = candidates[2]
-    # (recorded time, other time, both over the model's choice's; whether the recorded one stays, or no one).
+    # Time of the recorded variant and of another, as shares of the time of the variant with least estimate;
+    # True if the recorded variant stays, False if the other one replaces it, None if the record is dropped.
     for recorded, faster, kept in ((0.9, 0.89, True), (0.9, 0.8, False), (0.999, 0.99, None)):
         measured._choices.cache_clear()
         assert run_tune(monkeypatch, folder, sweep(folder / "first.json", CELL, factor=0.9)) == 0

@@ -48,7 +48,7 @@ class ModuleReport:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether its method reads text, which may have had no token for it."""
+        """Whether the module's method reads text; true also of an expert for which the text had no token."""
         return self.tokens > 0 or self.fallback is not None or self.quantity != ErrorQuantity.WEIGHTS
 
 

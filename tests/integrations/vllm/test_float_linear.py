@@ -93,7 +93,7 @@ def test_a_refusal_is_one_line_however_many_layers(
 ) -> None:
     with caplog.at_level(logging.INFO):
         blocks = {kernels[0].can_implement(config(group_shape=(128, 128))) for _ in range(3)}
-        # Of a version that calls its attributes otherwise.
+        # As from a version of vLLM whose layers have other names for their attributes.
         foreign = {kernels[0].can_implement(object()) for _ in range(3)}
     told = zip((blocks, foreign), (logging.INFO, logging.WARNING), caplog.records, strict=True)
     for answers, level, record in told:

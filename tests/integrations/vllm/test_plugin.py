@@ -440,7 +440,7 @@ def test_each_shape_of_layer_is_one_line(
     import marlinq.kernels
 
     def compiled(*_: object, **__: object) -> int:
-        # Another rank waits.
+        # Meanwhile another rank would have to wait for the lock.
         folder = os.open(kept_path(""), os.O_RDONLY)
         with pytest.raises(BlockingIOError):
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
