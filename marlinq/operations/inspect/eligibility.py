@@ -150,6 +150,9 @@ def _judge(server: Server, layers: Mapping[str, LinearFacts], whole: Whole, aske
             return refused(against)
         if reason := _plain_refusal(server, layers, whole):
             return refused(reason)
+        # Integers may be fused with floats, so this is judged before they are told apart.
+        if broken := fused(layers, server.fused, whole.unquantized)[1] or _unlike_experts(server, layers):
+            return refused(broken)
         layers = {name: layer for name, layer in layers.items() if name not in floats}
         if not layers:
             return ServerVerdict(server.name, server.version, True, (), runs)
@@ -246,23 +249,35 @@ def _head_refusal(server: Server, loading: Loading, whole: Whole) -> str | None:
 
 
 def _experts_refusal(server: Server, loading: Loading, layers: Mapping[str, LinearFacts]) -> str | None:
-    """Why the server does not load the experts of a mixture, or None.
-
-    Servers that fuse layers also fuse all experts of a layer, which must then be quantised alike.
-    """
+    """Why the server does not load the experts of a mixture, or None."""
     for parent, members in experts(layers).items():
         if not loading.experts:
             return f"{parent}: {server.name} does not load quantised experts in this layout"
-        # The group size of the layer is read from an expert with several groups, where there is one.
-        several = {name: each for name, each in members.items() if each.granularity != Granularity.channel()}
-        first_name, first = next(iter((several or members).items()))
+        _, first = _typical(members)
         sizes = loading.expert_group_sizes
         if sizes is not None and first.granularity.size not in sizes:
             return f"{parent}: group size {first.granularity.size} of experts is not one of {_listed(sizes)}"
+    return _unlike_experts(server, layers)
+
+
+def _unlike_experts(server: Server, layers: Mapping[str, LinearFacts]) -> str | None:
+    """Which expert is quantised in another way than those that the server fuses with it, or None.
+
+    Servers that fuse layers also fuse all experts of a layer.
+    """
+    for members in experts(layers).values() if server.fused else ():
+        first_name, first = _typical(members)
         other = next((name for name, each in members.items() if not each.agrees_with(first)), None)
-        if server.fused and other is not None:
+        if other is not None:
             return f"{other}: is quantised in another way than {first_name}; experts of a layer are fused"
     return None
+
+
+def _typical(members: Mapping[str, LinearFacts]) -> tuple[str, LinearFacts]:
+    """Name and facts of the expert whose group size is taken for the layer's: one with several groups, where
+    there is one."""
+    several = {name: each for name, each in members.items() if each.granularity != Granularity.channel()}
+    return next(iter((several or members).items()))
 
 
 def _listed(values: Iterable[int]) -> str:

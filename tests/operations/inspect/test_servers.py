@@ -548,6 +548,28 @@ def test_weights_in_floating_point_are_judged_by_their_scheme(name: str, layout:
         assert verdict.reason
 
 
+def test_what_is_fused_is_quantised_alike_in_floats_too() -> None:
+    """vLLM and SGLang look at one member of a joined layer, and at one expert, for all."""
+    block = "model.layers.0"
+    fp8, nvfp4 = (float_layer(name, "compressed-tensors") for name in ("fp8", "nvfp4"))
+    whole = Whole("compressed-tensors", False, (), None, None)
+    q, k, v = (f"{block}.self_attn.{part}_proj" for part in "qkv")
+    for unlike in ({q: fp8, k: nvfp4, v: fp8}, {q: fp8, k: fp8, v: CT}, {q: CT, k: nvfp4, v: CT}):
+        for verdict in verdicts(unlike, whole):
+            if verdict.server in ("vLLM", "SGLang"):
+                assert not verdict.loads
+                assert "which is fused with it" in verdict.reason
+    half = {found.server: found for found in verdicts({q: fp8, k: fp8}, replace(whole, unquantized=(v,)))}
+    assert f"{v}, which is fused with it, is not" in half["vLLM"].reason
+    gate, other = (f"{block}.mlp.experts.{expert}.gate_proj" for expert in range(2))
+    mixed = {found.server: found for found in verdicts({gate: nvfp4, other: CT}, whole)}
+    assert "experts of a layer are fused" in mixed["SGLang"].reason
+    # Whole layers may differ.
+    apart = {found.server: found for found in verdicts({q: fp8, k: fp8, v: fp8, UP: nvfp4}, whole)}
+    assert apart["vLLM"].loads
+    assert apart["SGLang"].loads
+
+
 def test_experts_and_ragged_blocks_of_floats_are_refused_where_they_go_wrong() -> None:
     expert = "model.layers.0.mlp.experts.0.up_proj"
     whole = Whole("compressed-tensors", False, (), None, None)
