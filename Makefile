@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make quickstart   quantise, convert, verify, evaluate and run a small model, with commentary"
-	@echo "make test         ruff, mypy and the CPU test suite (9 minutes on 2 cores)"
+	@echo "make test         ruff, mypy and the CPU test suite (13 minutes on 2 cores, less with what an earlier run has compiled)"
 	@echo "make test-all     the same with the slow tests, and make test-processors"
 	@echo "make test-processors  tests that compare roundings, as processors with fewer instructions run them (3 minutes)"
 	@echo "make coverage     the CPU test suite with branch coverage"
