@@ -284,6 +284,38 @@ def test_grouped_products_of_other_formats_spill_nowhere(
     spills(found, "sm_90a")
 
 
+def tall_tiles(shape: ExpertsShape) -> dict[int, GroupedConfig]:
+    """Gated products of 64 to 128 rows by their rows, with the widest blocks."""
+    found = {
+        rows: grouped(shape, H200, rows, Columns(2, 2, 1), gated=True) for rows in (64, 80, 96, 112, 128)
+    }
+    return {rows: config for rows, config in found.items() if config is not None}
+
+
+FLOATS = [replace(QWEN, m=300, granularity=of_size(group), format=E2M1) for group in (16, 32)]
+
+
+def test_gated_floats_of_4_bits_have_no_tiles_that_spill() -> None:
+    assert list(tall_tiles(replace(QWEN, m=300))) == [64, 80, 96, 112, 128]
+    for shape in FLOATS:
+        assert list(tall_tiles(shape)) == [64, 80, 112, 128]
+        heights = {found.tile_m for _, found in sorted_variants(shape, H200)}
+        assert {8, 80, 112, 128} <= heights
+        assert 96 not in heights
+        for m in (300, 1024, 2048, 4096):
+            decision = decide_experts(replace(shape, m=m), H200)
+            assert isinstance(decision, SortedDecision)
+            assert decision.tile_m != 96
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", FLOATS, ids=["nvfp4", "mxfp4"])
+def test_tall_tiles_of_gated_floats_spill_nowhere(shape: ExpertsShape) -> None:
+    """With the activation that takes the most registers, without biases."""
+    product = shape.product(gated=True)
+    spills([each.instantiation(product, "gelu", wide=False) for each in tall_tiles(shape).values()], "sm_90a")
+
+
 def test_blocks_sort_few_pairs_of_few_experts() -> None:
     for m, experts, few in ((16, 128, True), (17, 128, False), (16, 256, True), (16, 257, False)):
         listed = sorted_variants(replace(QWEN, m=m, experts=experts), H200)
