@@ -26,7 +26,7 @@ help:
 	@echo "make survey       quantise, verify and load a tiny model of every decoder family of transformers (40 minutes)"
 	@echo "make fuzz         10,000 damaged checkpoints and 5,000 other hostile files and servers (5 hours on 2 cores)"
 	@echo "make gpu          tests, sanitizers and measurements on a GPU, into build/gpu (20 minutes)"
-	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors, llm-compressor and vLLM (30 minutes)"
+	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors, llm-compressor and vLLM (up to an hour)"
 	@echo "make release-check   build wheel and source archive, install them on Python 3.11, 3.12 and 3.13, lint the Dockerfile"
 	@echo "make clean        remove the environment, caches and the quickstart's files"
 

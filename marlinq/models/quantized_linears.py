@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from marlinq.checkpoint import QuantizedCheckpoint, without_quantization_config
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, without_quantization_config
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.models.blueprint import Blueprint, build_blueprint
 from marlinq.models.left_out import left_out
@@ -55,13 +55,8 @@ def check_linears(view: QuantizedCheckpoint) -> str | None:
     Raises:
         CheckpointError: a quantised module is no linear of the model, or has another shape.
     """
-    checkpoint = view.checkpoint
     try:
-        blueprint = build_blueprint(
-            without_quantization_config(checkpoint.config),
-            source=str(checkpoint.path),
-            tensors=checkpoint.tensors,
-        )
+        blueprint = _blueprint_of(view.checkpoint)
     except MarlinqError as error:
         return f"{view.doubtful_linears()[0]}: can't be told to be a linear of the model: {error}"
     quantized_linears(blueprint, view)
@@ -69,19 +64,25 @@ def check_linears(view: QuantizedCheckpoint) -> str | None:
 
 
 def linears_in_memory(view: QuantizedCheckpoint, quantized: Collection[str]) -> list[str]:
-    """Names in the model of its linears that are none of ``quantized``, names in the checkpoint; transformers
-    looks them up under these. Empty where the model can't be built."""
-    checkpoint = view.checkpoint
+    """The linears of the model that are not quantised, by the names under which transformers looks them up.
+
+    Empty where the model can't be built. ``quantized``: names in the checkpoint.
+    """
     try:
-        blueprint = build_blueprint(
-            without_quantization_config(checkpoint.config),
-            source=str(checkpoint.path),
-            tensors=checkpoint.tensors,
-        )
+        blueprint = _blueprint_of(view.checkpoint)
         stems = quantized_linears(blueprint, view)
     except MarlinqError:
         return []
     return [name for name in blueprint.by_name if stems.get(name) not in quantized]
+
+
+def _blueprint_of(checkpoint: Checkpoint) -> Blueprint:
+    """The blueprint of the model that a quantised checkpoint was made from."""
+    return build_blueprint(
+        without_quantization_config(checkpoint.config),
+        source=str(checkpoint.path),
+        tensors=checkpoint.tensors,
+    )
 
 
 def _instead(blueprint: Blueprint, names: TensorNames, view: QuantizedCheckpoint, module: str) -> str:

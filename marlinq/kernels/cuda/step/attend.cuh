@@ -168,9 +168,10 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             }
     };
     const int first_tile = part.first + TILE * warp;
-    // EARLY: a warp's first tile has code of its own, in which the sums of the output occupy no registers before the tile's scores are
-    // known. From 9.0 on its keys are requested before the previous kernel has ended; heads in slices need the registers on every GPU.
-    // VALUES_EARLY: its values are requested then, too. Only compute capability 9.0 has registers for both; later ones would spill.
+    // EARLY: the keys of a warp's first tile are requested here, before the previous kernel has ended, as it may from compute capability
+    // 9.0 on. This tile has a copy of the loop's body (FIRST), in which the sums of the output are still the constant 0 while its keys
+    // are in registers: there is no room for both. Heads in slices need that copy on every GPU.
+    // VALUES_EARLY: the first tile's values are requested here, too. On 9.0 alone: code for later GPUs would spill registers.
     constexpr bool EARLY = __CUDA_ARCH__ >= 900 || SLICES > 1, VALUES_EARLY = __CUDA_ARCH__ == 900 && SLICES == 1;
     if (EARLY) load_keys(first_tile, 0);
     if (VALUES_EARLY) load_values(first_tile, 0);
@@ -318,9 +319,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     }
 #pragma unroll 1
     for (; tile < last; tile += STEP) take(tile, Flag<false>{});
-    // Address of four sums of `head`, those of `channel` and the next three. A warp stores those of heads 0, 2, 4 and 6 at once, which
-    // would lie in the same banks: bit 0 of the vector's index, and where D is a multiple of 32 bit 2, is flipped for every other of
-    // these heads, and for every other two of them.
+    // Address of the sums of `channel` and the next three of `head`. A warp stores sums of heads 0, 2, 4 and 6 at once, which in plain
+    // order would lie in the same banks. So the index of the vector has bit 0 flipped for heads 2, 3, 6 and 7, and bit 2 for heads 4 to 7
+    // where D is a multiple of 32.
     const auto sums = [&](int of_warp, int head, int channel) {
         const int turned = head / 2 % 2 | (D % 32 == 0 ? head / 4 % 2 << 2 : 0);
         return reinterpret_cast<float4*>(shared) + (of_warp * SUMS + head * D) / 4 + (channel / 4 ^ turned);
