@@ -13,7 +13,7 @@ import torch
 from marlinq.core.progress import ReportProgress
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.evaluate import DEFAULT_SEED, divergence, write_windows
-from marlinq.operations.recommend.shape import ModelShape
+from marlinq.operations.recommend.shape import ModelShape, is_expert
 from marlinq.operations.recommend.weight_types import Weights
 from marlinq.runtime import load
 from marlinq.runtime.generation import position_limit
@@ -84,6 +84,9 @@ def measure(
         with torch.no_grad():
             for projection in shape.projections:
                 source, target = plain[projection.parameter], targets[projection.parameter]
+                if kind.experts_only and not is_expert(projection):
+                    projection.view(target).copy_(projection.view(source))
+                    continue
                 weight = projection.view(source).float()
                 granularity = kind.granularity(projection.in_features)
                 scheme = replace(kind.scheme, granularity=granularity)

@@ -13,7 +13,7 @@ from marlinq.operations.recommend.gpus import Gpu, find_gpu
 from marlinq.operations.recommend.recommendation import Point, Recommendation, WeightsCandidate
 from marlinq.operations.recommend.server_verdicts import known_servers, loaders
 from marlinq.operations.recommend.shape import ModelShape, read_config, shape_of
-from marlinq.operations.recommend.weight_types import Weights, compared
+from marlinq.operations.recommend.weight_types import NATIVE, Weights, compared
 
 AXIS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """batches for which types of weights are compared"""
@@ -74,7 +74,7 @@ def recommend(
     found = find_gpu(gpu)
     config = Synthetic(model).config() if synthetic else read_config(model, revision, progress)
     shape = shape_of(model, config)
-    kinds = compared()
+    kinds = (*compared(), *((NATIVE,) if shape.stacks else ()))
     qualities: dict[str, Divergence] = {}
     if measured:
         qualities = measure(model, shape, kinds, revision=revision, device=device, progress=progress)

@@ -7,8 +7,9 @@ from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown, Table, lines
 from marlinq.operations.recommend.divergence import Divergence
-from marlinq.operations.recommend.server_verdicts import LAYOUT, Loader
+from marlinq.operations.recommend.server_verdicts import LAYOUT, STACKED_LAYOUT, Loader
 from marlinq.operations.recommend.step_times import RESERVED_BYTES
+from marlinq.operations.recommend.weight_types import NATIVE
 
 _SPARSE = (
     "int4 2:4 sparse: left out; 3 bits a weight, but on SmolLM2 eleven times the KL of int4 and three times "
@@ -120,10 +121,12 @@ class Recommendation(Shown):
         )
         starred = any(not point.fits for candidate in self.candidates for point in candidate.points)
         bases = dict.fromkeys(candidate.basis for candidate in self.candidates if candidate.basis)
+        native = any(candidate.name == NATIVE.name for candidate in self.candidates)
         sequences = "sequence" if self.batch == 1 else "sequences"
         notes = [
             f"with cache: and {RESERVED_BYTES / 1e9:g} GB for the driver, graphs and buffers",
-            f"loaded by: in the format {LAYOUT}",
+            f"loaded by: in the format {LAYOUT}"
+            + (f"; {NATIVE.name}: in {STACKED_LAYOUT}, other weights in 16 bits" if native else ""),
         ]
         notes += [
             f"{', '.join(c.name for c in self.candidates if c.basis == basis)}: {basis}" for basis in bases

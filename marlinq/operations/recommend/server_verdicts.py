@@ -10,12 +10,14 @@ from marlinq.core.schemes import named_scheme
 from marlinq.operations.inspect.eligibility import Whole, verdicts
 from marlinq.operations.inspect.parallel import LinearFacts
 from marlinq.operations.inspect.servers import servers
-from marlinq.operations.recommend.shape import ModelShape
+from marlinq.operations.recommend.shape import ModelShape, is_expert
 from marlinq.operations.recommend.weight_types import Weights
 
 _COUNT = re.compile(r" \(and \d+ more\)")
 LAYOUT = "compressed-tensors"
 """The format that holds every scheme."""
+STACKED_LAYOUT = "gpt-oss"
+"""The format of experts in MXFP4 where a file holds those of a layer together."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,14 @@ class Loader:
 def loaders(shape: ModelShape, weights: Weights, wanted: Collection[str]) -> tuple[Loader, ...]:
     """The verdicts of the servers named in ``wanted``, or of all servers if it is empty."""
     if weights.scheme is None:
-        names = ["marlinq", *(server.name for server in servers())]
+        # Those that read no compressed-tensors run quantised checkpoints alone.
+        names = ["marlinq", *(server.name for server in servers() if server.loading(LAYOUT))]
         return tuple(Loader(name, True, "", "16 bits") for name in names if _is_wanted(name, wanted))
     scheme = weights.scheme
+    layout = STACKED_LAYOUT if weights.experts_only else LAYOUT
     layers = {
         one.name: LinearFacts(
-            LAYOUT,
+            layout,
             one.in_features,
             one.out_features,
             scheme.element,
@@ -53,17 +57,16 @@ def loaders(shape: ModelShape, weights: Weights, wanted: Collection[str]) -> tup
             named=named_scheme(scheme),
         )
         for one in shape.judged
+        if is_expert(one) or not weights.experts_only
     }
     config = shape.config.get("text_config") or shape.config
-    named = shape.config.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else ""
     whole = Whole(
-        LAYOUT,
+        layout,
         False,
         (),
         config.get("num_attention_heads"),
         config.get("num_key_value_heads"),
-        str(architecture),
+        shape.architecture,
         shape.tied,
         says_head=False,
     )

@@ -18,6 +18,7 @@ from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.safe_text import shown
 from marlinq.formats.dialects.name_patterns import FUSED
+from marlinq.formats.stacks import STACKED_BIAS
 from marlinq.models import Blueprint, Projection, build_blueprint
 from marlinq.models.blueprint import Block
 
@@ -111,6 +112,7 @@ class ModelShape:
     Attributes:
         name: model as the user named it.
         config: content of ``config.json``.
+        architecture: class of the model.
         layers: every distinct layer and how often it occurs.
         hidden: channels of the residual stream.
         vocabulary: number of logits.
@@ -120,10 +122,12 @@ class ModelShape:
         judged: quantised projections of which servers judge the rest likewise: of the first layer of each
             kind, and of its first experts.
         stateful: number of layers without attention.
+        stacks: whether files can hold the experts of a layer in one tensor, as those of GPT-OSS do.
     """
 
     name: str
     config: Mapping[str, Any]
+    architecture: str
     layers: tuple[tuple[DecoderLayer, int], ...]
     hidden: int
     vocabulary: int
@@ -132,6 +136,12 @@ class ModelShape:
     projections: tuple[Projection, ...]
     judged: tuple[Projection, ...]
     stateful: int
+    stacks: bool = False
+
+    @cached_property
+    def expert_sizes(self) -> Counter[tuple[int, int]]:
+        """:attr:`sizes` of experts alone."""
+        return Counter((one.out_features, one.in_features) for one in filter(is_expert, self.projections))
 
     @cached_property
     def sizes(self) -> Mapping[tuple[int, int], int]:
@@ -195,6 +205,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     return ModelShape(
         name=name,
         config=config,
+        architecture=blueprint.architecture,
         layers=tuple(layers.items()),
         hidden=int(text.hidden_size),
         vocabulary=int(text.vocab_size),
@@ -203,7 +214,13 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         projections=tuple(found),
         judged=tuple(one for few in judged.values() for one in few),
         stateful=stateful,
+        stacks=any(each.endswith(f".{STACKED_BIAS}") for each in blueprint.parameters),
     )
+
+
+def is_expert(projection: Projection) -> bool:
+    """Whether a projection belongs to an expert."""
+    return _expert(projection.name) >= 0
 
 
 def _expert(name: str) -> int:

@@ -16,7 +16,7 @@ rates are published peaks times the share of its peak that an H200 reaches.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from marlinq.kernels.choose.decision import decide
 from marlinq.kernels.contract.demands import dependent_launches
@@ -147,7 +147,7 @@ def prefill(shape: ModelShape, weights: Weights, gpu: Gpu, rows: int, prompt: in
     piece = min(tokens, _PIECE)
     seconds = 0.0
     for layer, count in shape.layers:
-        each = COSTS.prompt * _plain_products(layer, weights, gpu, device, piece) * tokens / piece
+        each = COSTS.prompt * _mixed_products(layer, weights, gpu, device, piece) * tokens / piece
         each += COSTS.prompt_activations * _activation_bytes(shape, layer, tokens) / device.bandwidth
         seen = min(prompt, 2 * layer.window) if layer.window else prompt
         each += 2.0 * tokens * seen * layer.queries / (gpu.half * _DENSE_SHARE / 2)
@@ -157,7 +157,11 @@ def prefill(shape: ModelShape, weights: Weights, gpu: Gpu, rows: int, prompt: in
 
 def weight_bytes(shape: ModelShape, weights: Weights) -> float:
     """Bytes of all weights and scales."""
-    return 2.0 * shape.others + sum(count * weights.bytes_of(*size) for size, count in shape.sizes.items())
+    of_experts, linears = shape.expert_sizes, weights.of_linears
+    return 2.0 * shape.others + sum(
+        of_experts[size] * weights.bytes_of(*size) + (count - of_experts[size]) * linears.bytes_of(*size)
+        for size, count in shape.sizes.items()
+    )
 
 
 def memory(shape: ModelShape, weights: Weights, rows: int, tokens: float) -> float:
@@ -179,7 +183,7 @@ def _is_joined(shape: ModelShape, weights: Weights, device: Device, rows: int) -
 
 def _layer_totals(layer: DecoderLayer, weights: Weights, rows: int) -> tuple[float, float]:
     """(bytes of weights that a layer reads, its operations)."""
-    read = sum(weights.bytes_of(one.n, one.k) for one in layer.products)
+    read = sum(weights.of_linears.bytes_of(one.n, one.k) for one in layer.products)
     worked = 2.0 * rows * sum(one.n * one.k for one in layer.products)
     if layer.routed is not None:
         routed = layer.routed
@@ -193,6 +197,13 @@ def _products(
     layer: DecoderLayer, weights: Weights, gpu: Gpu, device: Device, rows: int, costs: StepCosts
 ) -> float:
     """Seconds of a layer's products in a step."""
+    if weights.experts_only and layer.routed is not None:
+        linears = replace(layer, routed=None)
+        experts = replace(layer, products=())
+        return _products(linears, weights.of_linears, gpu, device, rows, costs) + _products(
+            experts, replace(weights, experts_only=False), gpu, device, rows, costs
+        )
+    weights = weights.of_linears
     seconds = _plain_products(layer, weights, gpu, device, rows)
     if layer.routed is not None:
         seconds += costs.router
@@ -201,6 +212,17 @@ def _products(
         launches = sum(len(one.parts) for one in layer.products) + (0 if layer.routed is None else 4)
         return costs.dense * seconds + costs.dense_launch * launches
     return (costs.few_rows if rows <= _FEW_ROWS else costs.many_rows) * seconds
+
+
+def _mixed_products(layer: DecoderLayer, weights: Weights, gpu: Gpu, device: Device, rows: int) -> float:
+    """As :func:`_plain_products`, also where only experts have such weights."""
+    if not weights.experts_only:
+        return _plain_products(layer, weights, gpu, device, rows)
+    seconds = _plain_products(replace(layer, routed=None), weights.of_linears, gpu, device, rows)
+    if layer.routed is not None:
+        whole = replace(weights, experts_only=False)
+        seconds += _plain_products(replace(layer, products=()), whole, gpu, device, rows)
+    return seconds
 
 
 def _plain_products(layer: DecoderLayer, weights: Weights, gpu: Gpu, device: Device, rows: int) -> float:

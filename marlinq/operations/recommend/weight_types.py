@@ -19,11 +19,18 @@ class Weights:
         name: name in tables, from ``quantize --scheme`` and ``--group-size``.
         scheme: scheme in checkpoints; None for 16 bits.
         format: weight format of marlinq's kernels; None for 16 bits.
+        experts_only: whether only experts have this type, and other weights 16 bits.
     """
 
     name: str
     scheme: Scheme | None
     format: WeightFormat | None
+    experts_only: bool = False
+
+    @property
+    def of_linears(self) -> Weights:
+        """The type of weights outside of experts."""
+        return _PLAIN if self.experts_only else self
 
     def granularity(self, k: int) -> Granularity:
         """The largest group that divides ``k`` input channels, or one scale per output channel."""
@@ -66,10 +73,15 @@ def _named(name: str, weight_format: WeightFormat, group_size: int | None = None
     return Weights(label, scheme, weight_format)
 
 
+_PLAIN = Weights("16 bits", None, None)
+NATIVE = replace(_named("mxfp4", E2M1), name="mxfp4 experts", experts_only=True)
+"""Type of the weights in GPT-OSS's own files."""
+
+
 def compared() -> tuple[Weights, ...]:
     """All compared types, from the most bits to the fewest."""
     return (
-        Weights("16 bits", None, None),
+        _PLAIN,
         _named("int8", INT8),
         _named("fp8", E4M3),
         _named("fp8-dynamic", E4M3),

@@ -240,6 +240,49 @@ def test_quality_is_that_of_the_results() -> None:
     assert known_quality("fp8-dynamic") is None
 
 
+def save_mixture(folder: Path, name: str) -> Path:
+    """A tiny mixture with a tokenizer."""
+    save_plain(folder, random_mixture(name))
+    save_tokenizer(folder)
+    return folder
+
+
+def test_native_weights_of_gpt_oss_are_experts_in_mxfp4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("marlinq.operations.recommend.recommend_weights.AXIS", (1, 4))
+    monkeypatch.setattr("marlinq.operations.recommend.recommend_weights.compared", lambda: (KINDS["mxfp4"],))
+    monkeypatch.setattr("marlinq.operations.recommend.divergence._WINDOWS", 1)
+    folder = save_mixture(tmp_path / "model", "gpt-oss")
+    found = recommend(
+        str(folder), servers=("vllm", "sglang"), measured=True, device="cpu", context=64, progress=False
+    )
+    whole, native = found.candidates
+    assert native.name == "mxfp4 experts"
+    assert {one.server: one.loads for one in whole.loaders} == {"vLLM": False, "SGLang": False}
+    assert {one.server: one.loads for one in native.loaders} == {"vLLM": True, "SGLang": True}
+    assert found.choice == "mxfp4 experts"
+    assert "mxfp4 experts: in gpt-oss, other weights in 16 bits" in found.render()
+    assert whole.quality is not None
+    assert native.quality is not None
+    assert 0 < native.quality.kl != whole.quality.kl
+    config = json.loads((folder / "config.json").read_text())
+    shape = shape_of("model", config)
+    others = sum(
+        (2 - 0.5 - 1 / 32) * one.out_features * one.in_features
+        for one in shape.projections
+        if "experts" not in one.name
+    )
+    assert native.weight_bytes == pytest.approx(whole.weight_bytes + others)
+    assert all(a.step_seconds > b.step_seconds for a, b in zip(native.points, whole.points, strict=True))
+    assert native.prefill_seconds is not None
+
+
+def test_weights_in_16_bits_are_loaded_by_what_runs_models() -> None:
+    names = {one.server for one in loaders(shape("llama-3-8b"), KINDS["16 bits"], ())}
+    assert names == {"marlinq", "vLLM", "SGLang", "transformers"}
+
+
 def test_wrong_requests_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--servers nobody: not known"):
         recommend("llama-3-8b", synthetic=True, servers=("nobody",), progress=False)
