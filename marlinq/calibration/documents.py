@@ -16,6 +16,7 @@ from marlinq.calibration.chat import Chat, render_chat
 from marlinq.calibration.images import encode_with_images, holds_images
 from marlinq.calibration.sources import Row, Unusable, read_paragraphs
 from marlinq.core import boundaries
+from marlinq.core.display import counted
 from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -174,16 +175,14 @@ def read_documents(
         )
     if not documents:
         raise UsageError(
-            f"text {source}: {len(candidates)} documents, none of {MIN_TOKENS} tokens or more that was not "
-            "there before"
-            if duplicates.found
-            else f"text {source}: {len(candidates)} documents, none of {MIN_TOKENS} tokens or more"
+            f"text {source}: {counted(len(candidates), 'documents')}, none of {MIN_TOKENS} tokens or more"
+            f"{' that was not there before' if duplicates.found else ''}"
         )
     missing = ""
     if samples is not None and len(documents) < samples and room >= shortest:
         missing = f"{len(documents)} usable documents, fewer than the {samples} asked for"
     elif samples is None and tokens is not None and room >= shortest:
-        missing = f"{tokens - room} tokens in usable documents, fewer than the {tokens} asked for"
+        missing = f"{counted(tokens - room, 'tokens')} in usable documents, fewer than the {tokens} asked for"
     if missing:
         warnings.warn(f"text {source}: {missing}", stacklevel=2)
     return documents
@@ -306,7 +305,9 @@ def _with_images(
         return encoded
     tokens, beside = encoded
     if len(tokens) > max_length:
-        return Unusable(f"{len(tokens)} tokens with its images, more than --max-length {max_length}")
+        return Unusable(
+            f"{counted(len(tokens), 'tokens')} with its images, more than --max-length {max_length}"
+        )
     return Document(tuple(tokens), beside)
 
 

@@ -77,6 +77,11 @@ def lines(*texts: str) -> Lines:
     return Lines(texts)
 
 
+def counted(number: object, nouns: str) -> str:
+    """A number with its noun, given in the plural with an s: "1 token", "2 tokens"."""
+    return f"{number} {nouns.removesuffix('s') if number == 1 else nouns}"
+
+
 def size_text(count: float) -> str:
     """A number of bytes as text: ``1.23 GB`` or ``45.60 MB``."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from marlinq.core import boundaries
 from marlinq.core.devices import read_clock
-from marlinq.core.display import Block, Facts, Shown, lines
+from marlinq.core.display import Block, Facts, Shown, counted, lines
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.core.progress import ReportProgress, no_progress
@@ -88,7 +88,7 @@ class Generation(Shown):
 
     def display(self) -> list[Block]:
         """The figures; the text itself is streamed, and not repeated."""
-        generated = f"{len(self.tokens)} tokens, stopped by {_ENDED[self.stopped]}"
+        generated = f"{counted(len(self.tokens), 'tokens')}, stopped by {_ENDED[self.stopped]}"
         return _figures((self,), (("generated", generated),))
 
     def explain(self) -> list[Block]:
@@ -122,7 +122,7 @@ class Generations(Shown):
         """Every text, then the figures."""
         texts = [lines(*f"[{number}] {row.text}".split("\n")) for number, row in enumerate(self.rows, 1)]
         rows = [
-            (f"prompt {number}", f"{len(row.tokens)} tokens, stopped by {_ENDED[row.stopped]}")
+            (f"prompt {number}", f"{counted(len(row.tokens), 'tokens')}, stopped by {_ENDED[row.stopped]}")
             for number, row in enumerate(self.rows, 1)
         ]
         return [*texts, *_figures(self.rows, rows)]
@@ -151,7 +151,10 @@ def _figures(rows: Sequence[Generation], first: Sequence[tuple[str, str]]) -> li
     prefill = prompt_tokens / one.prefill_seconds if one.prefill_seconds > 0 else 0.0
     shared = (
         ("decode", f"{sum(row.tokens_per_second for row in rows):.1f} tokens/s"),
-        ("prompt", f"{prompt_tokens} tokens in {one.prefill_seconds:.3f} s, {prefill:.1f} tokens/s"),
+        (
+            "prompt",
+            f"{counted(prompt_tokens, 'tokens')} in {one.prefill_seconds:.3f} s, {prefill:.1f} tokens/s",
+        ),
         ("steps", f"{one.step.mode}: {one.step.reason}"),
         ("drafts", str(one.drafts)),
         ("device", ", ".join((one.device, one.dtype, *(f"products in {each}" for each in one.products)))),
@@ -571,5 +574,7 @@ def _room(model: PreTrainedModel, prompt_tokens: int) -> int:
     if limit is None:
         return 1 << 62
     if prompt_tokens >= limit:
-        raise UsageError(f"prompt: {prompt_tokens} tokens, the model has positions for {limit}; shorten it")
+        raise UsageError(
+            f"prompt: {counted(prompt_tokens, 'tokens')}, the model has positions for {limit}; shorten it"
+        )
     return limit - prompt_tokens

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from marlinq.core.display import Block, Facts, Shown, Table
+from marlinq.core.display import Block, Facts, Shown, Table, counted
 from marlinq.core.rules import Keep
 
 
@@ -53,11 +53,18 @@ class ConversionReport(Shown):
     def display(self) -> list[Block]:
         """Folders, counts, sizes and notes, then the modules that were dequantised."""
         sizes = f"{self.source_bytes / 1e6:.1f} MB -> {self.out_bytes / 1e6:.1f} MB"
+        others = counted(len(self.side_files), "other files")
         rows = [
             ("from", f"{self.source} ({self.source_format})"),
             ("to", f"{self.out} ({self.target_format})"),
-            ("converted", f"{self.converted} modules, {'rounded' if self.lossy else 'bit for bit'}"),
-            ("carried", f"{self.carried} tensors and {len(self.side_files)} other files, unchanged"),
+            (
+                "converted",
+                f"{counted(self.converted, 'modules')}, {'rounded' if self.lossy else 'bit for bit'}",
+            ),
+            (
+                "carried",
+                f"{counted(self.carried, 'tensors')} and {others}, unchanged",
+            ),
             ("tensors", f"{sizes} in {self.seconds:.1f} s"),
         ]
         if self.resumed:
@@ -68,6 +75,6 @@ class ConversionReport(Shown):
         blocks: list[Block] = [Facts(tuple(rows))]
         if self.skipped:
             skipped = tuple((name, keep.reason) for name, keep in self.skipped.items())
-            title = f"{len(skipped)} modules kept unquantised"
+            title = f"{counted(len(skipped), 'modules')} kept unquantised"
             blocks.append(Table(("module", "reason"), skipped, title=title))
         return blocks

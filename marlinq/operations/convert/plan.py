@@ -23,6 +23,7 @@ from marlinq.checkpoint import (
     says_untied,
     untied_config,
 )
+from marlinq.core.display import counted
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused, UsageError
 from marlinq.core.progress import ReportProgress
@@ -390,7 +391,8 @@ class _Scan:
             worst = max(self._losses, key=lambda name: self._losses[name][0])
             error, why = self._losses[worst]
             notes.append(
-                f"{len(self._losses)} modules lost precision; {worst} most, by {error:.2g} of its norm: {why}"
+                f"{counted(len(self._losses), 'modules')} lost precision; {worst} most, by {error:.2g} of "
+                f"its norm: {why}"
             )
         if any(self._act_order.values()):
             notes.append("the g_idx is in activation order; vLLM refuses such checkpoints since 0.30")

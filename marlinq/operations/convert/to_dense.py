@@ -19,6 +19,7 @@ from marlinq.checkpoint import (
     without_quantization_config,
 )
 from marlinq.checkpoint.manifest import fingerprint_of, manifest_of
+from marlinq.core.display import counted
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import ConversionRefused
 from marlinq.core.progress import ReportProgress
@@ -177,4 +178,5 @@ def _loss(source: QuantizedCheckpoint, dtype: str, allow_loss: bool, progress: R
             worst, name = error, module
     if not rounded:
         return None
-    return f"{dtype} rounds the weights of {rounded} modules; {name} most, by {worst:.2g} of its norm"
+    modules = counted(rounded, "modules")
+    return f"{dtype} rounds the weights of {modules}; {name} most, by {worst:.2g} of its norm"

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from marlinq.core.display import counted
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.kept import check_folder, kept_path
 from marlinq.operations.doctor import gpu
@@ -91,7 +92,9 @@ def _kernel_cache() -> Finding:
         return Finding("kernel cache", State.PROBLEM, f"{folder} can't be written", fix)
     sizes = [file.stat().st_size for file in folder.glob("*") if file.is_file()]
     return Finding(
-        "kernel cache", State.OK, f"{folder.parent}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB"
+        "kernel cache",
+        State.OK,
+        f"{folder.parent}: {counted(len(sizes), 'files')}, {sum(sizes) / 1e6:.1f} MB",
     )
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marlinq.core import boundaries
-from marlinq.core.display import Block, Facts, Shown, Table, lines
+from marlinq.core.display import Block, Facts, Shown, Table, counted, lines
 from marlinq.core.errors import CheckpointError, NumericsError, UsageError
 from marlinq.core.model_source import local_folder
 from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
@@ -115,7 +115,7 @@ class Evaluation(Shown):
             facts.append(("original", str(self.against)))
         facts += [
             ("text", self.text),
-            ("", f"{self.windows} windows, {self.tokens} predicted tokens"),
+            ("", f"{counted(self.windows, 'windows')}, {self.tokens} predicted tokens"),
             ("time", f"{self.seconds:.1f} s on {self.device}"),
         ]
         numbers = tuple(range(1, len(header) - 1))

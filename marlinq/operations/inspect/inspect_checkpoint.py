@@ -18,6 +18,7 @@ from marlinq.checkpoint import (
     says_tied,
     with_dense_weights,
 )
+from marlinq.core.display import counted
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.progress import Progress, shows_progress
 from marlinq.core.scheme import Scheme
@@ -363,8 +364,8 @@ def _draft_notes(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -
             )
         else:
             yield (
-                f"the draft head ({carried[0]}, {len(carried)} linears) is in 16 bits, as the config says; "
-                f"{server.name} {server.version} can draft with it"
+                f"the draft head ({carried[0]}, {counted(len(carried), 'linears')}) is in 16 bits, as the "
+                f"config says; {server.name} {server.version} can draft with it"
             )
 
 

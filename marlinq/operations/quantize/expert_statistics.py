@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from marlinq.calibration import HiddenStates
+from marlinq.core.display import counted
 from marlinq.methods import SolveReport, Statistics
 from marlinq.models import (
     BlockReplay,
@@ -206,7 +207,7 @@ class ExpertCalibration:
                 # BLEND: the missing tokens are taken as drawn from all tokens of the layer.
                 mine.blend(whole, share=1 - tokens / least if way == BLEND else 1.0)
                 statistics[expert, product] = mine
-            notes[expert] = (tokens, f"{tokens} tokens, fewer than {least}: {_MEANINGS[way]}")
+            notes[expert] = (tokens, f"{counted(tokens, 'tokens')}, fewer than {least}: {_MEANINGS[way]}")
         return notes
 
     def _gather(

@@ -10,6 +10,7 @@ import torch
 
 from marlinq.calibration import Document
 from marlinq.checkpoint import Checkpoint, ReadAhead
+from marlinq.core.display import counted
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.models import Blueprint, ModelInstance, TensorNames
@@ -75,7 +76,7 @@ def text_by_the_model(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     message(
-        f"wrote {len(written.documents)} documents, {sum(map(len, written.documents))} tokens in "
+        f"wrote {counted(len(written.documents), 'documents')}, {sum(map(len, written.documents))} tokens in "
         f"{written.seconds:.0f} s; {written.how}"
     )
     return [Document(tokens) for tokens in written.documents]

@@ -13,7 +13,7 @@ import torch
 
 from marlinq.checkpoint import check_place
 from marlinq.core.devices import resolve_device
-from marlinq.core.display import Block, Facts, Shown, Table, lines, size_text
+from marlinq.core.display import Block, Facts, Shown, Table, counted, lines, size_text
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import Progress, ReportMessage, messages_beside, shows_progress
 from marlinq.kernels import Device, Problem, decide, device_numbers
@@ -153,7 +153,7 @@ class PlanReport(Shown):
         loaded = "nothing was loaded" if self.allocation is None else "the model was run to choose schemes"
         rows = [
             ("plan", f"{self.model} -> {self.out}, {self.format}; {loaded}, nothing is written"),
-            ("quantised", f"{len(quantised)} linears of {self.architecture} with {self.method}"),
+            ("quantised", f"{counted(len(quantised), 'linears')} of {self.architecture} with {self.method}"),
             *([] if self.group_size is None else [("group size", self.group_size)]),
             *([] if self.allocation is None else self.allocation.rows()),
             ("size", f"{size_text(self.source_bytes)} -> {size_text(self.output_bytes)}"),

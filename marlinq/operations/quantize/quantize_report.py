@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from marlinq.core.display import Block, Facts, Shown, size_text
+from marlinq.core.display import Block, Facts, Shown, counted, size_text
 from marlinq.core.rules import Keep
 from marlinq.formats.dialects.name_patterns import expert_layer
 from marlinq.methods import SolveReport, Statistics
@@ -144,11 +144,14 @@ class QuantizeReport(Shown):
         if text is None:
             return []
         rows = [
-            ("", f"{each['documents']} documents, {each['tokens']} tokens from {each['source']}")
+            (
+                "",
+                f"{counted(each['documents'], 'documents')}, {each['tokens']} tokens from {each['source']}",
+            )
             for each in text.get("sources", ())
         ]
         if tuned := text.get("tuned"):
-            own = f"{tuned['documents']} documents, {tuned['tokens']} tokens it wrote itself"
+            own = f"{counted(tuned['documents'], 'documents')}, {tuned['tokens']} tokens it wrote itself"
             rows.append(("tuned on", f"these, and {own}"))
         if text.get("duplicates"):
             rows.append(("", f"{text['duplicates']} duplicate documents were left out"))
@@ -174,10 +177,10 @@ class QuantizeReport(Shown):
         text = self.calibration
         used = "none: the method needs no text"
         if text is not None:
-            used = f"{text['documents']} documents, {text['tokens']} tokens from {text['source']}"
+            used = f"{counted(text['documents'], 'documents')}, {text['tokens']} tokens from {text['source']}"
         inside = len(self.modules) - (self.head is not None)
         head = f" and the output head {self.head}" if self.head is not None else ""
-        linears = f"{inside} linears in {self.blocks} blocks{head} with {self.method}"
+        linears = f"{counted(inside, 'linears')} in {counted(self.blocks, 'blocks')}{head} with {self.method}"
         rows = [
             ("made", f"{self.out}, {self.format}, {sizes}"),
             *_quality(self.quality),
@@ -205,7 +208,7 @@ class QuantizeReport(Shown):
             if expert_of(name) is None
         ]
         if self.resumed_blocks:
-            resumed = f"{self.resumed_blocks} of {self.blocks} blocks were there already"
+            resumed = f"{self.resumed_blocks} of {counted(self.blocks, 'blocks')} were there already"
             rows.append(("resumed", resumed))
         peak = f"peak memory {size_text(self.peak_host_bytes)}"
         if self.peak_device_bytes is not None:
@@ -224,7 +227,7 @@ class QuantizeReport(Shown):
             }
             if errors:
                 worst = max(errors, key=lambda name: errors[name])
-                some = f", of {len(errors)} modules" if len(errors) < len(self.modules) else ""
+                some = f", of {counted(len(errors), 'modules')}" if len(errors) < len(self.modules) else ""
                 figures = f"median {median(errors.values()):.2e}, largest {errors[worst]:.2e} in {worst}"
                 rows.append((quantity.label, f"relative, squared{some}: {figures}"))
         return rows
@@ -239,7 +242,7 @@ class QuantizeReport(Shown):
         return [
             (
                 "pruned",
-                f"{len(listed)} linears to {name}: median error {median(listed):.2e}{beside}",
+                f"{counted(len(listed), 'linears')} to {name}: median error {median(listed):.2e}{beside}",
             )
             for name, listed in errors.items()
             if name is not None
@@ -255,18 +258,18 @@ class QuantizeReport(Shown):
                 continue
             tokens[expert] = report.tokens
             if report.fallback:
-                reason = report.fallback.removeprefix(f"{report.tokens} tokens, ")
+                reason = report.fallback.removeprefix(f"{counted(report.tokens, 'tokens')}, ")
                 reasons.setdefault(reason, set()).add(expert)
         if not tokens:
             return []
         counts = sorted(tokens.values())
         layers = len({expert.rpartition(".")[0] for expert in tokens})
-        seen = f"{counts[0]} to {counts[-1]} tokens each, median {median(counts):.0f}"
+        seen = f"{counts[0]} to {counted(counts[-1], 'tokens')} each, median {median(counts):.0f}"
         if self.calibration is None:
             seen = "calibrated on no text"
-        rows = [("experts", f"{len(tokens)} in {layers} layers, {seen}")]
+        rows = [("experts", f"{len(tokens)} in {counted(layers, 'layers')}, {seen}")]
         for reason, listed in reasons.items():
-            rows.append(("fallback", f"{len(listed)} of {len(tokens)} experts: {reason}"))
+            rows.append(("fallback", f"{len(listed)} of {counted(len(tokens), 'experts')}: {reason}"))
         return rows
 
 
@@ -285,7 +288,8 @@ def _quality(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tuning_rows(tuning: Mapping[str, Any]) -> list[tuple[str, str]]:
-    text = f"{tuning['steps']} steps, {tuning['tokens']} tokens of {tuning['documents']} documents"
+    documents = counted(tuning["documents"], "documents")
+    text = f"{tuning['steps']} steps, {tuning['tokens']} tokens of {documents}"
     if tuning["astray"] is not None:
         text += f", stopped at a mean KL of {tuning['astray']:.4f}; a lower --tune-rate may help"
     if tuning["halvings"]:

@@ -35,6 +35,7 @@ from marlinq.checkpoint import CheckpointWriter
 from marlinq.checkpoint.source import SourceFile
 from marlinq.core.boundaries import reason
 from marlinq.core.devices import beside
+from marlinq.core.display import counted
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import EnvironmentProblem, MarlinqError, UnsupportedError, UsageError
 from marlinq.core.weight import QuantizedWeight
@@ -390,8 +391,8 @@ def own_batches(documents: Sequence[Document], ranks: Ranks, *, token_budget: in
         return make_batches(documents, token_budget=token_budget, pad=pad)
     if len(documents) < ranks.size:
         raise UsageError(
-            f"calibration: {len(documents)} documents for {ranks.size} ranks; start fewer ranks, or give "
-            "more --samples"
+            f"calibration: {counted(len(documents), 'documents')} for {ranks.size} ranks; start fewer ranks, "
+            "or give more --samples"
         )
     tokens = sum(map(len, documents))
     batches = make_batches(documents, token_budget=min(token_budget, tokens // ranks.size), pad=pad)

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from marlinq.checkpoint import Checkpoint
+from marlinq.core.display import counted
 from marlinq.core.files import read_regular
 from marlinq.core.model_source import is_hub_id
 from marlinq.core.plain_values import load_yaml
@@ -71,7 +72,10 @@ def model_card(
         "",
         "| | |",
         "| --- | --- |",
-        *(f"| quantised | {count} linears as {inline(scheme)} |" for scheme, count in schemes.items()),
+        *(
+            f"| quantised | {counted(count, 'linears')} as {inline(scheme)} |"
+            for scheme, count in schemes.items()
+        ),
         *_calibration(calibration),
         *(line for label, known in errors.items() for line in _errors(label, known)),
         "",
@@ -186,7 +190,9 @@ def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:
     source = calibration.get("source")
     shown = "text that the model wrote itself" if source == "self" else Path(str(source)).name
     documents, tokens = calibration.get("documents"), calibration.get("tokens")
-    return [f"| calibration | {documents} documents, {tokens} tokens: {inline(shown)} |"]
+    return [
+        f"| calibration | {counted(documents, 'documents')}, {counted(tokens, 'tokens')}: {inline(shown)} |"
+    ]
 
 
 def _errors(label: str, errors: Mapping[str, float]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from marlinq.checkpoint import Checkpoint
-from marlinq.core.display import Block, Facts, Shown, Table
+from marlinq.core.display import Block, Facts, Shown, Table, counted
 from marlinq.core.errors import OutputError, UsageError
 from marlinq.core.files import read_regular, replace_text
 from marlinq.core.model_source import local_folder
@@ -54,11 +54,12 @@ class WrittenReport(Shown):
         ]
         blocks: list[Block] = [Facts(tuple(rows))]
         for figures in self.checkpoints:
+            blocks_counted = counted(len(figures.blocks), "blocks")
             facts = [
                 ("checkpoint", figures.name),
                 (
                     "quantised",
-                    f"{len(figures.modules)} linears in {len(figures.blocks)} blocks, {figures.format}",
+                    f"{counted(len(figures.modules), 'linears')} in {blocks_counted}, {figures.format}",
                 ),
                 ("size", f"{size(figures.nbytes)}, {figures.bits_per_weight:.2f} bits per weight"),
             ]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, dequantized
+from marlinq.core.display import counted
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Element, Scheme
@@ -361,7 +362,10 @@ class Comparison:
         values = sum(evidence.values for evidence in self._judged)
         parts = []
         if groups or not values:
-            parts.append(f"{words} words and {groups} groups, no outliers beyond the false-alarm rate")
+            parts.append(
+                f"{counted(words, 'words')} and {counted(groups, 'groups')}, no outliers beyond the "
+                "false-alarm rate"
+            )
         if values:
             parts.append(f"{values} floating-point values, none beyond its rounding")
         if others := sum(not evidence.rounded for evidence in self._judged):

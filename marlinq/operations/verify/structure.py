@@ -22,6 +22,7 @@ from marlinq.checkpoint import (
 from marlinq.checkpoint.quantization_config import read_separate_config
 from marlinq.checkpoint.reader import QUANTIZE_CONFIGS
 from marlinq.core import boundaries
+from marlinq.core.display import counted
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.granularity import Granularity
@@ -134,7 +135,7 @@ def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Chec
         return findings.result("")
     _check_parameters(view, blueprint, findings)
     _check_one_scheme(view, blueprint, findings)
-    return findings.result(f"{len(tensors)} tensors, all that the model needs and no others")
+    return findings.result(f"{counted(len(tensors), 'tensors')}, all that the model needs and no others")
 
 
 def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings: Findings) -> None:

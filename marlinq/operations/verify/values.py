@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from marlinq.core.display import counted
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.verify.verification_report import Check, Findings
@@ -168,7 +169,7 @@ class Values:
         order = f"{self._scattered} with an activation order" if self._scattered else "no activation order"
         return [
             self._scales.result(f"{self._count} scales, finite and not zero{negative}"),
-            self._zeros.result(f"as the config says in {self._modules} modules"),
+            self._zeros.result(f"as the config says in {counted(self._modules, 'modules')}"),
             self._codes.result(f"{self._modules} modules use their code range"),
             self._g_idx.result(f"in range and in step with the config; {order}"),
         ]

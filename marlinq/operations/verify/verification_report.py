@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from marlinq.core.display import Block, Shown, Table, lines
+from marlinq.core.display import Block, Shown, Table, counted, lines
 
 MANIFEST_CHECK = "manifest"
 """Name of the row about the hashes of all tensors."""
@@ -179,8 +179,8 @@ class Findings:
         sentences = self.failures or self.warnings
         if not sentences:
             return Check(self.name, "passed", summary)
-        more = f" and {len(self.warnings)} warnings" if self.failures and self.warnings else ""
-        detail = f"{len(sentences)} problems{more}; first: {sentences[0]}"
+        more = f" and {counted(len(self.warnings), 'warnings')}" if self.failures and self.warnings else ""
+        detail = f"{counted(len(sentences), 'problems')}{more}; first: {sentences[0]}"
         if len(sentences) == 1 and not more:
             detail = sentences[0]
         status: Status = "failed" if self.failures else "warning"

@@ -16,6 +16,7 @@ from marlinq.checkpoint import (
 )
 from marlinq.checkpoint.reader import locate
 from marlinq.core.devices import resolve_device
+from marlinq.core.display import counted
 from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
 from marlinq.core.progress import Progress, ReportProgress, shows_progress
 from marlinq.operations.verify.comparison import Comparison
@@ -135,7 +136,7 @@ class _Run:
         self._checkpoint = checkpoint
         shards = len(checkpoint.shards)
         files = "1 file" if shards == 1 else f"{shards} files"
-        text = f"{len(checkpoint.tensors)} tensors in {files}, whole and indexed"
+        text = f"{counted(len(checkpoint.tensors), 'tensors')} in {files}, whole and indexed"
         yield Check("files", "passed", text)
         yield check_safetensors(checkpoint)
         manifest = check_manifest(checkpoint, self._progress)

@@ -268,7 +268,7 @@ def test_shares_of_batches() -> None:
         map(len, documents)
     )
     assert all(shares)
-    with pytest.raises(UsageError, match="1 documents for 2 ranks"):
+    with pytest.raises(UsageError, match="1 document for 2 ranks"):
         own_batches(documents[:1], Ranks(0, 2), token_budget=10, pad=True)
 
 
