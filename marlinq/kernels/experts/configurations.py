@@ -146,6 +146,7 @@ class DirectConfig:
         slots: experts of a row.
         columns: pairs of an expert, or rows of the batch, that are multiplied together; 0: each by itself.
         biased: whether biases are added.
+        further: whether the last experts lie in other memory than the first ones.
     """
 
     tile: StreamConfig
@@ -153,11 +154,13 @@ class DirectConfig:
     slots: int
     columns: int = 0
     biased: bool = False
+    further: bool = False
 
     def instantiation(self, problem: Problem, activation: str, *, wide: bool) -> Instantiation:
         """Kernel to compile for ``problem``, the product of one expert; ``wide``: ids have 64 bits."""
         parameters: Parameters = (
             *self.tile.instantiation(self._columns(problem)).parameters,
+            ("FURTHER", self.further),
             ("GATED", self.gated),
             ("BIASED", self.biased),
             ("ACTIVATION", f"Activation::{activation.upper()}"),
@@ -242,6 +245,11 @@ class DirectDecision:
     gate_up: DirectConfig
     down: DirectConfig
     reason: str
+
+    def with_further(self) -> DirectDecision:
+        """The same for a layer whose last experts lie in other memory."""
+        first, second = (replace(config, further=True) for config in (self.gate_up, self.down))
+        return DirectDecision(first, second, self.reason)
 
 
 ExpertsDecision = SortedDecision | DirectDecision

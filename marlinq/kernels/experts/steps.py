@@ -350,10 +350,12 @@ def placed_steps(
         ValueError: ``further`` is given, and ``decision`` sorts pairs.
     """
     inputs = inputs_of(x, ids, activation, expert_map)
-    steps = layer_steps(shape, decision, inputs, dependent=dependent, summed=summed)
     if further is not None:
         if not isinstance(decision, DirectDecision):
             raise ValueError("experts in other memory: only products that don't sort pairs read them")
+        decision = decision.with_further()
+    steps = layer_steps(shape, decision, inputs, dependent=dependent, summed=summed)
+    if further is not None:
         for step, stored, other in zip(steps, experts, further, strict=True):
             _place_further(step.arguments, stored, other)
     return place(steps, x, ids, weights, experts, expert_map, out, workspace)

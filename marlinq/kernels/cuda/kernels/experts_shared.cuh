@@ -162,7 +162,7 @@ struct ExpertsShared {
         const u16 *scales = nullptr, *zeros = nullptr;
         int weights_segment = first / of_segment, weights_chunk = first % of_segment;
         const auto enter_weights = [&]() {
-            const int expert = segments.expert[weights_segment];
+            const i64 expert = segments.expert[weights_segment];
             row = weights.words + weights.words_of(expert) + (i64)(weights_chunk * ROWS) * row_vectors +
                   n_tile * (32 * Codec::PLANES) + lane;
             scales = weights.scales + weights.scales_of(expert) + n_tile * 64 + lane % 8 * 8;

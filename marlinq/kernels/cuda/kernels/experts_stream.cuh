@@ -15,8 +15,8 @@
 // Experts from number `own` on lie in other memory: a shared expert, stored as further experts, that every row takes (`further` in
 // kernels/experts/steps.py).
 //
-// Configuration: that of kernels/stream.cuh, GATED, BIASED, ACTIVATION, WIDE (64-bit ids), SLOTS (T; parts are a
-// multiple of it).
+// Configuration: that of kernels/stream.cuh, FURTHER (whether there are such experts; else `own` is ignored), GATED, BIASED, ACTIVATION,
+// WIDE (64-bit ids), SLOTS (T; parts are a multiple of it).
 #pragma once
 #include "fault_site.cuh"
 #include "experts/records.cuh"
@@ -49,9 +49,10 @@ struct ExpertsStream {
             return (i64)(Gemm::QUANT_GROUP == 0 ? 1 : K / (Gemm::QUANT_GROUP == 0 ? 1 : Gemm::QUANT_GROUP)) * N;
         }
         // Offsets of an expert's words, scales and zero points from those of expert 0.
-        __device__ __forceinline__ i64 words_of(int expert) const { return expert * vectors() + (expert < own ? 0 : words_apart); }
-        __device__ __forceinline__ i64 scales_of(int expert) const { return expert * numbers() + (expert < own ? 0 : scales_apart); }
-        __device__ __forceinline__ i64 zeros_of(int expert) const { return expert * numbers() + (expert < own ? 0 : zeros_apart); }
+        __device__ __forceinline__ i64 words_of(i64 expert) const { return expert * vectors() + moved(expert, words_apart); }
+        __device__ __forceinline__ i64 scales_of(i64 expert) const { return expert * numbers() + moved(expert, scales_apart); }
+        __device__ __forceinline__ i64 zeros_of(i64 expert) const { return expert * numbers() + moved(expert, zeros_apart); }
+        __device__ __forceinline__ i64 moved(i64 expert, i64 apart) const { return C::FURTHER && expert >= own ? apart : 0; }
     };
 
     // Parts that are dealt to the slots of a row.
