@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from marlinq.models.convolution import GatedConvolution
-from marlinq.models.delta_net import DeltaNet
+from marlinq.models.delta_net import ChannelRates, DeltaNet
 from marlinq.models.formulas import Activation, ExpertActivation, GateActivation
 from marlinq.models.mamba import Mamba, Scales
 from marlinq.models.parts import Norm, Slices
@@ -23,6 +23,7 @@ __all__ = [
     "Anatomy",
     "Attention",
     "AttentionGate",
+    "ChannelRates",
     "DeltaNet",
     "GatedConvolution",
     "Groups",
@@ -152,7 +153,7 @@ class LatentAttention:
         value_dim: V.
         latent_dim: L.
         scale: factor on the dot products.
-        rotary: rotary embedding of queries' rotated channels and of r.
+        rotary: rotary embedding of queries' rotated channels and of r; None without one.
     """
 
     inputs: Slices
@@ -167,7 +168,7 @@ class LatentAttention:
     value_dim: int
     latent_dim: int
     scale: float
-    rotary: Rotary
+    rotary: Rotary | None
 
     @property
     def cached(self) -> int:

@@ -92,7 +92,8 @@ def _materialised(module: nn.Module, sources: dict[str, Source]) -> nn.Module:
     memo: dict[int, Any] = {id(module.get_submodule(name)): source for name, source in sources.items()}
     probe = deepcopy(module, memo)
     for name, source in sources.items():
-        setattr(probe, name, source)
+        owner, _, key = name.rpartition(".")
+        setattr(probe.get_submodule(owner), key, source)
     for each in probe.modules():
         # How many tokens are multiplied at once changes no result; a chunk of hundreds takes gigabytes.
         if isinstance(getattr(each, "chunk_size", None), int):

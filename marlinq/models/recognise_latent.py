@@ -87,7 +87,7 @@ def latent_part(
         raise Refusal(call.name, "its rotated keys are not one rotation of a latent's last channels")
     if query is None or scaled is None or scaled[0] is not None:
         raise Refusal(call.name, "queries are neither what was projected nor a known rotation of it")
-    if query[0] is None or query[0] != key[0] or query[0].channels != rotated_dim:
+    if query[0] != key[0] or (query[0] is not None and query[0].channels != rotated_dim):
         raise Refusal(call.name, "queries and keys are not rotated alike")
     if abs(scaled[1] - query[1] * key[1]) > 1e-6 * abs(scaled[1]):
         raise Refusal(call.name, "rotated and other channels of its queries are scaled differently")

@@ -9,6 +9,7 @@ from torch import nn
 from marlinq.models.convolution import GatedConvolution
 from marlinq.models.delta_net import DeltaNet
 from marlinq.models.mamba import Mamba
+from marlinq.models.recognise_channel_delta import prove_channel_delta_net
 from marlinq.models.recognise_convolution import prove_gated_convolution
 from marlinq.models.recognise_delta import prove_delta_net
 from marlinq.models.recognise_mamba import prove_mamba
@@ -32,7 +33,12 @@ def find_mixers(name: str, block: nn.Module) -> dict[str, Mixer]:
             *_plain(module),
         )
         if key not in _proved:
-            _proved[key] = prove_delta_net(module) or prove_mamba(module) or prove_gated_convolution(module)
+            _proved[key] = (
+                prove_delta_net(module)
+                or prove_channel_delta_net(module)
+                or prove_mamba(module)
+                or prove_gated_convolution(module)
+            )
         mixer = _proved[key]
         if mixer is not None:
             found[f"{name}.{inner}"] = mixer.within(f"{name}.{inner}")

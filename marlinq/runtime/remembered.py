@@ -18,6 +18,7 @@ from marlinq.models.anatomy import (
     MLP,
     Anatomy,
     Attention,
+    ChannelRates,
     DeltaNet,
     GatedConvolution,
     Groups,
@@ -40,7 +41,7 @@ _KINDS = {
     kind.__name__: kind
     for kind in (
         *(Anatomy, Attention, DeltaNet, GatedConvolution, Groups, LatentAttention, Layer, Mamba, Mixture),
-        *(InputGate, LayerInputs, MLP, Norm, Rotary, Router, Scales, Slices),
+        *(ChannelRates, InputGate, LayerInputs, MLP, Norm, Rotary, Router, Scales, Slices),
     )
 }
 # Key of the class's name in JSON; no field has this name.

@@ -245,23 +245,37 @@ def expected_latent(
 
 
 def expected_delta(
-    x: Tensor, rates: Tensor, ring: Tensor, state: Tensor, lengths: Tensor, weights: DeltaWeights
+    x: Tensor,
+    rates: Tensor,
+    ring: Tensor,
+    state: Tensor,
+    lengths: Tensor,
+    weights: DeltaWeights,
+    second: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result [B, value heads * value channels] and the state in float64, and the ring, behind a token."""
     keys, values = weights.key_heads * weights.key_dim, weights.value_heads * weights.value_dim
     heads = weights.value_heads
-    *joined, gate = Slices(("",), (keys, keys, values, values), weights.turns).split(
-        x[:, : 2 * (keys + values)]
-    )
+    if second is not None:
+        joined = list(x[:, : 2 * keys + values].split((keys, keys, values), -1))
+        gate, step = second[1], second[0].double()
+    else:
+        *joined, gate = Slices(("",), (keys, keys, values, values), weights.turns).split(
+            x[:, : 2 * (keys + values)]
+        )
     if weights.rates is not None:
         runs, each = weights.turns, heads // weights.turns
         rows = torch.cat([torch.arange(each) + 2 * each * run for run in range(runs)])
-        beta, step = (
+        beta, *apart = (
             (rates.double() @ weight[rows].double().T).to(x.dtype).double()
             for weight in (weights.rates.betas, weights.rates.steps)
         )
+    elif second is not None:
+        beta, apart = rates[:, :heads].double(), []
     else:
-        beta, step = (part.double() for part in Slices(("",), (heads, heads), weights.turns).split(rates))
+        beta, *apart = (part.double() for part in Slices(("",), (heads, heads), weights.turns).split(rates))
+    if second is None:
+        step = apart[0]
     convolved, ring = _convolved(torch.cat(joined, -1), ring, lengths, weights.weight, None)
     parts = _silu(convolved).split((keys, keys, values), -1)
     counts = (weights.key_heads, weights.key_heads, heads)
@@ -272,25 +286,36 @@ def expected_delta(
         )
         for part in (q, k)
     )
-    decay = (-weights.decay.double().exp() * F.softplus(step + weights.step_bias)).exp()
-    state = state.double() * decay[..., None, None]
+    bias = weights.step_bias.view(heads, -1)
+    steps = F.softplus(step.reshape(len(x), heads, -1) + bias)
+    state = state.double() * (-weights.decay.double().exp()[:, None] * steps).exp()[..., None]
     missing = v - torch.einsum("bhkv,bhk->bhv", state, k)
     beta = weights.beta_scale * beta.sigmoid().to(x.dtype).double()
     state = state + torch.einsum("bhk,bhv->bhkv", k, beta[..., None] * missing)
     mixed = torch.einsum("bhkv,bhk->bhv", state, q * weights.key_dim**-0.5)
     normed = mixed * (mixed.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm.double()
-    return (normed.flatten(1) * F.silu(gate.double())), state, ring
+    factors = F.silu(gate.double()) if second is None else gate.double().sigmoid()
+    return normed.flatten(1) * factors, state, ring
 
 
 def expected_delta_run(
-    x: Tensor, rates: Tensor, ring: Tensor, state: Tensor, lengths: Tensor, weights: DeltaWeights
+    x: Tensor,
+    rates: Tensor,
+    ring: Tensor,
+    state: Tensor,
+    lengths: Tensor,
+    weights: DeltaWeights,
+    second: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results [T, value heads * value channels] and states [T, ...] in float64, and the ring, behind T
     neighbouring tokens of one sequence."""
     results, states = [], []
     for token in range(len(x)):
         row = slice(token, token + 1)
-        result, state, ring = expected_delta(x[row], rates[row], ring, state, lengths[:1] + token, weights)
+        given = None if second is None else (second[0][row], second[1][row])
+        result, state, ring = expected_delta(
+            x[row], rates[row], ring, state, lengths[:1] + token, weights, given
+        )
         results.append(result)
         states.append(state)
     return torch.cat(results), torch.cat(states), ring

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +11,9 @@ from marlinq.models.delta_net import Heads, delta_rule, delta_step
 from marlinq.models.recognise_mixers import find_mixers
 
 
-def random_heads(batch: int, tokens: int) -> Heads:
+def random_heads(batch: int, tokens: int, decays: int) -> Heads:
     q, k = (torch.nn.functional.normalize(torch.randn(batch, tokens, 3, 8), dim=-1) for _ in range(2))
-    rates = -torch.rand(batch, tokens, 3), torch.rand(batch, tokens, 3)
+    rates = -torch.rand(batch, tokens, 3, decays), torch.rand(batch, tokens, 3)
     return Heads(q, k, torch.randn(batch, tokens, 3, 6), *rates)
 
 
@@ -22,16 +23,17 @@ def recurrence(heads: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
     state = state.double()
     results = []
     for t in range(q.shape[1]):
-        state = state * decay[:, t].exp()[..., None, None]
+        state = state * decay[:, t].exp()[..., None]
         missing = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * missing)
         results.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
     return torch.stack(results, 1), state
 
 
-def test_chunks_and_tokens_are_the_recurrence() -> None:
+@pytest.mark.parametrize("decays", [1, 8], ids=["by head", "by channel"])
+def test_chunks_and_tokens_are_the_recurrence(decays: int) -> None:
     torch.manual_seed(0)
-    heads, start = random_heads(2, 150), torch.randn(2, 3, 8, 6)
+    heads, start = random_heads(2, 150, decays), torch.randn(2, 3, 8, 6)
     expected, last = recurrence(heads, start)
     state = start.clone()
     # A solved chunk of 64 rounds some hundred times.

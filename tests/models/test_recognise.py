@@ -71,6 +71,8 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
         named: set[str | None] = set()
         if isinstance(mixer, DeltaNet):
             named = {*mixer.inputs.modules, *mixer.rates.modules, mixer.output}
+            if mixer.channels is not None:
+                named |= {mixer.channels.steps, mixer.channels.gates}
         elif isinstance(mixer, Mamba | GatedConvolution):
             named = {*mixer.inputs.modules, mixer.output}
         elif isinstance(mixer, LatentAttention):

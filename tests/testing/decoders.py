@@ -220,6 +220,26 @@ KNOWN |= {
     "qwen3-next": Decoder("qwen3_next", {**_DELTA, "num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]}),
 }
 
+if "kimi_linear" in CONFIG_MAPPING:
+    KNOWN["kimi-linear"] = Decoder(
+        "kimi_linear",
+        {
+            **_LATENT,
+            "num_hidden_layers": 3,
+            "q_lora_rank": None,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "linear_num_heads": 2,
+            "linear_head_dim": 12,
+            "moe_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 1,
+            "num_expert_group": 1,
+            "topk_group": 1,
+        },
+    )
+
 KNOWN |= {
     "bamba": Decoder("bamba", {**_MAMBA, "attn_layer_indices": [1]}),
     "granite-4": Decoder(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels.contract.instantiation import Instantiation, Parameters
-from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, Prepared, check_rows
+from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, Prepared, address, check_rows
 
 _PARTS = 4
 # Limits of the kernel: taps, and channels of keys and values. A block has four threads for each channel of a
@@ -51,7 +51,7 @@ class DeltaWeights:
     Attributes:
         weight: weights of the convolution over queries, keys and values, float32 [channels, taps].
         decay: float32 [value heads]; its exponential multiplies the steps.
-        step_bias: float32 [value heads], added to the steps.
+        step_bias: float32, a number for each step, added to the steps.
         norm: weight of the RMS norm of the result, [value channels] in the dtype of activations.
         eps: number added to the norm's mean square.
         key_heads: heads of queries and keys.
@@ -60,6 +60,9 @@ class DeltaWeights:
         turns: runs in which the columns of both projections alternate (:class:`marlinq.models.parts.Slices`).
         rates: weights of the projections of betas and steps, or None where their results are given.
         beta_scale: factor of betas behind their sigmoid, a power of two.
+        by_channel: whether each channel of a head's key has a step, and the sigmoid of a gate multiplies the
+            norm's result before it is rounded. There are as many heads of keys as of values then, a single
+            turn, and both weights of ``rates`` are those of betas.
     """
 
     weight: Tensor
@@ -73,6 +76,7 @@ class DeltaWeights:
     turns: int
     rates: RateWeights | None = None
     beta_scale: float = 1.0
+    by_channel: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -85,6 +89,9 @@ class DeltaWeights:
         return self.weight.shape[1]
 
 
+_STRIDES = ("x_stride", "rates_stride", "out_stride", "next_stride", "steps_stride", "gates_stride")
+
+
 class _Net(ctypes.Structure):
     """Mirrored in the kernel."""
 
@@ -93,10 +100,10 @@ class _Net(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("x", "rates", "ring", "state", "next", "weight", "decay"),
-                *("step_bias", "norm", "lengths", "beta_weight", "step_weight"),
+                *("step_bias", "norm", "lengths", "beta_weight", "step_weight", "steps", "gates"),
             )
         ),
-        *((name, ctypes.c_longlong) for name in ("x_stride", "rates_stride", "out_stride", "next_stride")),
+        *((name, ctypes.c_longlong) for name in _STRIDES),
         *((name, ctypes.c_int) for name in ("key_heads", "value_heads", "turns", "tokens")),
         ("eps", ctypes.c_float),
         ("beta_scale", ctypes.c_float),
@@ -137,6 +144,7 @@ def delta(
     weights: DeltaWeights,
     *,
     states: Tensor | None = None,
+    second: tuple[Tensor, Tensor] | None = None,
 ) -> Prepared:
     """Compute the next token of every sequence, and replace its state; or with ``states`` the next T tokens
     of the only sequence, whose state stays. The convolution's ring takes the tokens' inputs either way.
@@ -156,6 +164,8 @@ def delta(
         weights: parameters and sizes of the delta net.
         states: float32 [T, value heads, key channels, value channels], contiguous but for the first axis; the
             states behind the tokens, written. None: one token a sequence.
+        second: with ``weights.by_channel`` steps [rows of x, value heads * key channels] and gates [rows of
+            x, value heads * value channels], which ``rates`` and ``x`` then lack; else None.
 
     Raises:
         ValueError: a tensor has a dtype or shape that the kernel can't load or compute.
@@ -182,6 +192,21 @@ def delta(
             f"state: expected float32 {[batch, heads, key_dim, size]}, found {list(state.shape)}"
         )
     made = weights.rates
+    columns, numbers = channels + heads * size, 2 * heads
+    steps = gates = None
+    if weights.by_channel:
+        if second is None or weights.key_heads != heads or weights.turns != 1:
+            raise ValueError(
+                "decays by channel: expected steps and gates, one turn and as many heads of keys"
+            )
+        (steps, gates), columns, numbers = second, channels, heads
+        expected = [[len(x), heads * key_dim], [len(x), heads * size]]
+        if [list(each.shape) for each in second] != expected:
+            raise ValueError(f"steps, gates: expected {expected}")
+        if any(each.dtype != x.dtype or each.stride(1) != 1 for each in second):
+            raise ValueError(f"steps, gates: expected {x.dtype} in rows")
+    if weights.step_bias.numel() != (heads * key_dim if weights.by_channel else heads):
+        raise ValueError(f"step_bias: {weights.step_bias.numel()} numbers for {heads} heads")
     if made is not None:
         check_rows(rates=rates)
         rows = (weights.turns - 1) * (2 * heads // weights.turns) + heads // weights.turns
@@ -190,7 +215,7 @@ def delta(
             for each in (made.betas, made.steps)
         ):
             raise ValueError(f"weights of rates: expected {x.dtype} {[rows, made.inner]}, contiguous")
-    if x.shape[1] < channels + heads * size or rates.shape[1] < (2 * heads if made is None else made.inner):
+    if x.shape[1] < columns or rates.shape[1] < (numbers if made is None else made.inner):
         raise ValueError(f"x, rates: {list(x.shape)} and {list(rates.shape)} for {heads} heads of {size}")
     parameters: Parameters = (
         ("Element", ELEMENTS[x.dtype]),
@@ -201,6 +226,7 @@ def delta(
         ("PARTS", _PARTS),
         ("ROWS", -(-key_dim // _PARTS)),
         ("INNER", 0 if made is None else made.inner),
+        ("BY_CHANNEL", weights.by_channel),
     )
     net = _Net(
         x=x.data_ptr(),
@@ -215,10 +241,14 @@ def delta(
         lengths=lengths.data_ptr(),
         beta_weight=0 if made is None else made.betas.data_ptr(),
         step_weight=0 if made is None else made.steps.data_ptr(),
+        steps=address(steps),
+        gates=address(gates),
         x_stride=x.stride(0),
         rates_stride=rates.stride(0),
         out_stride=out.stride(0),
         next_stride=0 if states is None else states.stride(0),
+        steps_stride=0 if steps is None else steps.stride(0),
+        gates_stride=0 if gates is None else gates.stride(0),
         key_heads=weights.key_heads,
         value_heads=heads,
         turns=weights.turns,

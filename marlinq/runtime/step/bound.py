@@ -100,9 +100,9 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
     elif isinstance(attention, Attention):
         refused = _attention_refusal(model, layer.name, attention)
     elif attention is not None:
-        refused = _mixer_refusal(attention)
+        refused = _mixer_refusal(model, attention)
     if refused is None and layer.beside is not None:
-        refused = _mixer_refusal(layer.beside)
+        refused = _mixer_refusal(model, layer.beside)
         if getattr(model.get_submodule(layer.beside.output), "bias", None) is not None:
             return Unrecognised(layer.beside.output, "a bias behind a mixer beside attention")
     if refused is not None:
@@ -143,9 +143,15 @@ def _latent_refusal(attention: LatentAttention) -> Unrecognised | None:
     return None if reason is None else Unrecognised(attention.expansion, reason)
 
 
-def _mixer_refusal(mixer: DeltaNet | Mamba | GatedConvolution) -> Unrecognised | None:
+def _mixer_refusal(model: nn.Module, mixer: DeltaNet | Mamba | GatedConvolution) -> Unrecognised | None:
     if isinstance(mixer, DeltaNet):
         reason = delta_refusal(mixer.taps, mixer.key_dim, mixer.value_dim)
+        channels = mixer.channels
+        if reason is None and channels is not None:
+            read = zip((channels.steps, channels.gates), mixer.inputs.widths[3:], strict=True)
+            for name, width in read:
+                if width % VECTOR or single_product(model, name).inner > width:
+                    return Unrecognised(name, f"reads {width} channels among others, which it would pad")
     elif isinstance(mixer, GatedConvolution):
         reason = convolution_refusal(mixer.taps, mixer.convolved)
     else:
@@ -334,6 +340,7 @@ class BoundDelta:
         ring: [B, slots, channels], inputs of the convolution, position p at p modulo slots.
         state: float32 [B, value heads, key channels, value channels].
         first: number of values in the states of the nets before this one.
+        second: products that give steps by channel and gates; None without decays by channel.
     """
 
     net: DeltaNet
@@ -342,6 +349,7 @@ class BoundDelta:
     ring: Tensor
     state: Tensor
     first: int
+    second: tuple[Product, Product] | None = None
 
     def behind(self, states: Tensor) -> Tensor:
         """This net's part of the states of all nets behind several tokens, float32 [T, values]: [T, value
@@ -350,7 +358,7 @@ class BoundDelta:
 
     @property
     def products(self) -> tuple[Product, ...]:
-        return (self.rates,)
+        return self.rates, *(self.second or ())
 
 
 @dataclass(frozen=True, eq=False)

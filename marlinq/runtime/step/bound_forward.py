@@ -278,8 +278,15 @@ class BoundForward(Forward):
         assert norm is not None
         device, rotary = self.lengths.device, attention.rotary
         keys, values = absorbed_weights(model, attention, self.dtype, device)
-        table = self._table(model, rotary, tables)
-        weights = LatentWeights(keys, values, norm, table, rotary.interleaved)
+        if rotary is None:
+            # Turns by nothing: exact, and 8 bytes a pair and position.
+            pairs = torch.tensor([1.0, 0.0], device=device)
+            table = pairs.repeat(self.capacity, attention.rotated_dim // 2, 1)
+        else:
+            table = self._table(model, rotary, tables)
+        weights = LatentWeights(
+            keys, values, norm, table, interleaved=rotary is not None and rotary.interleaved
+        )
         return inputs, BoundLatent(
             attention,
             query_norm=row_norm(model, attention.query_norm, self.dtype),
@@ -323,7 +330,10 @@ class BoundForward(Forward):
         self._states_taken += math.prod(shape)
         state = self.states[first : self._states_taken].view(shape)
         net = self._delta_weights(model, part)
-        return products[0], BoundDelta(part, products[1], net, ring, state, first)
+        channels, second = part.channels, None
+        if channels is not None:
+            second = single_product(model, channels.steps), single_product(model, channels.gates)
+        return products[0], BoundDelta(part, products[1], net, ring, state, first, second)
 
     def _delta_weights(self, model: nn.Module, net: DeltaNet) -> DeltaWeights:
         norm = row_norm(model, net.norm, self.dtype)
@@ -332,7 +342,7 @@ class BoundForward(Forward):
         taps = model.get_submodule(net.convolution).get_parameter("weight").detach()
         return DeltaWeights(
             weight=taps[:, 0].float().contiguous(),
-            decay=model.get_parameter(net.decay).detach().float().contiguous(),
+            decay=model.get_parameter(net.decay).detach().float().flatten().contiguous(),
             step_bias=model.get_parameter(net.step_bias).detach().float().contiguous(),
             norm=norm.weight,
             eps=net.norm.eps,
@@ -342,6 +352,7 @@ class BoundForward(Forward):
             turns=net.inputs.turns,
             rates=_rate_weights(model, net, self.dtype),
             beta_scale=net.beta_scale,
+            by_channel=net.channels is not None,
         )
 
     def _bound_layer(
@@ -426,7 +437,10 @@ def _rate_weights(model: nn.Module, net: DeltaNet, dtype: torch.dtype) -> RateWe
         return None
     if not makes_rates(weights[0].shape[1], net.value_dim):
         return None
-    if not several:
+    if net.channels is not None:
+        # Half of the kernel's threads multiply betas.
+        weights *= 2
+    elif not several:
         # Steps begin behind the first run's betas.
         weights.append(weights[0][net.value_heads // net.rates.turns :])
     return RateWeights(*weights)

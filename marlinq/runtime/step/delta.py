@@ -12,6 +12,7 @@ from marlinq.models.delta_net import DeltaNet, delta_rule, delta_step, heads_of
 from marlinq.runtime.step.convolution import ShortConvolution
 
 Parts = Callable[[Tensor], Sequence[Tensor]]
+Function = Callable[[Tensor], Tensor]
 
 
 class DeltaLayer:
@@ -22,9 +23,10 @@ class DeltaLayer:
         model: the model with the modules that ``net`` names.
         net: description of the net.
         inputs, rates: functions of its projections.
-        norm: function of its norm, for activations of ``dtype``.
+        norm: function of its norm, for activations of ``dtype``; of float32 with decays by channel.
         batch: B.
         dtype: dtype of activations.
+        second: functions of its second projections, of steps and of gates; None without decays by channel.
     """
 
     def __init__(
@@ -36,12 +38,13 @@ class DeltaLayer:
         norm: Callable[[Tensor], Tensor],
         batch: int,
         dtype: torch.dtype,
+        second: tuple[Function, Function] | None = None,
     ) -> None:
         self.net = net
-        self._inputs, self._rates, self._norm = inputs, rates, norm
+        self._inputs, self._rates, self._norm, self._second = inputs, rates, norm, second
         weight = model.get_submodule(net.convolution).get_parameter("weight").detach()
         self._convolution = ShortConvolution(weight[:, 0].float().contiguous(), None, batch, dtype)
-        self._decay = model.get_parameter(net.decay).detach().float()
+        self._decay = model.get_parameter(net.decay).detach().float().flatten()
         self._step_bias = model.get_parameter(net.step_bias).detach().float()
         device = weight.device
         self.state = torch.zeros((batch, net.value_heads, net.key_dim, net.value_dim), device=device)
@@ -57,11 +60,7 @@ class DeltaLayer:
         self.state.zero_()
         convolved = F.silu(self._convolution.prompts(joined, lengths))
         heads = heads_of(self.net, convolved, beta, step, self._decay, self._step_bias)
-        # Padding must neither decay nor change the state.
-        there = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]
-        heads = heads._replace(
-            decay=heads.decay.masked_fill(~there, 0.0), beta=heads.beta.masked_fill(~there, 0.0)
-        )
+        heads = heads.without(torch.arange(x.shape[1], device=x.device) >= lengths[:, None])
         return self._gated(delta_rule(heads, self.state), gate)
 
     def step(self, x: Tensor) -> Tensor:
@@ -81,11 +80,18 @@ class DeltaLayer:
             own.copy_(kept)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v, gate = self._inputs(x)
-        beta, step = self._rates(x)
+        q, k, v, *others = self._inputs(x)
+        beta, *steps = self._rates(x)
+        if self._second is None:
+            return torch.cat((q, k, v), -1), others[0], beta, steps[0]
+        step, gate = (function(part) for function, part in zip(self._second, others, strict=True))
         return torch.cat((q, k, v), -1), gate, beta, step
 
     def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
-        normed = self._norm(mixed.to(gate.dtype))
-        result: Tensor = normed.float() * F.silu(gate.float()).reshape(mixed.shape)
+        wide = gate.float().reshape(mixed.shape)
+        result: Tensor
+        if self._second is None:
+            result = self._norm(mixed.to(gate.dtype)).float() * F.silu(wide)
+        else:
+            result = self._norm(mixed.to(gate.dtype).float()) * wide.sigmoid()
         return result.to(gate.dtype)

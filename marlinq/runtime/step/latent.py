@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from marlinq.models.anatomy import LatentAttention
 
 Function = Callable[[Tensor], Tensor]
-Turn = tuple[Tensor, Tensor, Tensor]
-"""Cosines and signed sines [..., 1, rotated channels], and the partner of each channel."""
+Turn = tuple[Tensor, Tensor, Tensor] | None
+"""Cosines and signed sines [..., 1, rotated channels], and the partner of each channel; None without a
+rotation."""
 
 
 _absorbed: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
@@ -161,6 +162,8 @@ def expanded_attention(q: Tensor, rows: Tensor, expanded: Tensor, attention: Lat
 
 def _turned(x: Tensor, turn: Turn) -> Tensor:
     """Heads [B, T, heads, channels] rotated."""
+    if turn is None:
+        return x
     cosines, sines, partner = turn
     turned = x * cosines + x.index_select(-1, partner) * sines
     return turned.to(x.dtype)

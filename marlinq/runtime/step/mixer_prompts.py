@@ -13,38 +13,47 @@ from marlinq.runtime.step.bound import BoundConvolution, BoundDelta, BoundMamba
 
 
 def read_delta(
-    delta: BoundDelta, joined: Tensor, rates: Tensor, part: slice, start: int, ends: Tensor
+    delta: BoundDelta,
+    joined: Tensor,
+    rates: Tensor,
+    part: slice,
+    start: int,
+    ends: Tensor,
+    second: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The result of a piece of prompts; ring and state continue from the piece before.
 
     Args:
         delta: the net.
         joined: [b, T, columns], results of its input projections; further columns are padding.
-        rates: [b, T, columns], betas and steps.
+        rates: [b, T, columns], betas and steps; betas alone with ``second``.
         part: the b rows of the batch.
         start: position of the first token; at 0 the ring and the state are emptied.
         ends: int64 [b], tokens of each prompt.
+        second: [b, T, columns] each, steps by channel and gates; None where ``rates`` and ``joined`` have
+            them.
 
     Returns:
         [b, T, value heads * value channels].
     """
     net, weights = delta.net, delta.weights
     state = _emptied(delta.state[part], start)
-    *parts, gate = net.inputs.split(joined[..., : sum(net.inputs.widths)])
-    beta, step = net.rates.split(rates[..., : sum(net.rates.widths)])
+    q, k, v, *others = net.inputs.split(joined[..., : sum(net.inputs.widths)])
+    beta, *steps = net.rates.split(rates[..., : sum(net.rates.widths)])
+    step, gate = (steps[0], others[0]) if second is None else second
     there = (ends - start).clamp(0, joined.shape[1])
-    joined_parts, ring = torch.cat(parts, -1), delta.ring[part]
+    joined_parts, ring = torch.cat((q, k, v), -1), delta.ring[part]
     convolved = F.silu(_convolved(joined_parts, ring, weights.weight, None, start, there))
     heads = heads_of(net, convolved, beta, step, weights.decay, weights.step_bias)
-    # Padding must neither decay nor change the state.
-    padding = _padding(joined, there)
-    heads = heads._replace(
-        decay=heads.decay.masked_fill(padding, 0.0), beta=heads.beta.masked_fill(padding, 0.0)
-    )
+    heads = heads.without(_padding(joined, there)[..., 0])
     mixed = delta_rule(heads, state).to(joined.dtype)
-    normed = F.rms_norm(mixed.float(), (net.value_dim,), None, weights.eps).to(joined.dtype)
-    normed = (normed.float() * weights.norm.float()).to(joined.dtype)
-    result: Tensor = normed.float().flatten(-2) * F.silu(gate.float())
+    normed = F.rms_norm(mixed.float(), (net.value_dim,), None, weights.eps)
+    result: Tensor
+    if second is not None:
+        result = (normed * weights.norm.float()).flatten(-2) * gate.float().sigmoid()
+        return result.to(joined.dtype)
+    normed = (normed.to(joined.dtype).float() * weights.norm.float()).to(joined.dtype)
+    result = normed.float().flatten(-2) * F.silu(gate.float())
     return result.to(joined.dtype)
 
 

@@ -38,7 +38,7 @@ from marlinq.runtime.step.functions import (
     parts_of,
     weight_of,
 )
-from marlinq.runtime.step.latent import LatentLayer
+from marlinq.runtime.step.latent import LatentLayer, Turn
 from marlinq.runtime.step.mamba import MambaLayer
 from marlinq.runtime.step.rotations import Rotations, Turns
 from marlinq.runtime.threads import threads_at_most
@@ -298,7 +298,7 @@ class ReferenceForward(Forward):
             return mixer
         latent = self._latents[index]
         if latent is not None:
-            return lambda x: latent.prompts(x, turns[latent.attention.rotary])
+            return lambda x: latent.prompts(x, _turn(latent, turns))
         if parts.layer.attention is None:
             return None
 
@@ -329,7 +329,7 @@ class ReferenceForward(Forward):
             assert latent is not None
             alone = x.is_cpu and latent.cache[:, :end].numel() <= _ALONE
             with threads_at_most(1 if alone else None):
-                return latent.step(x, turns[latent.attention.rotary], positions, end, mask)
+                return latent.step(x, _turn(latent, turns), positions, end, mask)
 
         def attend(x: Tensor) -> Tensor:
             q, new, factors = parts.heads(x, turns)
@@ -360,7 +360,7 @@ class ReferenceForward(Forward):
             assert latent is not None
             end = start + x.shape[1]
             mask = self._places[:end] <= self._places[start:end, None]
-            return latent.run(x, turns[latent.attention.rotary], start, mask)
+            return latent.run(x, _turn(latent, turns), start, mask)
 
         def attend(x: Tensor) -> Tensor:
             q, new, factors = parts.heads(x, turns)
@@ -520,6 +520,11 @@ class _LayerParts:
         return _turned(_by_head(q, attention.heads, attention.query_norm, self.query_norm), attention, turns)
 
 
+def _turn(latent: LatentLayer, turns: Turns) -> Turn:
+    rotary = latent.attention.rotary
+    return None if rotary is None else turns[rotary]
+
+
 def _turned(heads: Tensor, attention: Attention, turns: Turns) -> Tensor:
     """``heads`` [..., heads, D], rotated as the attention's queries and keys are."""
     if attention.rotary is None:
@@ -557,11 +562,14 @@ def _mixer(model: nn.Module, mixer: Mixing, batch: int, dtype: torch.dtype) -> M
         return MambaLayer(model, mixer, parts_of(model, mixer.inputs), batch, dtype)
     if not isinstance(mixer, DeltaNet):
         return None
-    norm = norm_of(model, mixer.norm, dtype)
-    assert norm is not None
-    return DeltaLayer(
-        model, mixer, parts_of(model, mixer.inputs), parts_of(model, mixer.rates), norm, batch, dtype
+    channels = mixer.channels
+    second = (
+        None if channels is None else (linear_of(model, channels.steps), linear_of(model, channels.gates))
     )
+    norm = norm_of(model, mixer.norm, dtype if channels is None else torch.float32)
+    assert norm is not None
+    inputs, rates = parts_of(model, mixer.inputs), parts_of(model, mixer.rates)
+    return DeltaLayer(model, mixer, inputs, rates, norm, batch, dtype, second)
 
 
 def _latent(

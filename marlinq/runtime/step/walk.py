@@ -379,17 +379,32 @@ class Walk:
         """The results of a delta net, [M, value heads * value channels]."""
         rates = self._take_rates(delta, made=delta.weights.rates is not None)
         out = self.empty("attended", joined.shape[0], delta.net.value_heads * delta.net.value_dim)
-        behind = self.forward.states_behind
+        behind, second = self.forward.states_behind, self._second_projections(delta, joined)
         if behind is not None:
             states = delta.behind(behind)
             work = kernels.delta(
-                *(joined, rates, out, delta.ring, delta.state, self.lengths, delta.weights), states=states
+                *(joined, rates, out, delta.ring, delta.state, self.lengths, delta.weights),
+                states=states,
+                second=second,
             )
         else:
             ring, state = delta.ring[self.part], delta.state[self.part]
-            work = kernels.delta(joined, rates, out, ring, state, self.lengths, delta.weights)
+            work = kernels.delta(joined, rates, out, ring, state, self.lengths, delta.weights, second=second)
         self.launch(work)
         return out
+
+    def _second_projections(self, delta: BoundDelta, joined: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Steps by channel and gates of a delta net, [M, columns] each; None in a net without decays by
+        channel."""
+        if delta.second is None:
+            return None
+        *_, few_steps, few_gates = delta.net.inputs.split(joined[:, : sum(delta.net.inputs.widths)])
+        names = "channel steps", "channel gates"
+        steps, gates = (
+            self.multiply(name, product, x)[:, : product.features]
+            for name, product, x in zip(names, delta.second, (few_steps, few_gates), strict=True)
+        )
+        return steps, gates
 
     def _take_rates(self, delta: BoundDelta, *, made: bool) -> Tensor:
         """Betas and steps of a delta net, or their projections' input if its kernel has these projections
@@ -480,7 +495,11 @@ class Walk:
         if isinstance(mixer, BoundConvolution):
             return read_convolution(mixer, given, self.part, start, ends).flatten(0, 1)
         rates = self._take_rates(mixer, made=False).reshape(rows, each, -1)
-        return read_delta(mixer, given, rates, self.part, start, ends).flatten(0, 1)
+        made = self._second_projections(mixer, joined)
+        second = None
+        if made is not None:
+            second = made[0].reshape(rows, each, -1), made[1].reshape(rows, each, -1)
+        return read_delta(mixer, given, rates, self.part, start, ends, second).flatten(0, 1)
 
     def append(self, index: int, joined: Tensor, q: Tensor) -> None:
         """The new tokens' keys and values put into the cache, and their queries into ``q`` [M, H * D]."""

@@ -312,10 +312,11 @@ def delta(
     weights: DeltaWeights,
     *,
     states: Tensor | None = None,
+    second: tuple[Tensor, Tensor] | None = None,
 ) -> Prepared:
     def run(_: Prepared) -> None:
         expected = expected_delta if states is None else expected_delta_run
-        mixed, last, kept = expected(x, rates, ring, state, lengths, weights)
+        mixed, last, kept = expected(x, rates, ring, state, lengths, weights, second)
         out.copy_(mixed)
         (state if states is None else states).copy_(last)
         ring.copy_(kept)

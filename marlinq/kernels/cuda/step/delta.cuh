@@ -16,8 +16,11 @@
 // a row of `rates` has INNER channels instead, the input of the projections of betas and steps: half of a block's threads multiply
 // it by the row of weights of their head's beta, the others by that of its step. Rows of weights are requested early, as the state.
 //
+// BY_CHANNEL: a step, hence a decay, for each channel of a key, in `steps`; gates in `gates`, and their sigmoid for silu. Both
+// matrices of `rates` then are the betas'. The norm's result is rounded only behind the gate.
+//
 // Configuration: Element, DK, DV, TAPS, SLOTS, PARTS (threads that share a column; PARTS * DV is the block), ROWS = ceil(DK / PARTS),
-// INNER (a multiple of 8).
+// INNER (a multiple of 8), BY_CHANNEL.
 #pragma once
 #include "epilogue/activation.cuh"
 #include "fault_site.cuh"
@@ -34,10 +37,16 @@ struct DeltaNet {
     const u16* norm;
     const int* lengths;
     const uint4 *beta_weight, *step_weight;  // null unless INNER > 0
-    i64 x_stride, rates_stride, out_stride, next_stride;
+    const u16 *steps, *gates;                // null unless BY_CHANNEL
+    i64 x_stride, rates_stride, out_stride, next_stride, steps_stride, gates_stride;
     int key_heads, value_heads, turns, tokens;
     float eps, beta_scale;
 };
+
+__device__ __forceinline__ float decay_of(float step, float rate) {
+    const float softplus = step > 20.f ? step : log1pf(expf(step));
+    return expf(-expf(rate) * softplus);
+}
 
 template <typename C>
 __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
@@ -45,7 +54,9 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
     constexpr int DK = C::DK, DV = C::DV, TAPS = C::TAPS, SLOTS = C::SLOTS, PARTS = C::PARTS, ROWS = C::ROWS;
     constexpr int THREADS = PARTS * DV, CHANNELS = 2 * DK + DV, WARPS = THREADS / 32;
     constexpr int INNER = C::INNER, HALF = THREADS / 2, VECTORS = INNER > 0 ? (INNER / 8 + HALF - 1) / HALF : 1;
+    constexpr bool BY_CHANNEL = C::BY_CHANNEL;
     __shared__ float convolved[CHANNELS];
+    __shared__ float decays[BY_CHANNEL ? DK : 1];
     __shared__ float sums[PARTS][DV];
     __shared__ float answers[PARTS][DV];
     __shared__ float key_sums[WARPS];
@@ -125,19 +136,26 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
             const float active = rounded<E>(total);
             convolved[at] = rounded<E>(activation<Activation::SILU>(active));
         }
+        if constexpr (BY_CHANNEL) {
+            for (int key = threadIdx.x; key < DK; key += THREADS) {
+                const float step = E::widen(load_scalar(net.steps + new_row * net.steps_stride + head * DK + key));
+                decays[key] = decay_of(step + net.step_bias[head * DK + key], net.decay[head]);
+            }
+        }
         float beta_logit = 0.f, step = 0.f;
-        if constexpr (INNER == 0)
-            beta_logit = E::widen(load_scalar(rates + rate)), step = E::widen(load_scalar(rates + rate + values_each));
+        if constexpr (INNER == 0) {
+            beta_logit = E::widen(load_scalar(rates + rate));
+            if constexpr (!BY_CHANNEL) step = E::widen(load_scalar(rates + rate + values_each));
+        }
         FAULT_SITE(convolved_there, __syncthreads();)
         if constexpr (INNER > 0) {
 #pragma unroll
             for (int warp = 0; warp < WARPS / 2; ++warp) beta_logit += rate_sums[warp], step += rate_sums[WARPS / 2 + warp];
             beta_logit = rounded<E>(beta_logit), step = rounded<E>(step);
         }
-        step += net.step_bias[head];
         const float beta = net.beta_scale * rounded<E>(fast_reciprocal(1.f + expf(-beta_logit)));
-        const float softplus = step > 20.f ? step : log1pf(expf(step));
-        const float decay = expf(-expf(net.decay[head]) * softplus);
+        float decay = 1.f;
+        if constexpr (!BY_CHANNEL) decay = decay_of(step + net.step_bias[head], net.decay[head]);
         float query_square = 0.f, key_square = 0.f;
         for (int at = threadIdx.x; at < DK; at += THREADS) {
             query_square += convolved[at] * convolved[at];
@@ -151,7 +169,10 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int key = min(part * ROWS + i, DK - 1);
-            s[i] *= decay;
+            if constexpr (BY_CHANNEL)
+                s[i] *= decays[key];
+            else
+                s[i] *= decay;
             answer += s[i] * keys[key];
         }
         answers[part][column] = answer * key_unit;
@@ -178,9 +199,14 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
         result = rounded<E>(result);
         const float mean = block_sum(part == 0 ? result * result : 0.f, norm_sums) / DV;
         if (part == 0) {
-            const float gate = E::widen(load_scalar(given + value_turn * turn + values_at + values_each * DV + column));
-            float y = rounded<E>(result * fast_reciprocal_root(mean + net.eps));
-            y = rounded<E>(y * E::widen(net.norm[column])) * activation<Activation::SILU>(gate);
+            float y = result * fast_reciprocal_root(mean + net.eps);
+            if constexpr (BY_CHANNEL) {
+                const float gate = E::widen(load_scalar(net.gates + new_row * net.gates_stride + head * DV + column));
+                y = y * E::widen(net.norm[column]) * fast_reciprocal(1.f + expf(-gate));
+            } else {
+                const float gate = E::widen(load_scalar(given + value_turn * turn + values_at + values_each * DV + column));
+                y = rounded<E>(rounded<E>(y) * E::widen(net.norm[column])) * activation<Activation::SILU>(gate);
+            }
             out[new_row * net.out_stride + head * DV + column] = (u16)E::narrow(y, 0.f);
         }
         // The next token may write to shared memory: all threads have read it, since block_sum has waited for them.
