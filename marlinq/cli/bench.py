@@ -279,9 +279,9 @@ def decode(
     """Measure prefill and decode steps of the checkpoint CKPT over a grid of batches and contexts.
 
     Models for --synthetic: deepseek-v2-lite, gemma-3-12b, gemma-3-4b, gemma-4-26b-a4b, gemma-4-31b,
-    gemma-4-e4b, glm-4.7-flash, gpt-oss-20b, granite-4.0-h-small, lfm2-2.6b, lfm2-8b-a1b, llama-3-70b,
-    llama-3-8b, mistral-7b, nemotron-h-8b, qwen3-30b-a3b, qwen3-8b, qwen3.5-27b, qwen3.5-35b-a3b,
-    smollm2-135m.
+    gemma-4-e4b, glm-4.7-flash, gpt-oss-20b, granite-4.0-h-small, kimi-linear-48b-a3b, lfm2-2.6b,
+    lfm2-8b-a1b, llama-3-70b, llama-3-8b, mistral-7b, nemotron-h-8b, qwen3-30b-a3b, qwen3-8b, qwen3.5-27b,
+    qwen3.5-35b-a3b, smollm2-135m.
     """
     from marlinq.operations.bench import Synthetic, bench_decode
 

@@ -117,6 +117,11 @@ def _head_counts(owner: nn.Module) -> Iterator[int]:
         yield from (n // size for n in rows if n % size == 0 and n > size)
     for module in owner.children():
         yield from (value.numel() for key, value in module.named_parameters(recurse=False) if key == "A_log")
-    for key, value in owner.named_parameters(recurse=False):
-        if key in ("A_log", "dt_bias") and max(value.shape) == value.numel():
-            yield value.numel()
+    own = [
+        value.numel()
+        for key, value in owner.named_parameters(recurse=False)
+        if key in ("A_log", "dt_bias") and max(value.shape) == value.numel()
+    ]
+    if own:
+        # Where decays differ by channel, only their biases do.
+        yield min(own)

@@ -197,30 +197,35 @@ def runs() -> list[Prepared]:
 
 def deltas() -> list[Prepared]:
     prepared = []
-    for key_dim, size, dtype, inner in (
-        (128, 128, HALF, 8192),
-        (64, 64, BFLOAT16, 0),
-        (96, 192, HALF, 0),
+    for key_dim, size, dtype, inner, by_channel in (
+        (128, 128, HALF, 8192, False),
+        (64, 64, BFLOAT16, 0, False),
+        (96, 192, HALF, 0, False),
+        (128, 128, HALF, 2304, True),
     ):
-        channels = 2 * key_dim + 2 * size
+        key_heads = 2 if by_channel else 1
+        channels = 2 * key_heads * key_dim + 2 * size
         rows = empty(2, inner, dtype=dtype)
         weights = DeltaWeights(
             weight=torch.empty(channels, 4),
             decay=torch.empty(2),
-            step_bias=torch.empty(2),
+            step_bias=torch.empty(2 * key_dim if by_channel else 2),
             norm=empty(size, dtype=dtype),
             eps=1e-6,
-            key_heads=1,
+            key_heads=key_heads,
             value_heads=2,
             key_dim=key_dim,
             turns=1,
             rates=RateWeights(rows, rows) if inner else None,
+            by_channel=by_channel,
         )
         x, rates, out = (
             empty(1, columns, dtype=dtype) for columns in (channels + 2 * size, inner or 8, 2 * size)
         )
         ring, state = empty(1, 4, channels, dtype=dtype), torch.empty(1, 2, key_dim, size)
-        prepared.append(delta(x, rates, out, ring, state, torch.zeros(1, dtype=torch.int32), weights))
+        second = (empty(1, 2 * key_dim, dtype=dtype), empty(1, 2 * size, dtype=dtype)) if by_channel else None
+        lengths = torch.zeros(1, dtype=torch.int32)
+        prepared.append(delta(x, rates, out, ring, state, lengths, weights, second=second))
     return prepared
 
 

@@ -112,3 +112,15 @@ def test_a_model_without_a_head_is_built_by_its_own_class() -> None:
     config = CONFIG_MAPPING["qwen3"](hidden_size=64, num_hidden_layers=1, vocab_size=96).to_dict()
     assert build_blueprint({**config, "architectures": ["Qwen3Model"]}, source="q").head is None
     assert build_blueprint({**config, "architectures": ["Qwen3ForCausalLM"]}, source="q").head == "lm_head"
+
+
+@pytest.mark.skipif("kimi-linear" not in KNOWN, reason="transformers has no Kimi Linear")
+def test_a_number_for_each_channel_is_none_a_head() -> None:
+    """Of Kimi Linear's gate, whose biases of decays are as many as its second linear's results."""
+    known = KNOWN["kimi-linear"]
+    blueprint = build_blueprint(
+        {**known.config, "model_type": known.model_type, "linear_head_dim": 32}, source="kimi"
+    )
+    kept = {name.rpartition(".")[2] for name in blueprint.usually_kept}
+    assert "b_proj" in kept
+    assert not kept & {"f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"}

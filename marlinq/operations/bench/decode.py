@@ -430,6 +430,10 @@ def cache_bytes_per_token(loaded: LoadedModel) -> int:
     considered."""
     config = loaded.model.config.get_text_config()
     latent = getattr(config, "kv_lora_rank", None)
+    layers = config.num_hidden_layers
+    # Layers of another type have a state instead, of a size that does not grow.
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    attending = sum("attention" in kind and kind != "linear_attention" for kind in kinds)
     if latent:
-        return int(config.num_hidden_layers * (latent + config.qk_rope_head_dim)) * loaded.dtype.itemsize
-    return 2 * key_channels(config, config.num_hidden_layers) * loaded.dtype.itemsize
+        return int(attending * (latent + config.qk_rope_head_dim)) * loaded.dtype.itemsize
+    return int(2 * key_channels(config, layers) * attending // layers) * loaded.dtype.itemsize

@@ -62,6 +62,9 @@ _NEMOTRON_H = [
 # Layers of Granite 4.0 H: every tenth attends, from the sixth on.
 _GRANITE_4_H = ["attention" if index % 10 == 5 else "mamba" for index in range(40)]
 
+# Layers of Kimi-Linear-48B-A3B: every fourth attends, and the last.
+_KIMI = ["full_attention" if index % 4 == 3 or index == 26 else "linear_attention" for index in range(27)]
+
 # Layers of LFM2-2.6B and of LFM2-8B-A1B that attend, among those of short convolutions.
 _LFM2 = ["full_attention" if index in (2, 5, 9, 12, 15, 18, 21, 24, 27) else "conv" for index in range(30)]
 _LFM2_MOE = ["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)]
@@ -139,6 +142,16 @@ SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
         "qk_rope_head_dim": 64, "v_head_dim": 256, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
+    },
+    "kimi-linear-48b-a3b": {
+        "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216,
+        "moe_intermediate_size": 1024, "num_experts": 256, "num_experts_per_token": 8,
+        "num_shared_experts": 1, "num_expert_group": 1, "topk_group": 1, "moe_renormalize": True,
+        "routed_scaling_factor": 2.446, "num_hidden_layers": 27, "layer_types": _KIMI,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "q_lora_rank": None, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "linear_num_heads": 32,
+        "linear_head_dim": 128, "linear_conv_kernel_dim": 4, "model_max_length": 1048576,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     },
     "gpt-oss-20b": {
         "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,

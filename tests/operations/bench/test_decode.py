@@ -124,7 +124,9 @@ def test_every_synthetic_shape_is_a_model(name: str) -> None:
     for projection in blueprint.projections():
         assert projection.in_features % 64 == 0
         # Betas and steps of a delta net have a column a head, and are not quantised.
-        assert projection.out_features % 64 == 0 or projection.name.endswith(("in_proj_a", "in_proj_b"))
+        assert projection.out_features % 64 == 0 or projection.name.endswith(
+            ("in_proj_a", "in_proj_b", ".b_proj")
+        )
 
 
 def test_help_names_every_synthetic_shape() -> None:
@@ -171,6 +173,9 @@ def test_a_token_in_the_cache_is_a_latent_or_keys_and_values() -> None:
 
     assert cached("glm-4.7-flash") == 47 * (512 + 64) * 2
     assert cached("llama-3-8b") == 32 * 2 * 8 * 128 * 2
+    # Only the layers that attend have any.
+    assert cached("kimi-linear-48b-a3b") == 7 * (512 + 64) * 2
+    assert cached("qwen3.5-27b") == 16 * 2 * 4 * 256 * 2
 
 
 def test_a_tied_head_is_read_once(tmp_path: Path) -> None:

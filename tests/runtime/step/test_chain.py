@@ -156,9 +156,10 @@ def test_a_delta_net_multiplies_its_rates(name: str, products: int, monkeypatch:
     assert len(apart.recorded.starts) - len(together.recorded.starts) == products * nets > 0
 
 
-def test_verifications_return_to_the_state_behind_a_token() -> None:
+@pytest.mark.parametrize("name", [DELTA_NETS[0], *KIMI])
+def test_verifications_return_to_the_state_behind_a_token(name: str) -> None:
     """In a delta net: after a step, a verification with a refused tail, steps, and another verification."""
-    half, wide = halved(tiny(DELTA_NETS[0]))
+    half, wide = halved(tiny(name))
     anatomy = recognised(wide)
     own = ChainForward(half, anatomy, batch=1, capacity=40)
     reference = ReferenceForward(wide, anatomy, batch=1, capacity=40)
@@ -176,7 +177,7 @@ def test_verifications_return_to_the_state_behind_a_token() -> None:
         found += own.verify(draft)[:kept].clone()
         own.accept(start + kept)
         found += own.step(ids[0, start + kept : start + kept + 1].contiguous()).clone()
-    assert error(torch.stack(found), wanted[: len(found)]) < tolerance(DELTA_NETS[0])
+    assert error(torch.stack(found), wanted[: len(found)]) < tolerance(name)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "padded", LATENT, *GEMMA_4])
