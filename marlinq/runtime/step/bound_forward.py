@@ -438,7 +438,7 @@ def _rate_weights(model: nn.Module, net: DeltaNet, dtype: torch.dtype) -> RateWe
     if not makes_rates(weights[0].shape[1], net.value_dim):
         return None
     if net.channels is not None:
-        # Half of the kernel's threads multiply betas.
+        # Betas alone.
         weights *= 2
     elif not several:
         # Steps begin behind the first run's betas.

@@ -16,8 +16,8 @@
 // a row of `rates` has INNER channels instead, the input of the projections of betas and steps: half of a block's threads multiply
 // it by the row of weights of their head's beta, the others by that of its step. Rows of weights are requested early, as the state.
 //
-// BY_CHANNEL: a step, hence a decay, for each channel of a key, in `steps`; gates in `gates`, and their sigmoid for silu. Both
-// matrices of `rates` then are the betas'. The norm's result is rounded only behind the gate.
+// BY_CHANNEL: a step, hence a decay, for each channel of a key, in `steps`; gates in `gates`, and their sigmoid for silu. All
+// threads multiply the row of weights of the head's beta. The norm's result is rounded only behind the gate.
 //
 // Configuration: Element, DK, DV, TAPS, SLOTS, PARTS (threads that share a column; PARTS * DV is the block), ROWS = ceil(DK / PARTS),
 // INNER (a multiple of 8), BY_CHANNEL.
@@ -53,8 +53,9 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
     typedef typename C::Element E;
     constexpr int DK = C::DK, DV = C::DV, TAPS = C::TAPS, SLOTS = C::SLOTS, PARTS = C::PARTS, ROWS = C::ROWS;
     constexpr int THREADS = PARTS * DV, CHANNELS = 2 * DK + DV, WARPS = THREADS / 32;
-    constexpr int INNER = C::INNER, HALF = THREADS / 2, VECTORS = INNER > 0 ? (INNER / 8 + HALF - 1) / HALF : 1;
     constexpr bool BY_CHANNEL = C::BY_CHANNEL;
+    // Threads that multiply one row of weights: half of them, or all where there are only betas.
+    constexpr int INNER = C::INNER, HALF = BY_CHANNEL ? THREADS : THREADS / 2, VECTORS = INNER > 0 ? (INNER / 8 + HALF - 1) / HALF : 1;
     __shared__ float convolved[CHANNELS];
     __shared__ float decays[BY_CHANNEL ? DK : 1];
     __shared__ float sums[PARTS][DV];
@@ -150,7 +151,10 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
         FAULT_SITE(convolved_there, __syncthreads();)
         if constexpr (INNER > 0) {
 #pragma unroll
-            for (int warp = 0; warp < WARPS / 2; ++warp) beta_logit += rate_sums[warp], step += rate_sums[WARPS / 2 + warp];
+            for (int warp = 0; warp < HALF / 32; ++warp) {
+                beta_logit += rate_sums[warp];
+                if constexpr (!BY_CHANNEL) step += rate_sums[HALF / 32 + warp];
+            }
             beta_logit = rounded<E>(beta_logit), step = rounded<E>(step);
         }
         const float beta = net.beta_scale * rounded<E>(fast_reciprocal(1.f + expf(-beta_logit)));
