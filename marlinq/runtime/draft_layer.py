@@ -170,8 +170,11 @@ class _View:
         return None
 
     def damage(self, width: int) -> str | None:
-        """Why the parts besides the block don't fit hidden states of ``width``, or what holds no floats, or
-        None. Damaged quantised linears are found when they are loaded."""
+        """What is wrong with the head's parts: one besides the block has another shape than hidden states of
+        ``width`` channels need, or a dense tensor holds no floats. None if nothing is.
+
+        Damaged quantised linears are found when they are loaded.
+        """
         stored, packed = self.source.checkpoint.tensors, self.source.quantized
         head, modules = self.head, {} if packed is None else packed.modules
         shapes: dict[str, tuple[int, ...]] = {

@@ -19,31 +19,31 @@ from torch import Tensor
 from marlinq.runtime.step.forward import DraftForward
 
 _LONGEST, _SHORTEST = 4, 2
-"""Tokens at the end of the text that are looked up, at most and at least; the longest match wins."""
+"""Most and fewest tokens at the end of the text that are looked up; the longest match wins."""
 _WEIGHT = 0.25
-"""Share of the newest draft in the mean over drafts."""
+"""Weight of the newest draft in the moving average of accepted tokens."""
 _MARGIN = 1.15
-"""Gain required of drafts: tokens a verification has to give, over the steps that take as long as it."""
+"""Tokens that a verification must give for each token that steps would give in its time, or none is made."""
 
 _FIRST_LOSS, _LOSS_SHARE, _MOST_SAVED = 1.5, 0.01, 8.0
-"""Steps that a head's drafts may lose at first, and for each token of the text; steps of what they gained
-that they may lose again, at most."""
+"""Allowance of a draft head, in steps of the model that its drafts may lose: at the start of a text, more for
+each token of the text, and the limit that gains can raise it to."""
 _FIXED_COST, _BEHIND_STEPS = 0.15, 0.7
-"""Steps that take as long as a draft besides its tokens, and as the wait for the host before a draft behind
-steps. Measured on an H200: 0.13 with Llama-3-8B's shape and 0.2 with SmolLM2; 1.3 with SmolLM2 while the host
-decoded text before it began a draft."""
+"""Times in steps of the model: what a draft takes besides its tokens, and the wait for the host before the
+first draft after steps. Measured on an H200: the first 0.13 with Llama-3-8B's shape and 0.2 with SmolLM2; the
+second 1.3 with SmolLM2 while the host decoded text before it began a draft."""
 _KEPT_SHARE = 0.8
-"""Factor on the counts of a draft head's earlier tokens at each new draft."""
+"""Factor on a draft head's counts of accepted and refused tokens before a new draft is counted."""
 _PRIOR = 3.0, 1.0
-"""Accepted and refused tokens added to a head's counts, which decide while few of its own are counted."""
+"""Accepted and refused tokens that are assumed in addition to those counted; they matter while few are."""
 _UNTRIED = 2
-"""Tokens by which a draft may exceed the count of accepted ones."""
+"""A draft has at most this many tokens more than the head's count of accepted ones."""
 _READ_FIRST, _READ_LAST = 4, 28
-"""Tokens of a long prompt or pause that a head reads: the first ones of the text, to which attention gives
-the weight that it has to spare ("Efficient Streaming Language Models with Attention Sinks", Xiao et al.
-2023), and the last ones."""
+"""Where a head has more tokens to read than both together, it reads only this many from the start of the text
+and from its end. The first ones, since attention puts its spare weight on them ("Efficient Streaming Language
+Models with Attention Sinks", Xiao et al. 2023)."""
 _READ_TOGETHER = 8
-"""Tokens that a head reads in less time than it drafts one."""
+"""A head reads this many tokens in no more time than it takes to draft one."""
 
 
 class Lookup:
@@ -153,9 +153,9 @@ class Speculation(ABC):
 class LookupSpeculation(Speculation):
     """Drafts from the text so far (:class:`Lookup`).
 
-    A draft costs nothing until it is checked. So each is first compared with the tokens that come one by one;
-    once the mean over recent drafts says that a verification gives more tokens than steps would in its time,
-    drafts are checked, until that mean falls again.
+    A draft costs nothing until it is checked. So each is first compared with the tokens that steps give. Once
+    enough tokens of recent drafts would have been accepted for verifications to be faster than steps, drafts
+    are checked, until that average falls again.
 
     Args:
         prompt: token ids.
@@ -172,7 +172,7 @@ class LookupSpeculation(Speculation):
         self._most = most
         self._enough = _MARGIN * cost - 1
         self._accepted_mean = 0.0
-        # A draft that is compared only, and how many of its tokens have come.
+        # A draft that is only compared with the tokens of steps, and how many of its tokens have come so far.
         self._watched: list[int] = []
         self._right = 0
 
@@ -211,12 +211,12 @@ class LookupSpeculation(Speculation):
 class LayerSpeculation(Speculation):
     """Drafts from the model's own draft head (:mod:`marlinq.checkpoint.draft_head`).
 
-    Time is counted in steps of the model. Drafts may lose a few steps at first, and then one for each hundred
-    tokens of the text; what they gain is saved up to a limit, and may be lost again. When nothing is left,
-    steps follow. So a head that is never right slows 256 tokens down by at most 2 %, and one that pays drafts
-    nearly always. Each further token of a draft takes time and is accepted less often: the share of recent
-    tokens that were accepted decides how many a draft has. Of a long prompt, and behind a long pause, the
-    head reads a few tokens only.
+    Time is counted in steps of the model. Drafts may lose a few steps at first, and one more for each hundred
+    tokens of the text; what they gain adds to that allowance, up to a limit. While it is below zero, no drafts
+    are made. So a head that is never right slows 256 tokens down by at most 2 %, and one that saves time
+    drafts nearly always. Each further token of a draft takes time and is accepted less often: the share of
+    recent tokens that were accepted decides how many a draft has. Of a long prompt, and of many tokens since
+    its last draft, the head reads only a few (``_READ_FIRST``, ``_READ_LAST``).
 
     Args:
         prompt: token ids.
@@ -225,7 +225,7 @@ class LayerSpeculation(Speculation):
             :attr:`marlinq.runtime.step.forward.Forward.hidden_states`.
         most: tokens of a draft at most.
         cost: steps that take as long as a verification.
-        always: whether drafts are checked whatever became of those before.
+        always: whether to draft even where the allowance is used up.
     """
 
     source = "the model's draft head"

@@ -215,7 +215,7 @@ class Walk:
         self._leave(index, Pending(given, shared, layer.post_mlp_norm, layer.anatomy.mlp_scale, gates))
 
     def _leave(self, index: int, pending: Pending) -> None:
-        """The end of a layer, behind attention and MLP, of whose results ``pending`` is still to be added."""
+        """End a layer; ``pending`` are results of its attention and MLP that are not added yet."""
         layer = self.forward.layers[index]
         gate = layer.input_gate
         if gate is not None:
@@ -516,8 +516,8 @@ class Walk:
     def _mlp(
         self, index: int, layer: BoundLayer, normed: Tensor
     ) -> tuple[Tensor | RoutedRows, Tensor | None, Tensor | None]:
-        """Results of the MLP; or of a mixture: results of the experts, result of the shared expert, and its
-        factor for each row."""
+        """(results of the MLP or of a mixture's experts, those of the shared expert, and the shared expert's
+        factor for each row); None for what the layer does not have."""
         if isinstance(layer.mlp, BoundMLP):
             return self._dense(layer.mlp, normed), None, None
         assert layer.mlp is not None
