@@ -211,12 +211,12 @@ class LookupSpeculation(Speculation):
 class LayerSpeculation(Speculation):
     """Drafts from the model's own draft head (:mod:`marlinq.checkpoint.draft_head`).
 
-    Time is counted in steps of the model. Drafts may lose a few steps at first, and one more for each hundred
-    tokens of the text; what they gain adds to that allowance, up to a limit. While it is below zero, no
-    drafts are made. So a head that is never right slows 256 tokens down by at most 2 %, and one that saves time
-    drafts nearly always. Each further token of a draft takes time and is accepted less often: the share of
-    recent tokens that were accepted decides how many a draft has. Of a long prompt, and of many tokens since
-    its last draft, the head reads only a few (``_READ_FIRST``, ``_READ_LAST``).
+    Time is counted in steps of the model. Drafts may lose a few steps at first, and one more for each
+    hundred tokens of the text; what they gain adds to that allowance, up to a limit. While it is below
+    zero, no drafts are made. So a head that is never right slows 256 tokens down by at most 2 %, and one
+    that saves time drafts nearly always. Each further token of a draft takes time and is accepted less
+    often: the share of recent tokens that were accepted decides how many a draft has. Of a long prompt, and
+    of many tokens since its last draft, the head reads only a few (``_READ_FIRST``, ``_READ_LAST``).
 
     Args:
         prompt: token ids.
