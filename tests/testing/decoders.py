@@ -227,7 +227,7 @@ if "kimi_linear" in CONFIG_MAPPING:
             **_LATENT,
             "num_hidden_layers": 3,
             "q_lora_rank": None,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
             "mlp_layer_types": ["dense", "sparse", "sparse"],
             "linear_num_heads": 2,
             "linear_head_dim": 12,

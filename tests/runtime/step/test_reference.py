@@ -140,6 +140,12 @@ FAULTS: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
         "qwen3.5",
         in_attention(lambda a: replace(a, rates=replace(a.rates, modules=a.rates.modules[::-1]))),
     ),
+    "steps by channel and gates": (
+        "kimi-linear",
+        in_attention(
+            lambda a: replace(a, channels=replace(a.channels, steps=a.channels.gates, gates=a.channels.steps))
+        ),
+    ),
     "decay and skip of a mixer": (
         "granite-4",
         in_attention(lambda a: replace(a, decay=a.skip, skip=a.decay)),
@@ -170,6 +176,8 @@ FAULTS: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_in_its_layer(fault: str) -> None:
     name, change = FAULTS[fault]
+    if name not in KNOWN:
+        pytest.skip(f"transformers has no {name}")
     model, anatomy = recognised(name)
     wrong = with_layer(anatomy, 1, change)
     assert wrong != anatomy
