@@ -109,6 +109,32 @@ def test_weights_that_a_method_moved_fail_nothing(rounded: QuantizedWeight) -> N
     assert not any(finding.fails for finding in found.findings)
 
 
+def test_weights_of_which_a_method_moved_half_fail_nothing() -> None:
+    """As GPTQ's NVFP4 weights of small layers: half of the pieces keep the bound of rounding to nearest."""
+    generator = torch.Generator().manual_seed(6)
+
+    def normal() -> Tensor:
+        return torch.randn(64, 64, generator=generator)
+
+    w, moves = normal(), normal()
+    moves = moves / torch.stack([normal().square() for _ in range(3)]).mean(dim=0).sqrt()
+    stored = round_to_nearest(w + 0.01 * moves * moves.abs().sqrt(), SCHEMES["nvfp4"])
+    found = find_float_faults(w, stored)
+    assert not found.rounded
+    assert not any(finding.fails for finding in found.findings)
+
+
+def test_damage_of_a_third_of_a_rounded_module_is_found(rounded: QuantizedWeight) -> None:
+    if rounded.scales.numel() == 1:
+        return
+    codes = rounded.codes.clone()
+    codes[:, :32] = codes[:, :32].roll(1, 0)
+    codes = codes.where(rounded.element.decode(codes).isfinite(), rounded.codes)
+    found = find_float_faults(weight(), replace(rounded, codes=codes)).findings
+    outputs = {int(one.what.partition("output channel ")[2].partition(":")[0]) for one in found if one.fails}
+    assert outputs == set(range(32))
+
+
 @pytest.mark.parametrize("amount", [0.003, 0.01, 0.02, 0.04])
 def test_weights_that_a_method_hardly_moved_fail_nothing(rounded: QuantizedWeight, amount: float) -> None:
     w = weight()

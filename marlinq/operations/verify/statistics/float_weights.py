@@ -29,6 +29,12 @@ step)."""
 _ROUNDED_SHARE = 0.5
 """Share of pieces within :data:`_NEAREST` above which a module counts as rounded to nearest; with other
 methods nearly no piece of 16 weights or more is."""
+_CLEARLY_ROUNDED = 0.75
+"""Share of such pieces above which the values that lie little beyond the bound are not counted."""
+_LITTLE_OVER_BEYOND = 2 / 3
+"""Largest ratio of the values between :data:`_NEAREST` and :data:`_BEYOND` to those above where fewer pieces
+are within the bound. Damage moves a code by a step or more: 0.25 or less. GPTQ's NVFP4 weights: 1.47 and
+more."""
 _STANDS_OUT = 4.0
 """Ratio of a piece's root mean square error to the module's 99.9 % quantile above which it is a warning, in
 modules that were not rounded to nearest."""
@@ -54,7 +60,10 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
         r = _half_steps(w[rows], q, rows)
         for total, values in ((beyond, r > _BEYOND), (unrounded, r > _NEAREST), (squares, r.square())):
             total.index_add_(0, piece[rows], values.float())
-    rounded = float((unrounded == 0).float().mean()) >= _ROUNDED_SHARE
+    share = float((unrounded == 0).float().mean())
+    far, little_far = float(beyond.sum()), float((unrounded - beyond).sum())
+    rounded = share >= _ROUNDED_SHARE
+    rounded &= share >= _CLEARLY_ROUNDED or little_far <= _LITTLE_OVER_BEYOND * far
     # GPTQ on inputs that hardly go together moves few weights, most of them little past half a step; damage
     # moves a code by a step or more.
     little = int(((unrounded > 0) & (beyond == 0)).sum())
