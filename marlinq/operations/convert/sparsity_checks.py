@@ -25,6 +25,9 @@ def with_sparsity(
     wanted = target.sparsity
     sparse: dict[str, ModuleSpec] = {}
     for done, (name, spec) in enumerate(specs.items()):
+        if wanted is not None and spec.scheme.element.table is not None:
+            sparse[name] = spec  # pruning would not help: the target is refused for holding integers alone
+            continue
         if wanted is not None or source.layouts[name].mask_key is not None:
             progress("checking masks", done, len(specs))
             used = source.load(name).used()

@@ -9,6 +9,8 @@ import pytest
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.core.sparsity import TWO_OF_FOUR
 from marlinq.operations.convert import convert
+from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.recipe import Recipe
 from tests.testing import faults
 from tests.testing.quantized_folders import (
     assert_holds,
@@ -18,6 +20,8 @@ from tests.testing.quantized_folders import (
     random_tuple,
     write,
 )
+from tests.testing.runnable_folders import save_plain
+from tests.testing.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("layout", ["gptq", "gptq-v2", "awq", "marlin", "compressed-tensors"])
@@ -65,3 +69,12 @@ def test_vllms_kernel_takes_fewer_shapes(tmp_path: Path) -> None:
     source = write(tmp_path / "dense", "gptq", model_tuples(group_size=128, sparse=True))
     with pytest.raises(ConversionRefused, match="N=64 to be multiples of 128"):
         convert(source, tmp_path / "out", target_format="marlin-24", strict_marlin=True)
+
+
+@pytest.mark.parametrize("target", ["marlin-24", "gptq-marlin-24"])
+def test_floats_are_not_asked_to_be_sparse(tmp_path: Path, target: str) -> None:
+    save_plain(tmp_path / "original", tiny_model("llama", num_hidden_layers=1))
+    recipe = Recipe(scheme="mxfp4", format="compressed-tensors", method="rtn")
+    quantize(tmp_path / "original", tmp_path / "made", recipe=recipe, device="cpu")
+    with pytest.raises(ConversionRefused, match="integers and floats are never converted into each other"):
+        convert(tmp_path / "made", tmp_path / "out", target_format=target)

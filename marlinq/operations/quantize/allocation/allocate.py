@@ -181,13 +181,28 @@ def _budget(recipe: Recipe, units: Sequence[Unit], frame: Frame) -> int:
     if budget < least:
         raise UsageError(
             f"{asked}: too small for the schemes that {recipe.served_by} takes in {recipe.format}; reachable "
-            f"are {reachable}"
+            f"are {reachable}{_wide(units)}"
         )
     if budget >= most:
         raise UsageError(
             f"{asked}: all modules fit unquantised, so nothing is left to choose; reachable are {reachable}"
         )
     return budget
+
+
+def _wide(units: Sequence[Unit]) -> str:
+    """Why units get no 4 bits, as the end of a message; empty where all may."""
+    wide = {
+        unit.name: reasons[-1]
+        for unit in units
+        if (reasons := [why for name, why in unit.refused.items() if name.startswith("int4")])
+        and not any(option.candidate.startswith("int4") for option in unit.options)
+    }
+    if not wide:
+        return ""
+    name, reason = next(iter(wide.items()))
+    more = f" (and {len(wide) - 1} more)" if len(wide) > 1 else ""
+    return f"; {name}{more} gets no 4 bits: {reason}"
 
 
 def _documents(
