@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import Tensor
 
 from lab.quality.measuring import (
@@ -36,6 +39,7 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.methods import SolveReport, register_method
 from marlinq.methods.gptq import GPTQ, GPTQOptions
 from marlinq.methods.hessian import HessianAccumulator
+from marlinq.methods.tuning import TunableWeight
 from marlinq.operations.quantize.override import Override
 
 INT3 = Element("int3", 3)
@@ -66,6 +70,29 @@ def _widened(weight: QuantizedWeight, shift: int) -> QuantizedWeight:
     return replace(weight, element=INT4, codes=weight.codes + shift, zeros=weight.zeros + shift)
 
 
+@contextmanager
+def eight_codes_tuned() -> Iterator[None]:
+    """Inside, tuning keeps codes among the middle eight of sixteen."""
+    begin = TunableWeight.__init__
+    lowest = INT4.midpoint - INT3.midpoint
+
+    def init(self: TunableWeight, *arguments: Any, **names: Any) -> None:
+        begin(self, *arguments, **names)
+        if self.latent is not None:
+            with torch.no_grad():
+                self.latent.clamp_(lowest - ROOM, lowest + INT3.codes - 1 + ROOM)
+            self.latent.register_post_accumulate_grad_hook(
+                lambda leaf: leaf.data.clamp_(lowest - ROOM, lowest + INT3.codes - 1 + ROOM)
+            )
+
+    with mock.patch.object(TunableWeight, "__init__", init):
+        yield
+
+
+ROOM = 0.4
+"""How far a latent code may be beyond the first or last of eight; a step moves it by a hundredth."""
+
+
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("INT4, dense", {}),
     "int3": ("INT3, dense", {"method": ThreeBits.name}),
@@ -82,6 +109,8 @@ def main() -> None:
     recipe = recipe_of(options, format="compressed-tensors", quality=options.quality)
     if options.no_output_hessian:
         recipe = recipe.replace(output_hessian=False)
+    if options.tune_steps >= 0:
+        recipe = recipe.replace(tune_steps=options.tune_steps)
     options.work.mkdir(parents=True, exist_ok=True)
     original = load(options.model, device=options.device, dtype="float32")
     rows = []
@@ -91,13 +120,14 @@ def main() -> None:
         if name == "half":
             changes = {**changes, "overrides": _dense_half(options.work / "sparse")}
         if not folder.exists():
-            quantize(
-                options.model,
-                folder,
-                recipe=recipe.replace(**changes),
-                device=options.device,
-                progress=report_progress,
-            )
+            with eight_codes_tuned() if name == "int3" else nullcontext():
+                quantize(
+                    options.model,
+                    folder,
+                    recipe=recipe.replace(**changes),
+                    device=options.device,
+                    progress=report_progress,
+                )
         for text in options.text:
             result = measured(folder, original, text, options)
             rows.append(row_of(label, text, result))
@@ -135,6 +165,7 @@ def _options() -> argparse.Namespace:
         windows=16,
         length=512,
         device="cpu",
+        tune_steps=-1,
     )
     add_rows(parser, ROWS)
     parser.add_argument("--no-output-hessian", action="store_true", help="a tenth of the time on a CPU")
