@@ -14,7 +14,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,7 +106,7 @@ def main() -> None:
     """Quantise, evaluate, print a table."""
     options = _options()
     register_method(ThreeBits())
-    recipe = recipe_of(options, format="compressed-tensors", quality=options.quality)
+    recipe = recipe_of(options, format="compressed-tensors").replace(quality=options.quality)
     if options.no_output_hessian:
         recipe = recipe.replace(output_hessian=False)
     if options.tune_steps >= 0:
@@ -116,6 +116,9 @@ def main() -> None:
     rows = []
     for name in options.rows or ROWS:
         label, changes = ROWS[name]
+        if name == "int3":
+            # Another method begins with its own options; these are the same.
+            changes = {**asdict(recipe.options), **changes}
         folder = options.work / name
         if name == "half":
             changes = {**changes, "overrides": _dense_half(options.work / "sparse")}
