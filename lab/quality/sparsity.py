@@ -96,6 +96,10 @@ ROOM = 0.4
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("INT4, dense", {}),
     "int3": ("INT3, dense", {"method": ThreeBits.name}),
+    "one-shot": (
+        "INT4, 2:4, SparseGPT and GPTQ alone",
+        {"sparsity": "2:4", "clip_search": False, "shrinkage": 0, "drift_correction": 0},
+    ),
     "sparse": ("INT4, 2:4", {"sparsity": "2:4"}),
     "half": ("INT4, the half of the linears that lose least 2:4", {"sparsity": "2:4"}),
 }
