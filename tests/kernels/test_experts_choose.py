@@ -225,6 +225,7 @@ def test_blocks_that_sort_spill_nowhere(group: int) -> None:
 # (weight format, group size, whether zero points are stored, bfloat16)
 OTHERS = (
     (INT8, 128, True, True),
+    (INT8, 64, True, True),
     (INT8, 32, True, False),
     (INT8, -1, True, True),
     (E4M3, -1, False, False),
@@ -306,6 +307,16 @@ def test_gated_floats_of_4_bits_have_no_tiles_that_spill() -> None:
             decision = decide_experts(replace(shape, m=m), H200)
             assert isinstance(decision, SortedDecision)
             assert decision.tile_m != 96
+
+
+def test_integers_of_8_bits_with_zero_points_have_no_tiles_that_spill() -> None:
+    for group, bfloat16, zeros in itertools.product((32, 64, 128, -1), (False, True), (False, True)):
+        granularity = of_size(group)
+        shape = replace(QWEN, m=16, granularity=granularity, format=INT8, bfloat16=bfloat16, zeros=zeros)
+        narrow = [grouped(shape, H200, 8, Columns(4, 1, 2), gated=gated) for gated in (True, False)]
+        spilling = zeros and (bfloat16 or group == -1)
+        assert [config is None for config in narrow] == [spilling, spilling]
+        assert min(found.tile_m for _, found in sorted_variants(shape, H200)) <= 16
 
 
 @pytest.mark.slow

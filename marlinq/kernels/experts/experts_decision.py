@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.kernels.contract.device import Device, registers_of_a_thread
-from marlinq.kernels.contract.weight_formats import E2M1
+from marlinq.kernels.contract.weight_formats import E2M1, INT8
 from marlinq.kernels.experts.configurations import (
     DirectConfig,
     DirectDecision,
@@ -334,6 +334,9 @@ def grouped(
     # Gate and up leave one block of 16 columns to transpose, 16 rows at a time. Four words with zero points
     # and scales of all of K spill.
     if (gated and words == 2 and tile_m % 16) or (words == 4 and problem.zeros and problem.quant_group == 0):
+        return None
+    # 8-bit integers with zero points take 125 of 128 registers in bfloat16, in groups of 64 more than 128.
+    if blocks == 2 and words == 4 and problem.format == INT8 and problem.zeros and problem.bfloat16:
         return None
     # Gated 4-bit floats spill 12 bytes in tiles of 96 rows with GELU, but not in tiles of 80 or 112.
     if gated and problem.format == E2M1 and tile_m == 96:
