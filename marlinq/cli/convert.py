@@ -9,7 +9,7 @@ import click
 from marlinq.checkpoint import check_place
 from marlinq.cli.options import output_options, revision_option, shard_size_option
 from marlinq.cli.output import print_report, showing_progress
-from marlinq.cli.types import FORMAT, PAIR, SOURCE, TARGET, SettingType
+from marlinq.cli.types import FOLDER, FORMAT, PAIR, SOURCE, TARGET, SettingType
 from marlinq.core.errors import UsageError
 from marlinq.core.model_source import local_folder
 from marlinq.core.schemes import SCHEMES
@@ -76,7 +76,7 @@ def command(
     if strict_marlin and target_format not in targets:
         raise UsageError(f"--strict-marlin: expected --to {' or '.join(targets)}, found {target_format}")
     SOURCE.convert(source, None, context)
-    out = Path(target)
+    out = FOLDER.convert(target, None, context)
     check_place(out, resume=True, source=local_folder(source))
     from marlinq.operations.convert import convert
 

@@ -6,7 +6,7 @@ import click
 
 from marlinq.cli.options import device_option, output_options, refuse_options, revision_option
 from marlinq.cli.output import print_report, showing_progress
-from marlinq.cli.types import OUTPUT_FILE, names
+from marlinq.cli.types import OUTPUT_FILE, SOURCE, names
 
 
 @click.command(
@@ -61,6 +61,8 @@ def command(
     """
     if synthetic:
         refuse_options(click_context, "revision", reason="--synthetic reads no checkpoint; leave it out")
+    else:
+        SOURCE.convert(model, None, click_context)
     if not measure:
         refuse_options(
             click_context, "device", reason="only with --measure; --gpu names the GPU that is judged"

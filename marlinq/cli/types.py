@@ -145,12 +145,18 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]  # generic from cl
         return _completions([*words, *(kind.values if isinstance(kind, Choice) else ())], incomplete)
 
 
+_EMPTY = "found an empty text, as a variable that is not set leaves; name a folder"
+"""For Path it is the current folder, which nobody means by it."""
+
+
 class Source(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
     """A checkpoint: an existing folder with a config.json, or a Hub id; returned as the given text."""
 
     name = "checkpoint"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not str(value):
+            self.fail(f"{_EMPTY} or a Hub id", param, ctx)
         folder = local_folder(str(value))
         if folder is not None and os.access(folder, os.X_OK) and not os.path.lexists(folder / "config.json"):
             hint = "pass the folder of a Hugging Face checkpoint"
@@ -238,10 +244,21 @@ class OutputFile(click.Path):
         return super().convert(value, param, ctx)
 
 
+class Folder(click.Path):
+    """A folder, which is not looked at while the command line is parsed."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value):
+            self.fail(_EMPTY, param, ctx)
+        return super().convert(value, param, ctx)
+
+
 SOURCE = Source()
 TEXT = TextSource()
 CALIBRATION = CalibrationSource()
 PAIR = Pair()
 OUTPUT_FILE = OutputFile()
-FOLDER = click.Path(path_type=Path)
-"""A path, not checked while the command line is parsed."""
+FOLDER = Folder()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,6 +50,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (
+            "inspect ''",
+            2,
+            "Invalid value for 'CKPT': found an empty text, as a variable that is not set leaves",
+        ),
+        ("recommend ''", 2, "Invalid value: found an empty text"),
+        ("quantize model ''", 2, "Invalid value for 'OUT': found an empty text"),
+        ("convert model '' --to awq", 2, "Invalid value: found an empty text"),
+        ("report model --out ''", 2, "Invalid value for '--out': found an empty text"),
         ("inspect ./nosuch", 3, "./nosuch: not a folder, and not a Hub id of the form organisation/name"),
         ("inspect mode", 3, "mode: no such folder; did you mean model or models?"),
         ("inspect models/tinny", 3, "models/tinny: no such folder; did you mean models/tiny?"),
@@ -84,7 +94,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_wrong_input_is_answered_before_anything_heavy(
     place: Path, arguments: str, code: int, message: str
 ) -> None:
-    exit_code, err, imported = run(place, *arguments.split())
+    exit_code, err, imported = run(place, *shlex.split(arguments))
     assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
     assert (exit_code, imported) == (code, "")

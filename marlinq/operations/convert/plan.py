@@ -25,7 +25,7 @@ from marlinq.checkpoint import (
 )
 from marlinq.core.display import counted
 from marlinq.core.dtypes import torch_dtype
-from marlinq.core.errors import CheckpointError, ConversionRefused, UsageError
+from marlinq.core.errors import CheckpointError, ConversionRefused, NumericsError, UsageError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.rules import Keep
 from marlinq.core.scheme import Scheme
@@ -334,16 +334,23 @@ class _Scan:
 
         Raises:
             ConversionRefused: it would be rounded, which is not allowed or not possible.
+            NumericsError: its weights are not finite.
         """
         way, weight = self._recasts[name], self._source.load(name)
         exact = way.exact(weight)
         if exact is not None:
             return exact
+        before = weight.dequantize()
+        odd = int((~torch.isfinite(before)).sum())
+        if odd:
+            raise NumericsError(
+                f"{self._source.checkpoint.path}: {name}: {odd} of {before.numel()} weights are NaN or "
+                "infinite; marlinq verify names what is damaged; copy the checkpoint again"
+            )
         if way.lossy is None or not self._allow_loss:
             self._lose(name, way.refusal, None)
         rounded = way.apply(weight, allow_loss=True)
         assert rounded is not None, "a lossy way holds every weight"
-        before = weight.dequantize()
         error = float((rounded.dequantize() - before).norm()) / (float(before.norm()) or 1.0)
         self._lose(name, way.refusal, error)
         return rounded

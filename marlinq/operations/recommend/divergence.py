@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from marlinq.core.errors import UnsupportedError
 from marlinq.core.progress import ReportProgress
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.evaluate import DEFAULT_SEED, divergence, write_windows
@@ -68,6 +69,7 @@ def measure(
 
     Raises:
         CheckpointError: the checkpoint can't be loaded.
+        UnsupportedError: the checkpoint's experts are quantised.
     """
     original, rounded = (
         load(model, revision=revision, device=device, exact=True, progress=progress) for _ in range(2)
@@ -76,6 +78,12 @@ def measure(
     text = write_windows(original, windows=_WINDOWS, length=length, seed=DEFAULT_SEED, progress=progress)
     plain = dict(original.model.named_parameters())
     targets = dict(rounded.model.named_parameters())
+    packed = next((one for one in shape.projections if one.parameter not in plain), None)
+    if packed is not None:
+        raise UnsupportedError(
+            f"{model}: --measure rounds 16-bit weights, and {packed.name} is quantised; pass the original, "
+            "or what marlinq convert --to dense makes of this folder"
+        )
     found: dict[str, Divergence] = {}
     for done, kind in enumerate(kinds):
         progress("measuring kinds of weights", done, len(kinds))

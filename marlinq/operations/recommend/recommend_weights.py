@@ -239,7 +239,10 @@ def _advice(
         if point.batch >= until and any(one.points[index].fits for one in wide)
     ]
     if not rooms:
-        found.append(f"from batch {until} on 4 bits are no faster, but nothing wider fits the memory")
+        narrow = [one for one in candidates if one.bits <= 4 and one.points and _is_loaded(one, servers)]
+        fits = any(point.batch >= until and point.fits for one in narrow for point in one.points)
+        what = "but nothing wider fits the memory" if fits else "but nothing fits the memory there"
+        found.append(f"from batch {until} on 4 bits are no faster, {what}")
         return found
     able = [one for one in wide if one.points[rooms[-1]].fits]
     fastest = min(one.points[rooms[-1]].step_seconds for one in able)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from marlinq.core.display import Block, Facts, Shown, Table, lines
+from marlinq.core.display import Block, Facts, Shown, Table, lines, size_text
 from marlinq.operations.recommend.divergence import Divergence
 from marlinq.operations.recommend.server_verdicts import LAYOUT, STACKED_LAYOUT, Loader
 from marlinq.operations.recommend.step_times import RESERVED_BYTES
@@ -163,8 +163,8 @@ class Recommendation(Shown):
         ]
         return (
             candidate.name,
-            f"{candidate.weight_bytes / 1e9:.2f} GB",
-            f"{candidate.memory_bytes / 1e9:.2f} GB",
+            size_text(candidate.weight_bytes),
+            size_text(candidate.memory_bytes),
             "yes" if candidate.fits else "no",
             "" if step is None else f"{1e3 * step:.2f} ms",
             "" if step is None else f"{self.batch / step:.0f}",

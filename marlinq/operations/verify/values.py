@@ -19,6 +19,9 @@ from marlinq.operations.verify.verification_report import Check, Findings
 _OUTLIER = 2.0**12
 """Ratio of a scale to the typical scale of its channel and of its group above which it is an outlier. A
 flipped upper exponent bit makes a float16 below 2 larger by 2**16."""
+_LARGE, _IMPOSSIBLE = 2.0**10, 2.0**16
+"""Typical magnitude of the largest weight under a scale: models have 0.01 to 10, and float16 ends below
+2**16. Scales used the wrong way round multiply by 10**6 and more."""
 _BLANK_SHARE = 0.5
 _SAME_SCALE = 1.1
 _SUBNORMAL_SHARE = 0.01
@@ -74,7 +77,18 @@ class Values:
                 f"{name}: {subnormal} of {scales.numel()} scales are subnormal in {q.scales.dtype}; "
                 "kernels may flush them to zero"
             )
+        self._check_size(name, q, scales, second)
         self._check_outliers(name, q, scales.abs().log2())
+
+    def _check_size(self, name: str, q: QuantizedWeight, scales: Tensor, second: float | None) -> None:
+        furthest = max(abs(end - q.element.midpoint) for end in q.element.ends)
+        factor = 1.0 if second is None else 1 / second if q.tensor_scale_divides else second
+        typical = float(scales.abs().double().median()) * furthest * factor
+        if typical > _LARGE:
+            (self._scales.failures if typical > _IMPOSSIBLE else self._scales.warnings).append(
+                f"{name}: half of the scales reach weights of {typical:.3g}, expected below {_LARGE:g}; are "
+                "they reciprocals, or another module's?"
+            )
 
     def _check_outliers(self, name: str, q: QuantizedWeight, logs: Tensor) -> None:
         used = torch.zeros(q.groups, q.out_features, dtype=torch.int32)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
-from marlinq.core.errors import ConversionRefused
+from marlinq.core.errors import ConversionRefused, NumericsError
 from marlinq.operations.convert import convert
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.recipe import Recipe
+from tests.testing.foreign_floats import config_of, rewrite
 from tests.testing.runnable_folders import save_plain
 from tests.testing.tiny_models import tiny_model
 
@@ -71,3 +74,16 @@ def test_a_quantised_source_is_quantised_anew(tmp_path: Path) -> None:
     error = (after.load(UP).dequantize() - wide).abs().max()
     # Half a step of the widest group, and its float16 scale, off by up to 2**-11.
     assert float(error) <= float(wide.abs().max()) * (1 / 255 + 2**-11)
+
+
+def test_weights_that_are_not_finite_are_named_before_they_are_rounded(tmp_path: Path) -> None:
+    folder = made(tmp_path, "fp8")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{UP}.weight"].view(torch.uint8)[3, 5] = 0x7F
+    rewrite(folder, config_of(folder), tensors)
+    with pytest.raises(NumericsError, match=rf"{re.escape(str(folder))}: {UP}: 1 of \d+ weights are NaN"):
+        convert(
+            folder, tmp_path / "out", target_format="compressed-tensors", scheme="fp8-block",
+            allow_loss=True, progress=False,
+        )  # fmt: skip
+    assert not list(tmp_path.glob("out*"))

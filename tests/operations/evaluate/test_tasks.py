@@ -57,6 +57,30 @@ def test_a_plain_task_names_its_documents_from_its_own_folder(tmp_path: Path) ->
     assert "include" not in read
 
 
+def test_documents_that_are_missing_are_told_with_the_task_file(tmp_path: Path) -> None:
+    path = task_file(tmp_path, TASK.replace("docs.jsonl", "gone.jsonl"))
+    with pytest.raises(UsageError, match=r"--tasks \S+tiny\.yaml: data_files: no local file 'gone\.jsonl'"):
+        task_files.read_task(str(path), METRICS)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "kind", "hint"),
+    [
+        ([{"task": "tiny"}], UsageError, "compare the keys of the task's YAML with its documents"),
+        (["arc_easy"], EnvironmentProblem, "data sets of its tasks come from the Hub"),
+    ],
+)
+def test_what_stops_a_task_is_said_with_what_to_mend(
+    tasks: list[Any], kind: type[Exception], hint: str
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyError("foo")
+
+    made = harness.Harness("0", stop, None, None, None, None, METRICS)
+    with pytest.raises(kind, match=hint):
+        harness.run(made, None, tasks, None, shots=None, limit=None, trusted=False)
+
+
 def test_files_that_include_each_other_many_times_are_refused(tmp_path: Path) -> None:
     for level in range(6):
         (tmp_path / f"{level}.yaml").write_text(f"include: [{', '.join([f'{level + 1}.yaml'] * 8)}]\n")

@@ -18,6 +18,7 @@ from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.kernels.contract.device import H200
 from marlinq.models import build_blueprint
 from marlinq.operations.bench.synthetic import Synthetic
+from marlinq.operations.quantize import Recipe, quantize
 from marlinq.operations.recommend import Recommendation, gpus, recommend, save_plot, step_times
 from marlinq.operations.recommend.divergence import known_quality
 from marlinq.operations.recommend.gpus import find_gpu
@@ -223,6 +224,22 @@ def test_quality_on_the_model_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(kl) == set(KINDS)
     assert 0 < kl["int8"] < kl["int4 g32"]
     assert kl["16 bits"] == 0
+
+
+def test_experts_that_are_packed_cannot_be_measured(tmp_path: Path) -> None:
+    folder = save_plain(tmp_path / "model", random_mixture("qwen3-moe"))
+    recipe = Recipe(method="rtn", group_size=32, format="compressed-tensors")
+    quantize(folder, tmp_path / "int4", recipe=recipe, device="cpu", progress=False)
+    save_tokenizer(tmp_path / "int4")
+    with pytest.raises(UnsupportedError, match=r"experts\.0\.\S+ is quantised; pass the original, or"):
+        recommend(str(tmp_path / "int4"), measured=True, device="cpu", progress=False)
+
+
+def test_large_batches_that_fit_nothing_are_no_matter_of_width() -> None:
+    found = recommend("llama-3-8b", synthetic=True, gpu="4090", progress=False)
+    assert found.until == 64
+    assert not any(point.fits for one in found.candidates for point in one.points if point.batch >= 64)
+    assert "from batch 64 on 4 bits are no faster, but nothing fits the memory there" in found.advice
 
 
 def test_quality_is_that_of_the_results() -> None:

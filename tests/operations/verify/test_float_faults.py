@@ -20,6 +20,7 @@ from marlinq.formats import FORMATS
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.verify import verify
 from tests.docs.test_format_tables import INTEGERS, example
 from tests.testing.faults import passes, planted
 from tests.testing.foreign_floats import Tensors, as_gptqmodel, config_of, rewrite, with_four_bit_inputs
@@ -272,6 +273,28 @@ def test_no_fault_is_missed(
         if passes(planted(folders[case], tmp_path / name, plant), original):
             missed.append(name)
     assert not missed
+
+
+@pytest.mark.parametrize(
+    ("case", "plant"),
+    [
+        (("fp8-block", "fp8"), turned_over),
+        (("fp8-block", INVERSE), turned_over),
+        (("nvfp4", "compressed-tensors"), second_turned_over),
+        (("nvfp4", "modelopt"), second_turned_over),
+    ],
+)
+def test_weights_that_no_model_has_need_no_original(
+    folders: dict[tuple[str, str] | None, Path],
+    tmp_path: Path,
+    case: tuple[str, str],
+    plant: Callable[[Tensors], None],
+) -> None:
+    assert verify(folders[case], device="cpu", progress=False).ok
+    report = verify(planted(folders[case], tmp_path / "faulty", plant), device="cpu", progress=False)
+    (row,) = [check for check in report.checks if check.name == "scales"]
+    assert row.status == "failed"
+    assert f"{DOWN}: " in row.detail
 
 
 def other_config(case: tuple[str, str]) -> tuple[str, str]:

@@ -224,9 +224,13 @@ def run(
     except MarlinqError:
         raise
     except Exception as error:
+        stopped = (
+            f"--tasks {named}: lm-evaluation-harness {harness.version} stopped ({boundaries.reason(error)})"
+        )
+        if not any(isinstance(task, str) for task in tasks):
+            raise UsageError(f"{stopped}; compare the keys of the task's YAML with its documents") from error
         raise EnvironmentProblem(
-            f"--tasks {named}: lm-evaluation-harness {harness.version} stopped ({boundaries.reason(error)}); "
-            "data sets of its tasks come from the Hub, local files need none"
+            f"{stopped}; data sets of its tasks come from the Hub, local files need none"
         ) from error
     if not isinstance(results, Mapping):
         raise EnvironmentProblem(f"--tasks {named}: lm-evaluation-harness returned nothing; run one process")

@@ -78,7 +78,7 @@ def with_local_data(path: str, task: dict[str, Any]) -> dict[str, Any]:
     options = task.get("dataset_kwargs")
     if not isinstance(options, Mapping) or "data_files" not in options:
         return task
-    files = _resolved(Path(path).parent, options["data_files"], required=False)
+    files = _resolved(Path(path), options["data_files"], required=False)
     return {**task, "dataset_kwargs": {**options, "data_files": files}}
 
 
@@ -138,24 +138,25 @@ def _local_data(path: Path, task: Mapping[str, Any]) -> dict[str, Any]:
     for key in options:
         if key not in _DATA_KEYS:
             raise _refused(path, f"dataset_kwargs: the key {key!r} is not data_files or field; remove it")
-    return {**options, "data_files": _resolved(path.parent, options["data_files"], required=True)}
+    return {**options, "data_files": _resolved(path, options["data_files"], required=True)}
 
 
-def _resolved(folder: Path, value: Any, *, required: bool) -> Any:
-    """``data_files`` with absolute paths for the files that exist in ``folder``.
+def _resolved(path: Path, value: Any, *, required: bool) -> Any:
+    """``data_files`` with absolute paths for the files that lie beside the task file ``path``.
 
     Raises:
-        UsageError: ``required``, and a file is not in ``folder``.
+        UsageError: ``required``, and a file does not lie there.
     """
     if isinstance(value, dict):
-        return {key: _resolved(folder, each, required=required) for key, each in value.items()}
+        return {key: _resolved(path, each, required=required) for key, each in value.items()}
     if isinstance(value, list):
-        return [_resolved(folder, each, required=required) for each in value]
+        return [_resolved(path, each, required=required) for each in value]
+    folder = path.parent
     # Unlike Path.is_file, this takes names that no file can have.
     if isinstance(value, str) and os.path.isfile(folder / value):  # noqa: PTH113
         return str((folder / value).absolute())
     if required:
-        raise _refused(folder, f"data_files: no local file {value!r}; put it beside the task's YAML")
+        raise _refused(path, f"data_files: no local file {value!r}; put it beside the task's YAML")
     return value
 
 
