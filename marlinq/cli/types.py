@@ -236,6 +236,8 @@ class OutputFile(click.Path):
         super().__init__(dir_okay=False, writable=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not os.fspath(value):
+            self.fail("expected the path of a file, found ''", param, ctx)
         folder = Path(value).absolute().parent
         if not folder.is_dir():
             self.fail(f"{folder}: no such folder; make it, or choose another", param, ctx)

@@ -144,3 +144,18 @@ def test_a_file_without_a_folder_is_refused_before_the_work(
     assert ended.value.code == UsageError.exit_code
     assert f"{tmp_path / 'absent'}: no such folder" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["recommend", "MODEL", "--plot", ""], ["bench", "decode", "--profile", ""]]
+)
+def test_an_empty_path_is_no_file(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path) if each == "MODEL" else each for each in arguments])
+    error = capsys.readouterr().err
+    assert ended.value.code == UsageError.exit_code
+    assert "expected the path of a file, found ''" in error
+    assert error.count("\n") == 1
