@@ -246,3 +246,13 @@ def test_a_leftover_config_over_floats_is_told_and_left_aside(tmp_path: Path) ->
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UnsupportedError, match="'bitsandbytes' is not supported"):
         QuantizedCheckpoint.of(Checkpoint.open(folder))
+
+
+def test_weights_that_no_file_holds_quantised_are_refused() -> None:
+    config = write("compressed-tensors", {NAMES[0]: KINDS["usual"]}, [])
+    read(config)
+    config["config_groups"]["group_0"]["weights"]["dynamic"] = True
+    with pytest.raises(
+        UnsupportedError, match="group_0.weights: dynamic: weights that are quantised when loaded"
+    ):
+        read(config)

@@ -150,6 +150,11 @@ def _scheme(keys: Keys, outer_format: object) -> Scheme:
         raise UnsupportedError(f"{keys.where}: quantised outputs (output_activations) are not supported")
     weights = Keys(keys.mapping("weights"), f"{keys.where}.weights")
     element = _element(weights)
+    if weights.raw.get("dynamic"):
+        # Loaders quantise such weights when they are loaded, so files hold them unquantised.
+        raise UnsupportedError(
+            f"{weights.where}: dynamic: weights that are quantised when loaded, not stored"
+        )
     said = keys.raw.get("format") or outer_format
     scheme = Scheme(
         element=element,
