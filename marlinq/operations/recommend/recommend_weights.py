@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.progress import Progress, shows_progress
+from marlinq.core.safe_text import escaped
 from marlinq.operations.bench.synthetic import Synthetic
 from marlinq.operations.recommend import step_times
 from marlinq.operations.recommend.divergence import Divergence, known_quality, measure
@@ -100,10 +102,24 @@ def recommend(
         until=until,
         advice=(
             *_advice(candidates, choice, until, batch, found, servers),
+            *_quantised(config),
             *_not_counted(shape),
             *_too_long(shape, context),
         ),
     )
+
+
+def _quantised(config: Mapping[str, Any]) -> list[str]:
+    """Advice on a checkpoint whose weights are quantised already."""
+    for part in (config, config.get("text_config")):
+        said = part.get("quantization_config") if isinstance(part, Mapping) else None
+        method = said.get("quant_method") if isinstance(said, Mapping) else None
+        if isinstance(method, str):
+            already = f"the model is quantised already ({escaped(method)})"
+            return [
+                f"{already}: more bits than its own gain nothing, the KL of fewer comes on top of its own"
+            ]
+    return []
 
 
 def _not_counted(shape: ModelShape) -> list[str]:

@@ -173,7 +173,7 @@ def read_config(model: str, revision: str | None, progress: ReportProgress) -> M
     folder = locate(model, revision=revision, progress=progress, wanted=(CONFIG,))
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder}: no {CONFIG}; pass the folder of a Hugging Face checkpoint")
-    return without_quantization_config(read_json(folder, CONFIG))
+    return read_json(folder, CONFIG)
 
 
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
@@ -183,6 +183,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         CheckpointError: transformers can't build a model from it, or a number in it is absurd.
         UnsupportedError: it is no decoder, or writes no text.
     """
+    config = without_quantization_config(config)
     _check_counts(name, config)
     blueprint = build_blueprint(dict(config), source=name)
     _check_writes(name, blueprint)

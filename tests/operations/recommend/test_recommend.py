@@ -300,6 +300,16 @@ def test_weights_in_16_bits_are_loaded_by_what_runs_models() -> None:
     assert names == {"marlinq", "vLLM", "SGLang", "transformers"}
 
 
+def test_models_that_are_quantised_already_are_told(found: Recommendation, tmp_path: Path) -> None:
+    assert not any("quantised already" in line for line in found.advice)
+    config = tiny_model("llama").config.to_dict() | {"quantization_config": {"quant_method": "fp8\x1b[2J"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = recommend(str(tmp_path), batch=16, context=64, prompt=32, progress=False)
+    (line,) = [line for line in told.advice if "quantised already (fp8" in line]
+    assert "\x1b" not in line
+    assert [one.step_seconds for one in told.candidates] == [one.step_seconds for one in found.candidates]
+
+
 def test_wrong_requests_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--servers nobody: not known"):
         recommend("llama-3-8b", synthetic=True, servers=("nobody",), progress=False)
