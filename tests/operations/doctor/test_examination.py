@@ -220,7 +220,7 @@ def test_cache_folder_is_where_the_kernels_say(
     monkeypatch.setenv("MARLINQ_CACHE", str(folder))
     finding = examination._kernel_cache()
     assert finding.state is State.OK
-    assert finding.found == f"{folder}: {'1 files, 1.0' if exists else '0 files, 0.0'} MB"
+    assert finding.found == f"{folder}: {'1 file, 1.0' if exists else '0 files, 0.0'} MB"
 
 
 @pytest.mark.usefixtures("run_here")
