@@ -64,8 +64,8 @@ class Recipe:
 
     Attributes:
         quality: name in :data:`marlinq.operations.quantize.quality.QUALITIES`, which gives the defaults of
-            some of the settings below. :meth:`from_dict` and :meth:`replace` apply it before the settings
-            that are given with it.
+            some of the settings below. The constructor, :meth:`from_dict` and :meth:`replace` apply it before
+            the settings that are given with it.
         format: output format, a name in :data:`marlinq.formats.FORMATS`.
         method: name in :data:`marlinq.methods.METHODS`.
         scheme: name in :data:`marlinq.core.schemes.SCHEMES`.
@@ -244,13 +244,20 @@ class Recipe:
                     f"Recipe: unknown setting {key!r}; expected one of {', '.join(known)}; options of the "
                     "method are keys of a dict or file"
                 )
-        return super().__new__(cls)
+        recipe = super().__new__(cls)
+        object.__setattr__(recipe, _GIVEN, frozenset((*known[: len(args)], *settings)))
+        return recipe
 
     def __post_init__(self) -> None:
+        given = self.__dict__.pop(_GIVEN)
         check_settings(self)
+        named = QUALITIES[self.quality].settings if "quality" in given else {}
+        for key in named.keys() & {each.name for each in fields(self)} - given:
+            object.__setattr__(self, key, named[key])
         wanted = METHODS[self.method].options
         if type(self.options) is MethodOptions:
-            object.__setattr__(self, "options", wanted())
+            options = {each.name: named[each.name] for each in fields(wanted) if each.name in named}
+            object.__setattr__(self, "options", wanted(**options))
         if type(self.options) is not wanted:
             raise UsageError(
                 f"method {self.method}: expected {wanted.__name__}, found {type(self.options).__name__}"
@@ -573,5 +580,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
         raise UsageError(f"{path}: {error}") from None
 
 
+_GIVEN = "_given"
+"""Attribute of a recipe under construction: names of the settings that its maker gave."""
 _TARGETS = ("target_bits", "target_size")
 _ALLOCATED_FOR = (*_TARGETS, "served_by", "format")

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -18,6 +20,7 @@ from marlinq.methods import GPTQOptions, RTNOptions
 from marlinq.operations.quantize import recipe as recipe_module
 from marlinq.operations.quantize.module_settings import ModuleSettings, common_group_size
 from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe, read_recipe
 from tests.testing.layouts import INTEGERS
 from tests.testing.recipes import write_recipe
@@ -90,6 +93,25 @@ def test_another_method_has_its_own_options():
         Recipe(method="rtn", overrides=(Override("x", settings={"damp": 0.1}),))
     with pytest.raises(UsageError, match="method rtn: expected RTNOptions, found GPTQOptions"):
         Recipe(method="rtn", options=GPTQOptions())
+
+
+@pytest.mark.parametrize("quality", QUALITIES)
+def test_the_constructor_applies_a_quality(quality):
+    made = Recipe(quality=quality, group_size=64)
+    assert made == Recipe(quality, group_size=64) == Recipe.from_dict({"quality": quality, "group_size": 64})
+    assert made == Recipe().replace(quality=quality, group_size=64)
+    assert made.quality_record()["changed"] == []
+    assert replace(made, seed=1) == made.replace(seed=1)
+    assert copy.deepcopy(made) == made
+
+
+def test_settings_given_beside_a_quality_win():
+    tuned_less = Recipe(quality="best", tune_steps=7)
+    assert (tuned_less.tune_steps, tuned_less.tune_codes) == (7, True)
+    assert tuned_less.quality_record()["changed"] == ["tune_steps"]
+    assert Recipe(quality="best", method="rtn").options == RTNOptions()
+    assert Recipe(quality="best", options=GPTQOptions(damp=0.02)).options == GPTQOptions(damp=0.02)
+    assert Recipe(quality="best", tune_own_text=False).tune_own_text is False
 
 
 def test_a_recipe_from_before_methods_means_the_same(tmp_path):
