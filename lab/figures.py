@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from marlinq.operations.bench.serve_plot import steps_plot
@@ -330,18 +331,20 @@ def quality_ratios_table() -> str:
         of_model = [run for run in runs if run["model"] == model]
         sizes = " and ".join(map(str, sorted({run["group_size"] for run in of_model})))
         best = [run for run in of_model if "best" in run["rows"]]
-        of_default, of_best = _span(of_model, "default", _PEER), _span(best, "best", _PEER)
-        rows.append(
-            [f"{model}, groups of {sizes}", of_default, f"{of_best} (groups of {best[0]['group_size']})"]
-        )
+        plain = [run for run in of_model if "default" in run["rows"]]
+        of_default, of_best = _span(plain, "default", _PEER), _span(best, "best", _PEER)
+        tuned = " and ".join(map(str, sorted({run["group_size"] for run in best})))
+        rows.append([f"{model}, groups of {sizes}", of_default, f"{of_best} (groups of {tuned})"])
         for peer, words in ((_OTHER_RUN, "better run"), (_STRONG_PEER, "strongest setting")):
             other = [run for run in of_model if peer in run["rows"]]
             if other:
                 cells = [f"**{_span(other, ours, peer)}**" for ours in ("default", "best")]
                 rows.append([f"the same, over AutoRound's {words}", *cells])
     scaled = [run for run in result("quality-worst-h200")["runs"] if run["scaled"]]
-    made = _span(scaled, "default", _PEER)
-    rows.append(["first and third made harder: channels scaled", made, "not measured"])
+    made = _span((run for run in scaled if "default" in run["rows"]), "default", _PEER)
+    tuned = [run for run in scaled if "best" in run["rows"]]
+    of_tuned = _span(tuned, "best", _PEER) if tuned else "not measured"
+    rows.append(["first and third made harder: channels scaled", made, of_tuned])
     return _table(rows)
 
 
@@ -350,6 +353,23 @@ def _span(runs: Iterable[dict[str, Any]], ours: str, peer: str) -> str:
     pairs = [(run["rows"][ours]["kl"], run["rows"][peer]["kl"]) for run in runs]
     ratios = [a / b for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True)]
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def quality_sparse_table() -> str:
+    """KL divergence of dense and 2:4 sparse weights by model and quality: novels, and the mean of texts."""
+    models = result("quality-sparse-h200")["models"]
+    columns = [(model, quality) for model in models for quality in ("default", "best")]
+    names = [f"{model['name']}, {model['group_size']}: `{quality}`" for model, quality in columns]
+    rows = [["KL on novels; mean of texts", *names]]
+    for weights in dict.fromkeys(row["weights"] for model in models for row in model["rows"]):
+        cells = [_sparse_cell(model, weights, quality) for model, quality in columns]
+        rows.append([weights, *cells])
+    return _table(rows)
+
+
+def _sparse_cell(model: dict[str, Any], weights: str, quality: str) -> str:
+    found = [row for row in model["rows"] if (row["weights"], row["quality"]) == (weights, quality)]
+    return f"{found[0]['kl'][0]:.3f}; {fmean(found[0]['kl']):.3f}" if found else "-"
 
 
 def head_table() -> str:
@@ -460,6 +480,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-texts": quality_texts_table,
     "quality-worst": quality_worst_table,
     "quality-ratios": quality_ratios_table,
+    "quality-sparse": quality_sparse_table,
     "head": head_table,
     "decode": decode_table,
     "plugin": plugin_table,
