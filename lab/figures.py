@@ -325,7 +325,7 @@ def quality_worst_table() -> str:
 
 def quality_ratios_table() -> str:
     """Smallest and largest ratio to AutoRound's divergence by model."""
-    runs = [run for run in result("quality-worst-h200")["runs"] if not run["scaled"]]
+    runs = [run for run in result("quality-worst-h200")["runs"] if not run["scaled"] and _PEER in run["rows"]]
     rows = [["mean KL divergence over AutoRound's, 200 iterations", "`default`", "`best`"]]
     for model in dict.fromkeys(run["model"] for run in runs):
         of_model = [run for run in runs if run["model"] == model]
@@ -342,8 +342,8 @@ def quality_ratios_table() -> str:
                 rows.append([f"the same, over AutoRound's {words}", *cells])
     scaled = [run for run in result("quality-worst-h200")["runs"] if run["scaled"]]
     made = _span((run for run in scaled if "default" in run["rows"]), "default", _PEER)
-    tuned = [run for run in scaled if "best" in run["rows"]]
-    of_tuned = _span(tuned, "best", _PEER) if tuned else "not measured"
+    made_best = [run for run in scaled if "best" in run["rows"]]
+    of_tuned = _span(made_best, "best", _PEER) if made_best else "not measured"
     rows.append(["first and third made harder: channels scaled", made, of_tuned])
     return _table(rows)
 
@@ -356,20 +356,13 @@ def _span(runs: Iterable[dict[str, Any]], ours: str, peer: str) -> str:
 
 
 def quality_sparse_table() -> str:
-    """KL divergence of dense and 2:4 sparse weights by model and quality: novels, and the mean of texts."""
+    """KL divergence of dense and 2:4 sparse weights by model, the mean of five texts."""
     models = result("quality-sparse-h200")["models"]
-    columns = [(model, quality) for model in models for quality in ("default", "best")]
-    names = [f"{model['name']}, {model['group_size']}: `{quality}`" for model, quality in columns]
-    rows = [["KL on novels; mean of texts", *names]]
-    for weights in dict.fromkeys(row["weights"] for model in models for row in model["rows"]):
-        cells = [_sparse_cell(model, weights, quality) for model, quality in columns]
-        rows.append([weights, *cells])
+    rows = [["mean of five texts", *(row["weights"] for row in models[0]["rows"])]]
+    for model in models:
+        cells = (f"{fmean(row['kl']):.3f}" for row in model["rows"])
+        rows.append([f"{model['name']}, {model['group_size']}", *cells])
     return _table(rows)
-
-
-def _sparse_cell(model: dict[str, Any], weights: str, quality: str) -> str:
-    found = [row for row in model["rows"] if (row["weights"], row["quality"]) == (weights, quality)]
-    return f"{found[0]['kl'][0]:.3f}; {fmean(found[0]['kl']):.3f}" if found else "-"
 
 
 def head_table() -> str:
