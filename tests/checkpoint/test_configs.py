@@ -256,3 +256,23 @@ def test_weights_that_no_file_holds_quantised_are_refused() -> None:
         UnsupportedError, match="group_0.weights: dynamic: weights that are quantised when loaded"
     ):
         read(config)
+
+
+def test_transformers_takes_no_shared_experts_for_routed_ones() -> None:
+    """It takes the first group whose patterns have the word "experts" for that of the routed ones."""
+    layer = "model.layers.0.mlp"
+    routed = {f"{layer}.experts.{number}.up_proj": KINDS["usual"] for number in range(3)}
+    shared = {f"{layer}.shared_experts.up_proj": KINDS["eight"]}
+    for modules in (routed | shared, dict(list(routed.items())[:1]) | shared):
+        groups = write("compressed-tensors", modules, [])["config_groups"]
+        first = next(
+            group
+            for group in groups.values()
+            if any(each.startswith("re:") and "experts" in each for each in group["targets"])
+        )
+        assert first["weights"]["num_bits"] == 4
+        found = read(write("compressed-tensors", modules, []))
+        for name, spec in modules.items():
+            assert found.rules.outcome(name).element == spec.scheme.element
+    only = write("compressed-tensors", routed, [])["config_groups"]
+    assert [group["targets"] for group in only.values()] == [["Linear"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -187,3 +188,23 @@ QUICK = ("scale of a block missing", "exponents of an expert off", "last block m
 def test_planted_faults_are_found(root: Path, tmp_path: Path, name: str) -> None:
     faulty = planted(root / "v4", tmp_path / "faulty", FAULTS[name])
     assert not passes(faulty, root / "original")
+
+
+def test_groups_have_names_of_the_model_too(root: Path, tmp_path: Path) -> None:
+    """Transformers looks targets up by the names of the model, servers by those of files."""
+    experts = (Override(r"\.experts\.", settings={"scheme": "mxfp4"}),)
+    recipe = Recipe(method="rtn", scheme="fp8-dynamic", format="compressed-tensors", overrides=experts)
+    quantize(root / "original", tmp_path / "out", recipe=recipe, **CPU)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    patterns = {
+        group["weights"]["num_bits"]: [each[3:] for each in group["targets"] if each.startswith("re:")]
+        for group in config["config_groups"].values()
+    }
+    for names in (
+        ("attn.wq_a", "self_attn.q_a_proj"),
+        ("ffn.shared_experts.w1", "mlp.shared_experts.gate_proj"),
+    ):
+        for name in names:
+            assert any(re.match(each, f"model.layers.0.{name}") for each in patterns[8])
+    first = next(iter(config["config_groups"].values()))
+    assert first["weights"]["num_bits"] == 4

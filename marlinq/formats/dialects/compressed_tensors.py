@@ -34,6 +34,8 @@ _FLOATS = {8: E4M3, 4: E2M1}
 _TWO_LEVELS = "tensor_group"
 """The strategy of scales with a second level."""
 _SCALE_DTYPES = {"torch.uint8": "float8_e8m0fnu", "torch.float8_e4m3fn": "float8_e4m3fn"}
+_ROUTED, _WORD = ".experts.", "experts"
+"""Part of the names of routed experts, and of these and shared ones."""
 _LARGEST_BLOCK = 1 << 20
 _SPARSE_FORMAT = "marlin-24"
 """The format of sparse integers, here and in :data:`marlinq.formats.FORMATS`."""
@@ -97,11 +99,19 @@ class CompressedTensorsDialect(Dialect):
         groups: dict[str, Any] = {}
         wrapped = in_wrapper([*schemes, *unquantized])
         drafts, others = whole_drafts(unquantized, schemes)
-        ordered = sorted(dict.fromkeys(schemes.values()), key=lambda scheme: scheme == default)
+        routed = {own for name, own in schemes.items() if _ROUTED in name}
+        # transformers takes the first group whose patterns have this word for that of routed experts.
+        first = routed if any(_WORD in name for name, own in schemes.items() if own not in routed) else set()
+        ordered = sorted(
+            dict.fromkeys(schemes.values()), key=lambda scheme: (scheme not in first, scheme == default)
+        )
         for index, scheme in enumerate(ordered):
             members = [name for name, own in schemes.items() if own == scheme]
             # A class target does not reach lm_head in every loader, so it is always named.
-            named = [name for name in members if is_head(name)] if scheme == default else members
+            named = members
+            if scheme == default:
+                told = scheme in first
+                named = [name for name in members if is_head(name) or (told and _ROUTED in name)]
             targets = ["re:" + names_pattern(named, schemes, wrapped=wrapped)] if named else []
             groups[f"group_{index}"] = {
                 "targets": [*targets, "Linear"] if scheme == default else targets,

@@ -194,9 +194,12 @@ def plan_output(
     as_stored = floating_linears(
         carried, [name for name in carried.tensors if name not in checkpoint.tensors]
     )
+    aliases = {
+        name: planned.spec for name, planned in modules.items() if form.dialect == "compressed-tensors"
+    }
     quantization_config = write_quantization_config(
         form,
-        {planned.stored: planned.spec for planned in modules.values()},
+        {planned.stored: planned.spec for planned in modules.values()} | aliases,
         list(dict.fromkeys([*_unquantized(blueprint, names, kept), *as_stored, *extra, *in_memory])),
     )
     tensors: list[TensorPlan] = []
