@@ -44,10 +44,10 @@ class MXFP4Dialect(Dialect):
     ) -> dict[str, Any]:
         for name in modules:
             if expert_layer(name) is None:
-                parent = name.split(".")[-2:][0]
+                parent = name.split(".")[-2]
                 raise ConversionRefused(
-                    f"{form.name}: {name} is no linear of an expert; the format holds nothing else quantised; "
-                    f"quantise the original with --override '{parent}=skip', or choose another format"
+                    f"{form.name}: {name} is no linear of an expert; the format holds nothing else quantised "
+                    f"(quantise the original with --override '{parent}=skip', or choose another format)"
                 )
             if part_named(f"{name}.weight_packed") is None:
                 raise ConversionRefused(
