@@ -44,7 +44,7 @@ class MXFP4Dialect(Dialect):
     ) -> dict[str, Any]:
         for name in modules:
             if expert_layer(name) is None:
-                parent = name.split(".")[-2]
+                parent = name.split(".")[-2:][0]  # of a head the name itself
                 raise ConversionRefused(
                     f"{form.name}: {name} is no linear of an expert; the format holds nothing else quantised "
                     f"(quantise the original with --override '{parent}=skip', or choose another format)"
