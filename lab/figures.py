@@ -243,7 +243,8 @@ def elements_steps_table() -> str:
     """Decode steps by kind of weight and batch."""
     measured = result("elements-h200")["steps"]
     rows = [["ms", *(f"batch {batch}" for batch in measured["batches"])]]
-    rows += [[name, *(f"{ms:.2f}" for ms in row)] for name, row in measured["rows"].items()]
+    for name, row in measured["rows"].items():
+        rows.append([name, *("-" if ms is None else f"{ms:.2f}" for ms in row)])
     return _table(rows)
 
 
