@@ -53,7 +53,7 @@ class Task:
         group_size: input channels per scale; -1 for one scale per output channel.
         symmetric: whether there are no zero points.
         device: torch device.
-        row: tokens of AutoRound's rows.
+        row: tokens of the rows of AutoRound, and of llm-compressor's AutoRound.
     """
 
     model: Path
@@ -87,8 +87,8 @@ def write_gptqmodel(task: Task, options: Options) -> None:
 def write_llmcompressor(task: Task, options: Options) -> None:
     """llm-compressor.
 
-    ``options``: "weights" are ``QuantizationArgs``, "gptq" and "awq" arguments of the two modifiers. Without
-    "gptq" the weights are rounded to nearest.
+    ``options``: "weights" are ``QuantizationArgs``, "gptq", "awq" and "signround" arguments of the modifiers.
+    Without "gptq" and "signround" the weights are rounded to nearest. "signround" gets :func:`full_rows`.
     """
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
@@ -111,7 +111,13 @@ def write_llmcompressor(task: Task, options: Options) -> None:
             # llm-compressor always pins stored activations, which torch can't do without an accelerator.
             torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
         recipe.append(AWQModifier(**options["awq"]))
-    if "gptq" in options:
+    documents = task.documents
+    if "signround" in options:
+        from llmcompressor.modifiers.autoround import AutoRoundModifier
+
+        recipe.append(AutoRoundModifier(**common, **options["signround"]))
+        documents = full_rows(documents, task.row, tokenizer.bos_token_id)
+    elif "gptq" in options:
         recipe.append(GPTQModifier(**common, **options["gptq"]))
     else:
         recipe.append(QuantizationModifier(**common))
@@ -121,7 +127,7 @@ def write_llmcompressor(task: Task, options: Options) -> None:
             "input_ids": torch.tensor([document]),
             "attention_mask": torch.ones(1, len(document), dtype=torch.int64),
         }
-        for document in task.documents
+        for document in documents
     ]
     oneshot(
         model=loaded,
@@ -205,6 +211,12 @@ METHODS: dict[str, tuple[str, Writer, Options]] = {
     ),
     "llmc-awq": ("llmcompressor", write_llmcompressor, {"awq": {}}),
     "llmc-awq-asym": ("llmcompressor", write_llmcompressor, {"awq": {}, "weights": {"symmetric": False}}),
+    "llmc-awq-gptq": ("llmcompressor", write_llmcompressor, {"awq": {}, "gptq": {}}),
+    "llmc-awq-signround": (
+        "llmcompressor",
+        write_llmcompressor,
+        {"awq": {}, "signround": {"enable_torch_compile": False}},
+    ),
     "llmc-awq-gptq-imatrix": (
         "llmcompressor",
         write_llmcompressor,

@@ -1,13 +1,13 @@
-"""Measures recipes and AutoRound on one model in one run, and tabulates the worst ratio over several runs.
+"""Measures recipes and peers on one model in one run, and tabulates the worst ratio over several runs.
 
     python -m lab.quality.worst_case row MODEL --row NAME --group-size G --calibration TEXT --text TEXT ...
         --work DIR --json LINES
     python -m lab.quality.worst_case table LINES ...
 
-``row`` quantises the model by one recipe or by AutoRound (quality_peers.py) and appends its divergence on
+``row`` quantises the model by one recipe or by a peer (quality_peers.py) and appends its divergence on
 each text to LINES, which belongs to one model and group size. Rows may run at the same time. All see the
 same 64 documents but "autoround-best", which sees the whole calibration file in rows of 2,048 tokens.
-``table`` prints each recipe's ratios over AutoRound: the worst and the mean of all files and texts.
+``table`` prints each recipe's ratios over each peer: the worst and the mean of all files and texts.
 """
 
 from __future__ import annotations
@@ -39,19 +39,31 @@ OURS: dict[str, dict[str, Any]] = {
     "best": {"quality": "best"},
 }
 """Row -> changes of the recipe. Before a single step of tuning the calibration is as for 1,400."""
-ROUND = {"autoround": ("64", "512", "512"), "autoround-best": ("100000", "100000", "2048")}
-"""Row -> documents, tokens of each, tokens of AutoRound's rows."""
+SAME_TEXT = ("64", "512", "512")
+PEER_ROWS = {
+    "autoround": SAME_TEXT,
+    "autoround-best": ("100000", "100000", "2048"),
+    "llmc-gptq-imatrix": SAME_TEXT,
+    "llmc-awq-gptq": SAME_TEXT,
+    "llmc-awq-gptq-imatrix": SAME_TEXT,
+    "llmc-awq-signround": SAME_TEXT,
+    "gptqmodel-mse": SAME_TEXT,
+    "gptqmodel-mse-static": SAME_TEXT,
+    "gptqmodel-mse-gptaq": SAME_TEXT,
+    "gptqmodel-mse-foem": SAME_TEXT,
+}
+"""Row, a method of quality_peers.py -> documents, tokens of each, tokens of AutoRound's rows."""
 
 
 def write(options: argparse.Namespace, out: Path) -> None:
-    """Quantises to ``out``, in another process where AutoRound does it."""
+    """Quantises to ``out``, in another process where a peer does it."""
     if options.row in OURS:
         recipe = Recipe(
             group_size=options.group_size, calibration=str(options.calibration), samples=64, max_length=512
         )
         quantize(options.model, out, recipe=recipe.replace(**OURS[options.row]), device=options.device)
         return
-    documents, longest, row = ROUND[options.row]
+    documents, longest, row = PEER_ROWS[options.row]
     tokens = options.work / f"{options.row}.json"
     calibration = ["--calibration", str(options.calibration), "--samples", documents, "--max-length", longest]
     _peers("tokens", options.model, *calibration, "--out", tokens)
@@ -78,12 +90,12 @@ def row(options: argparse.Namespace) -> None:
 
 
 def table(options: argparse.Namespace) -> None:
-    """Prints ratios over AutoRound's rows, and the worst and mean of them."""
+    """Prints ratios over the peers' rows, and the worst and mean of them."""
     runs = {
         file.stem: {row["row"]: row["kl"] for row in map(json.loads, file.read_text().splitlines())}
         for file in options.lines
     }
-    for peer in ROUND:
+    for peer in PEER_ROWS:
         for name in OURS:
             cells = {
                 run: {text: rows[name][text] / kl for text, kl in rows[peer].items()}
@@ -108,7 +120,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     measuring = commands.add_parser("row")
     measuring.add_argument("model", type=Path)
-    measuring.add_argument("--row", choices=[*OURS, *ROUND], required=True)
+    measuring.add_argument("--row", choices=[*OURS, *PEER_ROWS], required=True)
     measuring.add_argument("--group-size", type=int, required=True)
     measuring.add_argument("--calibration", type=Path, required=True)
     measuring.add_argument("--text", type=Path, required=True, action="append")
