@@ -43,9 +43,10 @@ struct DeltaNet {
     float eps, beta_scale;
 };
 
-__device__ __forceinline__ float decay_of(float step, float rate) {
+// Loads `rate` itself: held beside the logarithm's registers it is one too many where a thread keeps four vectors of weights.
+__device__ __forceinline__ float decay_of(float step, const float* rate) {
     const float softplus = step > 20.f ? step : log1pf(expf(step));
-    return expf(-expf(rate) * softplus);
+    return expf(-expf(*rate) * softplus);
 }
 
 template <typename C>
@@ -137,12 +138,6 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
             const float active = rounded<E>(total);
             convolved[at] = rounded<E>(activation<Activation::SILU>(active));
         }
-        if constexpr (BY_CHANNEL) {
-            for (int key = threadIdx.x; key < DK; key += THREADS) {
-                const float step = E::widen(load_scalar(net.steps + new_row * net.steps_stride + head * DK + key));
-                decays[key] = decay_of(step + net.step_bias[head * DK + key], net.decay[head]);
-            }
-        }
         float beta_logit = 0.f, step = 0.f;
         if constexpr (INNER == 0) {
             beta_logit = E::widen(load_scalar(rates + rate));
@@ -159,11 +154,16 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
         }
         const float beta = net.beta_scale * rounded<E>(fast_reciprocal(1.f + expf(-beta_logit)));
         float decay = 1.f;
-        if constexpr (!BY_CHANNEL) decay = decay_of(step + net.step_bias[head], net.decay[head]);
+        if constexpr (!BY_CHANNEL) decay = decay_of(step + net.step_bias[head], net.decay + head);
         float query_square = 0.f, key_square = 0.f;
         for (int at = threadIdx.x; at < DK; at += THREADS) {
             query_square += convolved[at] * convolved[at];
             key_square += convolved[DK + at] * convolved[DK + at];
+            if constexpr (BY_CHANNEL) {
+                const int channel = head * DK + at;
+                const float its_step = E::widen(load_scalar(net.steps + new_row * net.steps_stride + channel));
+                decays[at] = decay_of(its_step + net.step_bias[channel], net.decay + head);
+            }
         }
         const float query_length = block_sum(query_square, query_sums), key_length = block_sum(key_square, key_sums);
         const float query_unit = 1.f / sqrtf((query_length + 1e-6f) * DK), key_unit = 1.f / sqrtf(key_length + 1e-6f);
