@@ -293,11 +293,15 @@ def tall_tiles(shape: ExpertsShape) -> dict[int, GroupedConfig]:
     return {rows: config for rows, config in found.items() if config is not None}
 
 
-FLOATS = [replace(QWEN, m=300, granularity=of_size(group), format=E2M1) for group in (16, 32)]
+FLOATS = [
+    replace(QWEN, m=300, granularity=of_size(group), format=kind)
+    for group, kind in ((16, E2M1), (32, E2M1), (32, E4M3))
+]
 
 
-def test_gated_floats_of_4_bits_have_no_tiles_that_spill() -> None:
-    assert list(tall_tiles(replace(QWEN, m=300))) == [64, 80, 96, 112, 128]
+def test_gated_floats_in_small_groups_have_no_tiles_that_spill() -> None:
+    for others in (QWEN, replace(QWEN, format=E4M3)):
+        assert list(tall_tiles(replace(others, m=300))) == [64, 80, 96, 112, 128]
     for shape in FLOATS:
         assert list(tall_tiles(shape)) == [64, 80, 112, 128]
         heights = {found.tile_m for _, found in sorted_variants(shape, H200)}
@@ -320,7 +324,7 @@ def test_integers_of_8_bits_with_zero_points_have_no_tiles_that_spill() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", FLOATS, ids=["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("shape", FLOATS, ids=["nvfp4", "mxfp4", "mxfp8"])
 def test_tall_tiles_of_gated_floats_spill_nowhere(shape: ExpertsShape) -> None:
     """With the activation that takes the most registers, without biases."""
     product = shape.product(gated=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.kernels.contract.device import Device, registers_of_a_thread
-from marlinq.kernels.contract.weight_formats import E2M1, INT8
+from marlinq.kernels.contract.weight_formats import E2M1, E4M3, INT8
 from marlinq.kernels.experts.configurations import (
     DirectConfig,
     DirectDecision,
@@ -338,8 +338,10 @@ def grouped(
     # 8-bit integers with zero points take 125 of 128 registers in bfloat16, in groups of 64 more than 128.
     if blocks == 2 and words == 4 and problem.format == INT8 and problem.zeros and problem.bfloat16:
         return None
-    # Gated 4-bit floats spill 12 bytes in tiles of 96 rows with GELU, but not in tiles of 80 or 112.
-    if gated and problem.format == E2M1 and tile_m == 96:
+    # Gated 4-bit floats, and 8-bit ones in groups of 32, spill 12 bytes in tiles of 96 rows with GELU, but
+    # not in tiles of 80 or 112.
+    spilling = problem.format == E2M1 or (problem.format == E4M3 and problem.quant_group == 32)
+    if gated and spilling and tile_m == 96:
         return None
     if tile_m > _ROWS_MOST[columns]:
         return None
