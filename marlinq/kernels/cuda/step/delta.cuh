@@ -43,10 +43,9 @@ struct DeltaNet {
     float eps, beta_scale;
 };
 
-// Loads `rate` itself: held beside the logarithm's registers it is one too many where a thread keeps four vectors of weights.
-__device__ __forceinline__ float decay_of(float step, const float* rate) {
+__device__ __forceinline__ float decay_of(float step, float rate) {
     const float softplus = step > 20.f ? step : log1pf(expf(step));
-    return expf(-expf(*rate) * softplus);
+    return expf(-expf(rate) * softplus);
 }
 
 template <typename C>
@@ -55,6 +54,8 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
     constexpr int DK = C::DK, DV = C::DV, TAPS = C::TAPS, SLOTS = C::SLOTS, PARTS = C::PARTS, ROWS = C::ROWS;
     constexpr int THREADS = PARTS * DV, CHANNELS = 2 * DK + DV, WARPS = THREADS / 32;
     constexpr bool BY_CHANNEL = C::BY_CHANNEL;
+    // Known at compilation, so that the keys of a thread are one address and constants, not ROWS addresses in registers.
+    constexpr bool RAGGED = PARTS * ROWS != DK;
     // Threads that multiply one row of weights: half of them, or all where there are only betas.
     constexpr int INNER = C::INNER, HALF = BY_CHANNEL ? THREADS : THREADS / 2, VECTORS = INNER > 0 ? (INNER / 8 + HALF - 1) / HALF : 1;
     __shared__ float convolved[CHANNELS];
@@ -75,7 +76,7 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int key = part * ROWS + i;
-        s[i] = key < DK ? matrix[key * DV] : 0.f;
+        s[i] = !RAGGED || key < DK ? matrix[key * DV] : 0.f;
     }
     const int start = load_scalar(net.lengths + row);
     const int keys_each = net.key_heads / net.turns, values_each = net.value_heads / net.turns;
@@ -138,6 +139,12 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
             const float active = rounded<E>(total);
             convolved[at] = rounded<E>(activation<Activation::SILU>(active));
         }
+        if constexpr (BY_CHANNEL) {
+            for (int key = threadIdx.x; key < DK; key += THREADS) {
+                const float step = E::widen(load_scalar(net.steps + new_row * net.steps_stride + head * DK + key));
+                decays[key] = decay_of(step + net.step_bias[head * DK + key], net.decay[head]);
+            }
+        }
         float beta_logit = 0.f, step = 0.f;
         if constexpr (INNER == 0) {
             beta_logit = E::widen(load_scalar(rates + rate));
@@ -154,16 +161,11 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
         }
         const float beta = net.beta_scale * rounded<E>(fast_reciprocal(1.f + expf(-beta_logit)));
         float decay = 1.f;
-        if constexpr (!BY_CHANNEL) decay = decay_of(step + net.step_bias[head], net.decay + head);
+        if constexpr (!BY_CHANNEL) decay = decay_of(step + net.step_bias[head], net.decay[head]);
         float query_square = 0.f, key_square = 0.f;
         for (int at = threadIdx.x; at < DK; at += THREADS) {
             query_square += convolved[at] * convolved[at];
             key_square += convolved[DK + at] * convolved[DK + at];
-            if constexpr (BY_CHANNEL) {
-                const int channel = head * DK + at;
-                const float its_step = E::widen(load_scalar(net.steps + new_row * net.steps_stride + channel));
-                decays[at] = decay_of(its_step + net.step_bias[channel], net.decay + head);
-            }
         }
         const float query_length = block_sum(query_square, query_sums), key_length = block_sum(key_square, key_sums);
         const float query_unit = 1.f / sqrtf((query_length + 1e-6f) * DK), key_unit = 1.f / sqrtf(key_length + 1e-6f);
@@ -172,7 +174,8 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
         float answer = 0.f;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const int key = min(part * ROWS + i, DK - 1);
+            const int key = part * ROWS + i;
+            if (RAGGED && key >= DK) continue;
             if constexpr (BY_CHANNEL)
                 s[i] *= decays[key];
             else
@@ -190,7 +193,7 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int key = part * ROWS + i;
-            if (key >= DK) continue;
+            if (RAGGED && key >= DK) continue;
             s[i] += keys[key] * correction;
             behind[key * DV] = s[i];
             result += s[i] * queries[key];
@@ -218,7 +221,7 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
 }
 
 #define INSTANTIATE_STEP_DELTA(NAME, CONFIGURATION)                                                     \
-    extern "C" __global__ void __launch_bounds__(CONFIGURATION::PARTS* CONFIGURATION::DV)               \
+    extern "C" __global__ void __launch_bounds__(CONFIGURATION::PARTS* CONFIGURATION::DV, 1)            \
     NAME(DeltaNet net, u16* out) {                                                                      \
         delta<CONFIGURATION>(net, out);                                                                 \
     }
