@@ -18,7 +18,7 @@ from marlinq.core.weight import Grid, QuantizedWeight
 from marlinq.formats import FORMATS, LAYOUTS, Format, Layout, ModuleSpec, StoredWeight, TensorSpec
 from marlinq.formats.dialects import QuantizationConfig, is_head
 from marlinq.formats.layouts.layout import UNQUANTIZED
-from marlinq.formats.stored import check_zero_points
+from marlinq.formats.stored import check_grid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,8 +122,7 @@ class QuantizedCheckpoint:
             grid = layout.unpack_grid(
                 {suffix: self.checkpoint.tensor(name) for suffix, name in names.items()}, self.modules[module]
             )
-            if declared is not None:
-                check_zero_points(grid, declared, lambda: self._codes(module))
+            check_grid(grid, declared, lambda: self._codes(module))
         except MarlinqError as error:
             raise type(error)(f"{self.checkpoint.path}: {module}: {error}") from None
         return grid
@@ -141,18 +140,22 @@ class QuantizedCheckpoint:
         """Name of the stored tensor with the codes of ``module``."""
         return f"{module}.{self.layouts[module].key}"
 
-    def load(self, module: str) -> QuantizedWeight:
+    def load(self, module: str, *, checked: bool = True) -> QuantizedWeight:
         """The weight of ``module``.
 
+        Args:
+            module: name of the module in the checkpoint.
+            checked: whether scales and codes that no quantiser writes are refused.
+
         Raises:
-            CheckpointError: a tensor is missing, of the wrong shape or out of range, or zero points
-                contradict the config (:func:`marlinq.formats.stored.check_zero_points`).
+            CheckpointError: a tensor is missing, of the wrong shape or out of range, or its values are not
+                what a quantiser writes (:func:`marlinq.formats.stored.check_grid`).
             ConversionRefused: its stored values are ambiguous (GPTQ v1 zeros of an unknown writer).
         """
-        return self.stored(module).weight()
+        return self._stored(module, self.checkpoint.tensor, checked=checked).weight()
 
     def stored(self, module: str, read: Callable[[str], Tensor] | None = None) -> StoredWeight:
-        """The tensors of ``module``, read but not decoded.
+        """The tensors of ``module``; its codes are read but not decoded.
 
         Args:
             module: name of the module in the checkpoint.
@@ -160,17 +163,29 @@ class QuantizedCheckpoint:
                 checkpoint to the CPU.
 
         Raises:
-            CheckpointError: a tensor is missing, unexpected, or of the wrong shape or dtype.
+            CheckpointError: a tensor is missing, unexpected, or of the wrong shape or dtype; or as
+                :func:`marlinq.formats.stored.check_grid`.
+            ConversionRefused: as :meth:`load`.
         """
+        weight = self._stored(module, read or self.checkpoint.tensor, checked=True)
+        # Kernels may take words and scales as stored, and so past other checks.
+        weight.check_values()
+        return weight
+
+    def _stored(self, module: str, read: Callable[[str], Tensor], *, checked: bool) -> StoredWeight:
         name = f"{self.checkpoint.path}: {module}"
         reason = self.mismatch(module)
         if reason is not None:
             raise CheckpointError(f"{name}: {reason}")
         names = self.tensor_names(module)
-        read = read or self.checkpoint.tensor
         tensors = {suffix: read(stored) for suffix, stored in names.items()}
         return StoredWeight(
-            name, self.layouts[module], self.modules[module], tensors, self.config.rules.scheme(module)
+            name,
+            self.layouts[module],
+            self.modules[module],
+            tensors,
+            self.config.rules.scheme(module),
+            checked,
         )
 
     def tensor_names(self, module: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import Grid, QuantizedWeight
 from marlinq.formats.layouts import Layout, ModuleSpec
+from marlinq.formats.stored_values import codes_fault, scales_fault, stored_scales_fault
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _WRONG_VERSION = (
     "either sym or checkpoint_format (gptq stores zero - 1, gptq_v2 zero) is wrong in quantization_config"
 )
+
+_DAMAGED = "copy the checkpoint again, or quantise the original anew"
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,8 @@ class StoredWeight:
         tensors: tensors by suffix, all on one device, with the names, shapes and dtypes that the layout
             expects.
         declared: scheme that config.json gives the module; None where no config mentions it.
+        checked: whether scales and codes that no quantiser writes are refused
+            (:mod:`marlinq.formats.stored_values`).
     """
 
     name: str
@@ -43,6 +48,7 @@ class StoredWeight:
     spec: ModuleSpec
     tensors: Mapping[str, Tensor]
     declared: Scheme | None = None
+    checked: bool = False
 
     @property
     def in_features(self) -> int:
@@ -85,16 +91,28 @@ class StoredWeight:
         """Scales, zero points and g_idx in neutral order.
 
         Raises:
-            CheckpointError: as :meth:`marlinq.formats.layouts.Layout.unpack_grid`, or the zero points
-                contradict the config (:func:`check_zero_points`).
+            CheckpointError: as :meth:`marlinq.formats.layouts.Layout.unpack_grid`, or as
+                :func:`check_grid`.
             ConversionRefused: as :meth:`marlinq.formats.layouts.Layout.unpack_grid`.
         """
         small = {suffix: tensor for suffix, tensor in self.tensors.items() if suffix != self.layout.key}
         with self._named():
             grid = self.layout.unpack_grid(small, self.spec)
-            if self.declared is not None:
-                check_zero_points(grid, self.declared, self._codes)
+            check_grid(grid, self.declared, self._codes, checked=self.checked)
             return grid
+
+    def check_values(self) -> None:
+        """Check scales and zero points, without decoding scales that are taken as stored.
+
+        Raises:
+            CheckpointError, ConversionRefused: as :attr:`grid`.
+        """
+        if self.layout.plain is None or not self.layout.says_all(self.spec):
+            _ = self.grid
+            return
+        fault = stored_scales_fault(self.spec.scheme.element, self.scales, self.weight)
+        if fault is not None:
+            raise CheckpointError(f"{self.name}: {fault}; {_DAMAGED}")
 
     def weight(self, device: torch.device | None = None) -> QuantizedWeight:
         """The weight in neutral order on ``device``, by default the device of the tensors.
@@ -102,11 +120,16 @@ class StoredWeight:
         Codes are copied packed and unpacked on ``device``.
 
         Raises:
-            CheckpointError, ConversionRefused: as :meth:`marlinq.formats.layouts.Layout.unpack`.
+            CheckpointError: as :meth:`marlinq.formats.layouts.Layout.unpack`, or as :attr:`grid`; or
+                :attr:`checked`, and a code stands for NaN.
+            ConversionRefused: as :meth:`marlinq.formats.layouts.Layout.unpack`.
         """
         grid = self.grid if device is None else self.grid.to(device)
         with self._named():
-            return grid.with_codes(self._codes(device))
+            weight = grid.with_codes(self._codes(device))
+            if self.checked and (fault := codes_fault(weight)) is not None:
+                raise CheckpointError(f"{fault}; {_DAMAGED}")
+            return weight
 
     def _codes(self, device: torch.device | None = None) -> Tensor:
         """uint8 [K, N]."""
@@ -120,6 +143,27 @@ class StoredWeight:
             yield
         except MarlinqError as error:
             raise type(error)(f"{self.name}: {error}") from None
+
+
+def check_grid(
+    grid: Grid, declared: Scheme | None, codes: Callable[[], Tensor], *, checked: bool = True
+) -> None:
+    """Check that a module's small tensors hold values that a quantiser writes.
+
+    Args:
+        grid: the decoded grid.
+        declared: scheme that the config gives the module; None where no config mentions it.
+        codes: function that returns the codes, uint8 [K, N]; called only where ``grid`` alone doesn't decide.
+        checked: whether scales are checked as well as zero points.
+
+    Raises:
+        CheckpointError: as :func:`check_zero_points`; or a scale breaks a rule
+            (:func:`marlinq.formats.stored_values.scales_fault`).
+    """
+    if declared is not None:
+        check_zero_points(grid, declared, codes)
+    if checked and (fault := scales_fault(grid, codes)) is not None:
+        raise CheckpointError(f"{fault}; {_DAMAGED}")
 
 
 def check_zero_points(grid: Grid, declared: Scheme, codes: Callable[[], Tensor]) -> None:

@@ -27,6 +27,7 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.weight import Grid, QuantizedWeight, trivial_g_idx
 from marlinq.formats import StoredWeight, transcode
 from marlinq.formats.layouts.marlin import Marlin, permute_scales
+from marlinq.formats.stored_values import nan_codes
 from marlinq.kernels.contract import weight_formats
 from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.problem import GRANULARITIES
@@ -136,7 +137,9 @@ def stored_operand(
     whole = stored.layout.mask_key is None and (rows, columns) == (k, n)
     if weight_format != KERNEL_FORMAT or scheme.act_order or not whole:
         weight = stored.weight(device)
-        return marlin_operand(weight, dtype, name=stored.name, weight_format=weight_format)
+        return marlin_operand(
+            weight, dtype, name=stored.name, weight_format=weight_format, checked=stored.checked
+        )
     zeros = None
     if stored.layout.family == KERNEL_LAYOUT.family and granularity == scheme.granularity:
         scales = stored.scales
@@ -163,6 +166,7 @@ def marlin_operand(
     *,
     name: str = "weight",
     weight_format: WeightFormat | None = None,
+    checked: bool = False,
 ) -> Operand:
     """The operand that holds exactly the weights of ``q``, on its device; scales are rounded to ``dtype``.
 
@@ -171,6 +175,7 @@ def marlin_operand(
         dtype: dtype of the activations, and so of scales and zeros.
         name: name of the module in error messages.
         weight_format: format of sparse weights; None is the element's own format.
+        checked: whether codes of NaN were refused already.
 
     Raises:
         UnsupportedError: :func:`operand_refusal` has a reason, a scale overflows ``dtype``, or the codes
@@ -187,7 +192,8 @@ def marlin_operand(
         order = torch.argsort(q.g_idx, stable=True)
         codes = codes[order]
     rows, columns, granularity = operand_shape(q, weight_format)
-    _check_codes(q, name)
+    if not checked:
+        _check_codes(q, name)
     # Widened, since few torch operations take 8-bit floats.
     wide = q.scales if q.scales.itemsize > 1 else q.scales.to(torch.float32)
     scales, zeros = (q.per_output(_regrouped(q, values, granularity)) for values in (wide, q.zeros))
@@ -266,10 +272,7 @@ def _cast_scales(scales: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 def _check_codes(q: QuantizedWeight, name: str) -> None:
     """Refuse codes of NaN, which kernels would multiply as numbers."""
-    if q.element.table is None:
-        return
-    missing = [code for code, value in enumerate(q.element.table) if math.isnan(value)]
-    for code in missing:
+    for code in nan_codes(q.element):
         if bool((q.codes == code).any()):
             raise UnsupportedError(f"{name}: a weight is NaN (code {code:#04x} of {q.element.name})")
 

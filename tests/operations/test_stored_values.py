@@ -21,15 +21,16 @@ from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.convert import convert
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import quantize
-from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.recipe import Override, Recipe
 from marlinq.operations.rotate import rotate
 from marlinq.operations.verify import verify
 from marlinq.runtime import load
 from tests.testing import faults
+from tests.testing.foreign_floats import with_four_bit_inputs
 from tests.testing.layouts import INTEGERS
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, save_tiny
-from tests.testing.runnable_folders import random_quantizer, save_quantized
+from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized
 from tests.testing.schemes import scheme
 from tests.testing.tiny_models import tiny_model
 
@@ -87,6 +88,167 @@ def test_zero_points_of_another_format_are_refused_by_every_command(tmp_path: Pa
             AutoModelForCausalLM.from_pretrained(folder)
     finally:
         marlinq.unregister()
+
+
+def scaled(
+    suffix: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[dict[str, torch.Tensor]], None]:
+    """A change of a tensor's values as numbers; E8M0 that is stored as bytes stays so."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        name = f"{VICTIM}.{suffix}"
+        stored = tensors[name]
+        exponents = stored.dtype == torch.uint8
+        wide = change((stored.view(torch.float8_e8m0fnu) if exponents else stored).float())
+        changed = wide.to(torch.float8_e8m0fnu if exponents else stored.dtype)
+        tensors[name] = changed.view(torch.uint8) if exponents else changed
+
+    return edit
+
+
+def first_is(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda scales: torch.where(torch.arange(scales.numel()).view(scales.shape) == 0, value, scales)
+
+
+def nan_code(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{VICTIM}.weight"].view(torch.uint8)[0, 0] = 0x7F
+
+
+VALUES: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], None], str, str]] = {
+    "NVFP4, second level negative": (
+        "nvfp4-a4 compressed-tensors",
+        scaled("weight_global_scale", torch.neg),
+        "scales",
+        r"the second-level scale is -\d+.*, expected above 0",
+    ),
+    "ModelOpt, second level infinite": (
+        "nvfp4-a4 modelopt",
+        scaled("weight_scale_2", first_is(torch.inf)),
+        "scales",
+        "the second-level scale is inf, expected above 0",
+    ),
+    "NVFP4, input scale infinite": (
+        "nvfp4-a4 compressed-tensors",
+        scaled("input_global_scale", first_is(torch.inf)),
+        "scales",
+        "the activations' scale is inf, expected above 0",
+    ),
+    "ModelOpt, input scale negative": (
+        "nvfp4-a4 modelopt",
+        scaled("input_scale", torch.neg),
+        "scales",
+        "the activations' scale is -.*, expected above 0",
+    ),
+    "FP8 blocks, turned over": (
+        "fp8-block fp8",
+        scaled("weight_scale_inv", torch.reciprocal),
+        "scales",
+        "half of the scales reach weights of .*reciprocals",
+    ),
+    "FP8, code is NaN": (
+        "fp8-block fp8",
+        nan_code,
+        "codes",
+        "1 of 8192 codes stand for NaN",
+    ),
+    "MXFP8, bias twice": (
+        "mxfp8 compressed-tensors",
+        scaled("weight_scale", lambda scales: (scales.double() * 2.0**-118).float()),
+        "scales",
+        "half of the scales reach weights of .*, which add nothing",
+    ),
+    "MXFP4, scale is NaN": (
+        "mxfp4 compressed-tensors",
+        scaled("weight_scale", first_is(torch.nan)),
+        "scales",
+        "1 of 256 scales are NaN or infinite",
+    ),
+    "GPTQ, scale is zero": ("gptq", scaled("scales", first_is(0.0)), "scales", "1 of 256 scales are zero"),
+    "AWQ, scale infinite": (
+        "awq",
+        scaled("scales", first_is(torch.inf)),
+        "scales",
+        "1 of 256 scales are NaN or infinite",
+    ),
+    "Marlin, scale is NaN": (
+        "marlin",
+        scaled("s", first_is(torch.nan)),
+        "scales",
+        "1 of 256 scales are NaN or infinite",
+    ),
+    "INT, scale is zero": (
+        "compressed-tensors",
+        scaled("weight_scale", first_is(0.0)),
+        "scales",
+        "1 of 256 scales are zero",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A sound checkpoint of each kind in :data:`VALUES`, made once."""
+    root = tmp_path_factory.mktemp("kinds")
+    save_plain(root / "model", tiny_model("llama", num_hidden_layers=1))
+
+    def make(kind: str) -> Path:
+        named, _, form = kind.rpartition(" ")
+        out = root / kind.replace(" ", "-")
+        if not out.exists():
+            ways = {"scheme": named.removesuffix("-a4")} if named else {"group_size": 32}
+            recipe = Recipe(method="rtn", format=form, overrides=(Override("self_attn", skip=True),), **ways)
+            quantize(root / "model", out, recipe=recipe, device="cpu", progress=False)
+            if named.endswith("-a4"):
+                with_four_bit_inputs(out)
+        return out
+
+    return make
+
+
+@pytest.mark.parametrize("fault", VALUES)
+def test_values_that_no_quantiser_writes_are_refused_by_every_command(
+    kinds: Callable[[str], Path], tmp_path: Path, fault: str
+) -> None:
+    kind, change, row, says = VALUES[fault]
+    folder = shutil.copytree(kinds(kind), tmp_path / "model")
+    load(folder, device="cpu")
+    assert not inspect(folder).notes
+    edit_tensors(folder, change)
+    named = f"{VICTIM}: {says}"
+    with pytest.raises(CheckpointError, match=f"{named}.*; copy the checkpoint again"):
+        load(folder, device="cpu")
+    others = {"compressed-tensors": "gptq", "gptq": "awq"}
+    # Nothing else holds the other kinds.
+    integers = " " not in kind or kind.startswith("fp8")
+    for target in ("dense", *([others.get(kind, "compressed-tensors")] if integers else [])):
+        with pytest.raises(CheckpointError, match=named):
+            convert(folder, tmp_path / "out", target_format=target, allow_loss=target == "dense")
+    failed = {check.name: check for check in verify(folder, device="cpu").checks if check.status == "failed"}
+    assert re.search(named, failed[row].detail)
+    assert "readable" not in failed
+    if row == "scales":  # inspect reads no codes
+        assert any(re.search(named, note) for note in inspect(folder).notes)
+
+
+def test_any_scale_of_zeros_is_sound(kinds: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(kinds("mxfp8 compressed-tensors"), tmp_path / "model")
+
+    def prune(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{VICTIM}.weight"].view(torch.uint8).zero_()
+        tensors[f"{VICTIM}.weight_scale"].zero_()
+
+    edit_tensors(folder, prune)
+    load(folder, device="cpu")
+    assert not [check.name for check in verify(folder, device="cpu").checks if check.status == "failed"]
+    assert not inspect(folder).notes
+
+    def keep_a_weight(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{VICTIM}.weight"].view(torch.uint8)[0, 0] = 0x38
+        tensors[f"{VICTIM}.weight_scale"].flatten()[0] = 127
+
+    edit_tensors(folder, keep_a_weight)
+    load(folder, device="cpu")
+    assert not [check.name for check in verify(folder, device="cpu").checks if check.status == "failed"]
 
 
 @pytest.fixture(scope="module")

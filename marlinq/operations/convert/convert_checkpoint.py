@@ -32,6 +32,7 @@ from marlinq.core.progress import Progress, ReportProgress, shows_progress
 from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.formats import FORMATS, Format, transcode
 from marlinq.formats.dialects import DIALECTS
+from marlinq.formats.stored_values import nan_codes
 from marlinq.operations.convert.conversion_report import ConversionReport
 from marlinq.operations.convert.plan import ConversionPlan, plan_conversion
 from marlinq.operations.convert.to_dense import DENSE, convert_bitmasks, convert_to_dense
@@ -305,7 +306,9 @@ def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
         return job
     layout, target = source.layouts[job.name], plan.layout_of(job.name)
     way = plan.recasts.get(job.name)
-    if way is not None or layout.mask_key is not None or target.mask_key is not None:
+    # Loading also refuses codes of NaN.
+    unpacked = bool(nan_codes(spec.scheme.element))
+    if way is not None or unpacked or layout.mask_key is not None or target.mask_key is not None:
         read = source.load(job.name)
         changed = read if way is None else way.apply(read, allow_loss=plan.allow_loss)
         assert changed is not None, "plan_conversion raises for modules that can't be recast"

@@ -1,6 +1,7 @@
-"""Reads the zero points and the g_idx of a quantised linear without importing torch, which takes seconds.
+"""Reads the small tensors of a quantised linear without importing torch, which takes seconds.
 
-Two questions of ``inspect`` are answered: are all zero points the middle code, and is the g_idx in order?
+Three questions of ``inspect`` are answered: are all zero points the middle code, is the g_idx in order, and
+may a scale break the rules of :mod:`marlinq.formats.stored_values`?
 Where a layout does not describe its tensors for this (:attr:`marlinq.formats.Layout.plain` is None), the
 layout's own code decodes them, with torch.
 """
@@ -8,6 +9,7 @@ layout's own code decodes them, with torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from marlinq.checkpoint import QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.formats import ModuleSpec
+from marlinq.formats.stored_values import IMPOSSIBLE, VANISHING
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class StoredFacts:
         symmetric: whether every zero point is the middle code; None where they can't be decoded.
         in_order: whether channel k belongs to group ``k // group_size``; None where it can't be read.
         sortable: whether the sorted g_idx is ``k // group_size``.
-        problem: reason why the zeros can't be decoded, or None.
+        problem: reason why the zeros can't be decoded, or a scale that breaks a rule; or None.
     """
 
     symmetric: bool | None
@@ -61,6 +64,8 @@ def stored_facts(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
         if words.size and words[0] in beside and bool((words == words[0]).all()):
             # One off the middle everywhere: only the codes tell whether another format's zeros are meant.
             return _decoded(quantized, module)
+    if _odd_scales(quantized, module):
+        return _decoded(quantized, module)
     if plain.order in names:
         where = f"{_place(quantized, module)}.{plain.order}"
         in_order, sortable = _order(_read(quantized, names[plain.order]), spec, where)
@@ -76,6 +81,20 @@ def _decoded(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
     symmetric = not grid.scheme.stores_zeros
     in_order, sortable = _order(grid.g_idx.numpy(), quantized.modules[module], _place(quantized, module))
     return StoredFacts(symmetric, in_order, sortable)
+
+
+def _odd_scales(quantized: QuantizedCheckpoint, module: str) -> bool:
+    """Whether a scale may break a rule, which the layout's own code then decides."""
+    layout, element = quantized.layouts[module], quantized.modules[module].scheme.element
+    name = f"{module}.{layout.scale_key}"
+    info = quantized.checkpoint.tensors[name]
+    if info.dtype == "bfloat16":
+        # Its bits are the upper half of a float32's.
+        sizes = np.abs((_stored(quantized, name, "uint16").astype(np.uint32) << 16).view(np.float32))
+    else:
+        sizes = np.abs(_stored(quantized, name, info.dtype))
+    low, high = float(sizes.min()), float(sizes.max())
+    return not (low * element.codes >= VANISHING and high * element.codes <= IMPOSSIBLE)
 
 
 def _order(g_idx: NDArray[np.int64], spec: ModuleSpec, where: str) -> tuple[bool, bool]:
@@ -97,12 +116,17 @@ def _any_slot(words: NDArray[np.int64], bits: int, code: int) -> bool:
 
 def _read(quantized: QuantizedCheckpoint, name: str) -> NDArray[np.int64]:
     """A stored integer tensor as int64 [elements]."""
+    return _stored(quantized, name, quantized.checkpoint.tensors[name].dtype).astype(np.int64)
+
+
+def _stored(quantized: QuantizedCheckpoint, name: str, dtype: str) -> NDArray[Any]:
+    """A stored tensor's elements as ``dtype``, of the stored one's width."""
     info = quantized.checkpoint.tensors[name]
     file = quantized.checkpoint.files[info.shard]
     data = bytearray(info.nbytes)
     if not file.read_into(memoryview(data), info.offset):
         raise CheckpointError(f"{file.path}: tensor {name} ends early; the file was truncated")
-    return np.frombuffer(data, info.dtype).astype(np.int64)
+    return np.frombuffer(data, dtype)
 
 
 def _place(quantized: QuantizedCheckpoint, module: str) -> str:

@@ -14,14 +14,14 @@ from torch import Tensor
 from marlinq.core.display import counted
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
+from marlinq.formats.stored_values import codes_fault, scales_fault, typical_weight
 from marlinq.operations.verify.verification_report import Check, Findings
 
 _OUTLIER = 2.0**12
 """Ratio of a scale to the typical scale of its channel and of its group above which it is an outlier. A
 flipped upper exponent bit makes a float16 below 2 larger by 2**16."""
-_LARGE, _IMPOSSIBLE = 2.0**10, 2.0**16
-"""Typical magnitude of the largest weight under a scale: models have 0.01 to 10, and float16 ends below
-2**16. Scales used the wrong way round multiply by 10**6 and more."""
+_LARGE = 2.0**10
+"""Typical magnitude of the largest weight under a scale: models have 0.01 to 10."""
 _BLANK_SHARE = 0.5
 _SAME_SCALE = 1.1
 _SUBNORMAL_SHARE = 0.01
@@ -50,45 +50,26 @@ class Values:
         self._check_g_idx(name, q, declared)
 
     def _check_scales(self, name: str, q: QuantizedWeight) -> None:
-        second = None if q.tensor_scale is None else float(q.tensor_scale)
-        if second is not None and not (math.isfinite(second) and second > 0):
-            self._scales.failures.append(f"{name}: the second-level scale is {second}, expected above 0")
-            return
-        inputs = None if q.input_scale is None else float(q.input_scale)
-        if inputs is not None and not (math.isfinite(inputs) and inputs > 0):
-            self._scales.failures.append(f"{name}: the activations' scale is {inputs}, expected above 0")
+        fault = scales_fault(q, lambda: q.codes)
+        if fault is not None:
+            self._scales.failures.append(f"{name}: {fault}")
             return
         scales = q.scales.float()
-        finite = torch.isfinite(scales)
-        if not bool(finite.all()):
-            self._scales.failures.append(
-                f"{name}: {int((~finite).sum())} of {scales.numel()} scales are NaN or infinite"
-            )
-            return
         self._count += scales.numel()
         self._negative += int((scales < 0).sum())
-        zero = int((scales == 0).sum())
-        if zero:
-            self._scales.failures.append(f"{name}: {zero} of {scales.numel()} scales are zero")
-            return
         subnormal = int((scales.abs() < torch.finfo(q.scales.dtype).tiny).sum())
         if subnormal > _SUBNORMAL_SHARE * scales.numel():
             self._scales.warnings.append(
                 f"{name}: {subnormal} of {scales.numel()} scales are subnormal in {q.scales.dtype}; "
                 "kernels may flush them to zero"
             )
-        self._check_size(name, q, scales, second)
-        self._check_outliers(name, q, scales.abs().log2())
-
-    def _check_size(self, name: str, q: QuantizedWeight, scales: Tensor, second: float | None) -> None:
-        furthest = max(abs(end - q.element.midpoint) for end in q.element.ends)
-        factor = 1.0 if second is None else 1 / second if q.tensor_scale_divides else second
-        typical = float(scales.abs().double().median()) * furthest * factor
+        typical = typical_weight(q)
         if typical > _LARGE:
-            (self._scales.failures if typical > _IMPOSSIBLE else self._scales.warnings).append(
+            self._scales.warnings.append(
                 f"{name}: half of the scales reach weights of {typical:.3g}, expected below {_LARGE:g}; are "
                 "they reciprocals, or another module's?"
             )
+        self._check_outliers(name, q, scales.abs().log2())
 
     def _check_outliers(self, name: str, q: QuantizedWeight, logs: Tensor) -> None:
         used = torch.zeros(q.groups, q.out_features, dtype=torch.int32)
@@ -129,10 +110,9 @@ class Values:
             )
 
     def _check_codes(self, name: str, q: QuantizedWeight) -> None:
-        empty = [code for code, value in enumerate(q.element.table or ()) if math.isnan(value)]
-        nans = int(torch.isin(q.codes, torch.tensor(empty, dtype=torch.uint8)).sum()) if empty else 0
-        if nans:
-            self._codes.failures.append(f"{name}: {nans} of {q.codes.numel()} codes stand for NaN")
+        fault = codes_fault(q)
+        if fault is not None:
+            self._codes.failures.append(f"{name}: {fault}")
             return
         low, high = _extreme(q, "amin"), _extreme(q, "amax")
         same = (low == high) & (low != q.zeros)

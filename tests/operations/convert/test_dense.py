@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
-from marlinq.core.errors import ConversionRefused, NumericsError
+from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.operations.convert import convert
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.override import Override
@@ -81,7 +81,9 @@ def test_weights_that_are_not_finite_are_named_before_they_are_rounded(tmp_path:
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{UP}.weight"].view(torch.uint8)[3, 5] = 0x7F
     rewrite(folder, config_of(folder), tensors)
-    with pytest.raises(NumericsError, match=rf"{re.escape(str(folder))}: {UP}: 1 of \d+ weights are NaN"):
+    with pytest.raises(
+        CheckpointError, match=rf"{re.escape(str(folder))}: {UP}: 1 of \d+ codes stand for NaN"
+    ):
         convert(
             folder, tmp_path / "out", target_format="compressed-tensors", scheme="fp8-block",
             allow_loss=True, progress=False,
