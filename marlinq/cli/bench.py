@@ -135,9 +135,7 @@ def kernels(
     device: str,
     as_json: bool,
 ) -> None:
-    """Time products with packed weights, and those of every installed peer, on a model's layers.
-
-    All run in one process.
+    """Time matrix multiplications with packed weights on a model's layers, beside peers in one process.
 
     Models: gemma-2-9b, llama-3-70b, llama-3-8b, mistral-7b, mixtral-8x7b, qwen3-32b, qwen3-8b, smollm2-135m;
     without --model and --shape, llama-3-8b.
@@ -215,13 +213,17 @@ def experts(
 
 @command.command("decode", short_help="Time decoding with a model.", context_settings={"show_default": True})
 @click.argument("checkpoint", type=SOURCE, metavar="[CKPT]", required=False)
-@click.option("--synthetic", metavar="MODEL", help="Make up a model of this shape instead of loading one.")
+@click.option(
+    "--synthetic",
+    metavar="MODEL",
+    help="Make a model of this shape with random weights instead of loading one.",
+)
 @click.option("--layers", type=click.IntRange(1, 1 << 31), help="Decoder blocks of the synthetic model.")
 @click.option(
     "--group-size",
     type=_group_size_choice,
     default="128",
-    help="Input channels that share a scale in the synthetic model, or fewer where that does not divide.",
+    help="Input channels that share a scale in the synthetic model; fewer where a layer is not divisible.",
 )
 @click.option(
     "--scheme",
@@ -250,7 +252,7 @@ def experts(
 @click.option(
     "--profile",
     type=OUTPUT_FILE,
-    help="Write a trace of steps at the last batch and context to this file, and list their kernels.",
+    help="Write a trace of decode steps at the last batch and context to FILE, and list their kernels.",
 )
 @click.option("--sustained", is_flag=True, help="Measure without pauses, as on a busy server.")
 @device_option

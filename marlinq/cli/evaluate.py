@@ -12,7 +12,7 @@ from marlinq.core.errors import UsageError
 
 @click.command(
     "eval",
-    short_help="Measure perplexity and the distance to an original.",
+    short_help="Measure perplexity and the divergence from an original.",
     context_settings={"show_default": True},
 )
 @click.argument("model", type=SOURCE)
@@ -48,9 +48,9 @@ from marlinq.core.errors import UsageError
 @click.option(
     "--shots",
     type=click.IntRange(0, 1000),
-    help="Examples in front of each document; by default the task's own number.",
+    help="Few-shot examples before each document; by default the task's own number.",
 )
-@click.option("--task-batch", type=click.IntRange(1, 1 << 20), default=8, help="Requests of tasks per batch.")
+@click.option("--task-batch", type=click.IntRange(1, 1 << 20), default=8, help="Task requests per batch.")
 @click.option(
     "--trust-task-code",
     is_flag=True,
@@ -80,12 +80,12 @@ def command(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Measure the perplexity of MODEL, quantised or not, and its distance from an original.
+    """Measure the perplexity of MODEL, quantised or not, and its divergence from an original.
 
-    --revision belongs to MODEL; an original on the Hub is read from its main branch.
+    --revision applies to MODEL only; an original on the Hub is read from its main branch.
 
-    Tasks run after the text. With --against, recovery is MODEL's score in per cent of the original's, with
-    the standard error over the same documents. Names of tasks are those of lm-evaluation-harness.
+    Tasks are those of lm-evaluation-harness and run after the text. With --against, recovery is MODEL's score
+    in per cent of the original's, with the standard error over the same documents.
     """
     if not tasks:
         refuse_options(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--temperature",
     type=click.FloatRange(1e-3, 1e3),
-    help="Sample with this temperature. [default: 1.0]",
+    help="Temperature of the sampling. [default: 1.0]",
 )
 @click.option(
     "--top-k", type=click.IntRange(0, 2**31 - 1), help="Draw from the K most likely tokens; 0 for all."
@@ -63,15 +63,15 @@ if TYPE_CHECKING:
     "--speculate",
     type=click.Choice(["auto", "mtp", "lookup", "off"]),
     default="auto",
-    help="What guesses next tokens, several of which are checked at once; the text stays the same. mtp: the "
-    "model's own draft head; lookup: text that repeats itself; auto: the head if there is one, else lookup, "
-    "while it pays.",
+    help="Speculative decoding: how to draft tokens, several of which are checked per step; the text stays "
+    "the same. mtp: by the model's own draft head; lookup: from earlier text; auto: by the head if there "
+    "is one, else lookup, while it pays.",
 )
 @click.option(
     "--activations",
     type=click.Choice(["16", "fp8"]),
     default="16",
-    help="Type of what INT4 weights multiply in long prompts. fp8 is less exact.",
+    help="Type of the activations of INT4 layers in long prompts; fp8 is less exact.",
 )
 @model_options
 @click.pass_context
@@ -98,9 +98,9 @@ def command(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Load the checkpoint CKPT, continue a prompt, print the text as it is made, then tokens per second.
+    """Continue a prompt with the checkpoint CKPT: print the text as it is made, then tokens per second.
 
-    Without --greedy, tokens are drawn from the model's probabilities. Settings for sampling in
+    Without --greedy, tokens are drawn from the model's probabilities. Sampling settings in
     generation_config.json are not used. The texts of several prompts are printed when all have ended.
     """
     if greedy:

@@ -56,7 +56,7 @@ def refuse_options(context: click.Context, *names: str, reason: str) -> None:
 def verbosity_options(command: _Command) -> _Command:
     """Adds ``--verbose`` and ``--quiet``, which may be given before or after the name of a command."""
     for names, level, text in (
-        (("-q", "--quiet"), -1, "Print the result, warnings and errors alone: no progress."),
+        (("-q", "--quiet"), -1, "Print only the result, warnings and errors: no progress."),
         (("-v", "--verbose"), 1, "Also print how long each stage took."),
     ):
         command = click.option(

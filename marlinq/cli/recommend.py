@@ -15,7 +15,11 @@ from marlinq.cli.types import OUTPUT_FILE, SOURCE, names
     context_settings={"show_default": True},
 )
 @click.argument("model")
-@click.option("--synthetic", is_flag=True, help="MODEL is the name of a shape of bench decode --synthetic.")
+@click.option(
+    "--synthetic",
+    is_flag=True,
+    help="Take MODEL as the name of a shape that marlinq bench decode --synthetic knows.",
+)
 @click.option("--gpu", default="h200", help="GPU: h200, h100, h100-pcie, a100, l40s, l4, 4090, 5090 or b200.")
 @click.option("--batch", type=click.IntRange(1, 1 << 20), default=1, help="Sequences decoded together.")
 @click.option(

@@ -24,7 +24,7 @@ from marlinq.core.errors import VerificationFailed
 @click.option(
     "--strict",
     is_flag=True,
-    help="Let warnings fail too, such as one about a single word or zero point.",
+    help="Fail on warnings too, such as one about a single word or zero point.",
 )
 @revision_option
 @device_option

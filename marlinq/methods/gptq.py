@@ -60,23 +60,25 @@ class GPTQOptions(MethodOptions):
     """
 
     clip_search: bool = setting(True, Flag(), "Search each group's scale for the least output error.")
-    damp: float = setting(0.01, Fraction(), "Share of the Hessian's mean diagonal that is added to it.")
+    damp: float = setting(
+        0.01, Fraction(), "Share of the Hessian's mean diagonal that is added to its diagonal."
+    )
     shrinkage: float = setting(
-        0.35, ProperShare(), "Share of the Hessian's entries beside its diagonal that is left out."
+        0.35, ProperShare(), "Share by which off-diagonal entries of the Hessian are reduced."
     )
     act_order: str = setting(
         "static",
         Choice(("none", "static")),
-        "static quantises the channels of the largest activations first; groups keep their channels.",
+        "static quantises channels with the largest activations first; groups keep their channels.",
     )
     drift_correction: float = setting(
-        0.25, Share(), "Share of the errors of earlier blocks that a layer's weights make up for."
+        0.25, Share(), "Share of the error of earlier layers that a layer's weights correct."
     )
     output_hessian: bool = setting(
         False,
         Flag(),
-        "Let a layer's outputs make up for each other's errors, by the gradients of the loss, which take a "
-        "backward pass of the original.",
+        "Let errors of a layer's outputs cancel each other, weighted by gradients of the loss (a backward "
+        "pass of the original).",
     )
 
 
