@@ -9,7 +9,7 @@ Of every four channels two are kept. Such a folder is read as one with dense wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,11 @@ else:
 
 BITMASK_FORMAT = "sparse-24-bitmask"
 _KEPT, _MASK, _SHAPE = _SUFFIXES = "compressed", "bitmask", "shape"
+
+
+def has_bitmask(suffixes: Collection[str]) -> bool:
+    """Whether a module whose tensors have these suffixes is stored with a bitmask."""
+    return all(suffix in suffixes for suffix in _SUFFIXES)
 
 
 def with_dense_weights(checkpoint: Checkpoint) -> Checkpoint:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from marlinq.checkpoint.quantization_config import read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
 from marlinq.checkpoint.stacked import with_parts
+from marlinq.checkpoint.undeclared import check_declared
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, ConversionRefused, MarlinqError, UnsupportedError
 from marlinq.core.rules import Keep
@@ -59,6 +60,7 @@ class QuantizedCheckpoint:
 
         Raises:
             CheckpointError: config and tensors contradict each other.
+            UndeclaredError: there is no config, and tensors are those of quantised linears.
             UnsupportedError: the quantisation method is not one marlinq reads.
         """
         try:
@@ -73,6 +75,7 @@ class QuantizedCheckpoint:
             )
             return None
         if config is None:
+            check_declared(checkpoint)
             return None
         form = FORMATS[config.format]
         if form.stacked:

@@ -251,6 +251,46 @@ def test_any_scale_of_zeros_is_sound(kinds: Callable[[str], Path], tmp_path: Pat
     assert not [check.name for check in verify(folder, device="cpu").checks if check.status == "failed"]
 
 
+UNDECLARED = {
+    "gptq": "gptq or gptq-v2, .*quant_method gptq with bits, group_size",
+    "awq": "gptq or gptq-v2 or awq, .*quant_method awq with bits, group_size, zero_point",
+    "marlin": "marlin, .*quant_method gptq with bits",
+    "compressed-tensors": "compressed-tensors, .*quant_method compressed-tensors with format, config_groups",
+    "fp8-block fp8": "fp8.*quant_method fp8 with activation_scheme, weight_block_size",
+    "nvfp4 modelopt": "modelopt, .*quant_method modelopt with quant_algo",
+}
+
+
+@pytest.mark.parametrize("kind", UNDECLARED)
+def test_quantised_tensors_without_a_config_are_named_by_every_command(
+    kinds: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    folder = shutil.copytree(kinds(kind), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    for extra in ("quantize_config.json", "hf_quant_config.json"):
+        (folder / extra).unlink(missing_ok=True)
+    described = inspect(folder)
+    (note,) = described.notes
+    says = rf"tensors such as model\.layers\.0\.mlp\.\w+\.\w+ look like {UNDECLARED[kind]}"
+    assert re.match(says, note)
+    assert "not declared" in str(described)
+    (failed,) = (check for check in verify(folder, device="cpu").checks if check.status == "failed")
+    assert note in failed.detail
+    attempts: list[Callable[[], object]] = [
+        lambda: load(folder, device="cpu"),
+        lambda: convert(folder, tmp_path / "out", target_format="gptq"),
+        lambda: convert(folder, tmp_path / "out", target_format="dense", allow_loss=True),
+        lambda: quantize(folder, tmp_path / "out", recipe=RECIPE.replace(method="rtn"), device="cpu"),
+        lambda: rotate(folder, tmp_path / "out", device="cpu"),
+    ]
+    for attempt in attempts:
+        with pytest.raises(CheckpointError, match=re.escape(note)):
+            attempt()
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantised Mixtral in compressed-tensors."""

@@ -32,6 +32,7 @@ class AWQDialect(Dialect):
     name = "awq"
     quant_methods = ("awq",)
     marks = ("w_bit", "zero_point")
+    settings = ("bits", "group_size", "zero_point", "version", "modules_to_not_convert")
 
     def read(self, keys: Keys) -> QuantizationConfig:
         version = str(keys.raw.get("version") or keys.raw.get("format") or "gemm").lower()

@@ -50,6 +50,7 @@ class CompressedTensorsDialect(Dialect):
 
     name = "compressed-tensors"
     quant_methods = ("compressed-tensors",)
+    settings = ("format", "config_groups", "ignore")
 
     def read(self, keys: Keys) -> QuantizationConfig:
         if keys.mapping("transform_config"):

@@ -47,6 +47,8 @@ class Dialect(ABC):
     """The values of ``quant_method`` that name it."""
     marks: tuple[str, ...] = ()
     """Keys that only this dialect has, for old configs without ``quant_method``."""
+    settings: tuple[str, ...] = ()
+    """Keys beside ``quant_method`` that say what tensors don't, for a message about a lost config."""
 
     @abstractmethod
     def read(self, keys: Keys) -> QuantizationConfig:

@@ -50,6 +50,7 @@ class FP8Dialect(Dialect):
 
     name = "fp8"
     quant_methods = ("fp8",)
+    settings = ("activation_scheme", "weight_block_size", "modules_to_not_convert")
 
     def read(self, keys: Keys) -> QuantizationConfig:
         inverse = keys.raw.get("weight_scale_semantics") == "inverse"

@@ -39,6 +39,7 @@ class GPTQDialect(Dialect):
 
     name = "gptq"
     quant_methods = ("gptq", "marlin")
+    settings = ("bits", "group_size", "sym", "desc_act", "checkpoint_format")
 
     def read(self, keys: Keys) -> QuantizationConfig:
         raw = keys.raw

@@ -53,6 +53,7 @@ class ModelOptDialect(Dialect):
     name = "modelopt"
     quant_methods = ("modelopt", "modelopt_fp4", "modelopt_mixed")
     marks = ("quant_algo",)
+    settings = ("quant_algo", "ignore")
 
     def read(self, keys: Keys) -> QuantizationConfig:
         rules: list[Rule[Scheme]] = [

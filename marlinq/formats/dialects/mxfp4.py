@@ -30,6 +30,7 @@ class MXFP4Dialect(Dialect):
 
     name = "mxfp4"
     quant_methods = ("mxfp4",)
+    settings = ("modules_to_not_convert",)
 
     def read(self, keys: Keys) -> QuantizationConfig:
         rules: list[Rule[Scheme]] = [

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from marlinq.checkpoint import (
     Checkpoint,
     QuantizedCheckpoint,
+    UndeclaredError,
     find_draft_head,
     floating_linears,
     own_head,
@@ -62,9 +63,12 @@ def inspect(
     if tensor_parallel < 1:
         raise UsageError(f"tensor parallelism: expected 1 GPU or more, found {tensor_parallel}")
     opened = with_dense_weights(Checkpoint.open(checkpoint, revision=revision, progress=progress))
-    quantized = QuantizedCheckpoint.of(opened)
+    try:
+        quantized = QuantizedCheckpoint.of(opened)
+    except UndeclaredError as refusal:
+        return _unquantized(opened, str(refusal).removeprefix(f"{opened.path}: "))
     if quantized is None:
-        return _unquantized(opened)
+        return _unquantized(opened, None)
     opened = quantized.checkpoint
     facts: list[ModuleFacts] = []
     layers: dict[str, LinearFacts] = {}
@@ -148,7 +152,9 @@ def planned_verdicts(planned: QuantizedCheckpoint, *, tensor_parallel: int = 1) 
     )
 
 
-def _unquantized(opened: Checkpoint) -> Inspection:
+def _unquantized(opened: Checkpoint, undeclared: str | None) -> Inspection:
+    """The facts of a checkpoint without a quantised view; ``undeclared`` says which tensors look quantised
+    nevertheless."""
     parameters = sum(math.prod(info.shape) for info in opened.tensors.values())
     if parameters == 0:
         raise CheckpointError(f"{opened.path}: holds no parameters")
@@ -173,7 +179,8 @@ def _unquantized(opened: Checkpoint) -> Inspection:
         model_bits=8 * opened.nbytes / parameters,
         tensor_parallel=1,
         servers=(),
-        notes=(),
+        notes=() if undeclared is None else (undeclared,),
+        undeclared=undeclared is not None,
     )
 
 

@@ -68,6 +68,7 @@ class Inspection(Shown):
         undivided: names of the servers that split no layer, where ``tensor_parallel`` is above 1.
         notes: sentences about contradictions in the checkpoint.
         modules: one entry per quantised linear; None where it was not asked for.
+        undeclared: whether tensors look quantised although no config says so.
     """
 
     checkpoint: str
@@ -93,6 +94,7 @@ class Inspection(Shown):
     notes: tuple[str, ...]
     undivided: tuple[str, ...] = ()
     modules: tuple[ModuleFacts, ...] | None = None
+    undeclared: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -103,7 +105,7 @@ class Inspection(Shown):
         rows = [
             ("checkpoint", self.checkpoint),
             ("architecture", self.architecture),
-            ("format", self.format or "not quantised"),
+            ("format", self.format or ("not declared" if self.undeclared else "not quantised")),
         ]
         if self.format is not None:
             rows += [

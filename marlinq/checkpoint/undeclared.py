@@ -1,0 +1,74 @@
+"""Finds quantised tensors in a checkpoint whose files declare no quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from marlinq.checkpoint.bitmasks import BITMASK_FORMAT, has_bitmask
+from marlinq.checkpoint.reader import Checkpoint
+from marlinq.core.errors import CheckpointError
+from marlinq.formats import FORMATS, LAYOUTS, Format
+from marlinq.formats.dialects import DIALECTS
+from marlinq.formats.stacks import is_stack
+
+
+class UndeclaredError(CheckpointError):
+    """Tensors are quantised, or sparse, and no config says how."""
+
+
+def check_declared(checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint without ``quantization_config`` has no tensors that need one.
+
+    Raises:
+        UndeclaredError: it has; the message names one, the formats that have such, and the missing settings.
+    """
+    found = _first_undeclared(checkpoint)
+    if found is None:
+        return
+    name, formats = found
+    ways = [f"quant_method {method} with {settings}" for method, settings in dict(formats.values()).items()]
+    raise UndeclaredError(
+        f"{checkpoint.path}: tensors such as {name} look like {' or '.join(formats)}, but config.json has no "
+        f"quantization_config; restore it: {'; or '.join(ways)}"
+    )
+
+
+def _first_undeclared(checkpoint: Checkpoint) -> tuple[str, dict[str, tuple[str, str]]] | None:
+    """The name of a tensor; and for every format that has such the quant_method and the settings of its
+    config."""
+    modules: dict[str, dict[str, str]] = {}
+    for name, info in checkpoint.tensors.items():
+        if is_stack(name):
+            return name, _settings(form for form in FORMATS.values() if form.stacked)
+        module, _, suffix = name.rpartition(".")
+        modules.setdefault(module, {})[suffix] = info.dtype
+    scales = {layout.scale_key for layout in LAYOUTS.values()}
+    for module, dtypes in modules.items():
+        if has_bitmask(dtypes):
+            return f"{module}.bitmask", {BITMASK_FORMAT: ("compressed-tensors", "sparsity_config")}
+        if scales.isdisjoint(dtypes):
+            continue
+        keys = {form: _key(form, dtypes) for form in FORMATS.values() if not form.stacked}
+        fitting = {form: key for form, key in keys.items() if key is not None}
+        if fitting:
+            return f"{module}.{next(iter(fitting.values()))}", _settings(fitting)
+    return None
+
+
+def _settings(forms: Iterable[Format]) -> dict[str, tuple[str, str]]:
+    dialects = {form.name: DIALECTS[form.dialect] for form in forms}
+    return {name: (each.quant_methods[0], ", ".join(each.settings)) for name, each in dialects.items()}
+
+
+def _key(form: Format, dtypes: Mapping[str, str]) -> str | None:
+    """The suffix of the codes, if a module's tensors of these dtypes are those of ``form``; or None."""
+    owned = {suffix for layout in LAYOUTS.values() for suffix in layout.suffixes} & set(dtypes)
+    for layout in form.layouts:
+        if (
+            dtypes.get(layout.key) == layout.code_dtype
+            and layout.scale_key in dtypes
+            and layout.sparsity == form.sparsity
+            and owned <= set(layout.suffixes)
+        ):
+            return layout.key
+    return None
