@@ -220,8 +220,10 @@ __device__ __forceinline__ void delta(const DeltaNet& net, u16* out) {
     }
 }
 
-#define INSTANTIATE_STEP_DELTA(NAME, CONFIGURATION)                                                     \
-    extern "C" __global__ void __launch_bounds__(CONFIGURATION::PARTS* CONFIGURATION::DV, 1)            \
-    NAME(DeltaNet net, u16* out) {                                                                      \
-        delta<CONFIGURATION>(net, out);                                                                 \
+// ptxas saves registers where one more block then fits, and spills for it; more than 512 threads have 80 registers either way.
+#define INSTANTIATE_STEP_DELTA(NAME, CONFIGURATION)                                                                        \
+    extern "C" __global__ void __launch_bounds__(CONFIGURATION::PARTS* CONFIGURATION::DV,                                  \
+                                                 CONFIGURATION::PARTS* CONFIGURATION::DV > 512 ? 0 : 1)                    \
+    NAME(DeltaNet net, u16* out) {                                                                                         \
+        delta<CONFIGURATION>(net, out);                                                                                    \
     }
