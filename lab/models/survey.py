@@ -41,19 +41,19 @@ RESULTS = Path(__file__).with_name("survey.json")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 WORKS, PARTLY, REFUSED, FAILED, NOT_BUILT = "works", "works without text", "refused", "fails", "untried"
 _UNKNOWN = {
-    r"^a parameter|^is used by neither": "parameters of no linear and no norm",
-    r"attention interface$": "attention of their own code",
+    r"^a parameter|^is used by neither": "parameters outside linears and norms",
+    r"attention interface$": "their own attention code",
     r"before the first block|runs between two": "linears, norms or lookups outside the blocks",
     r"argument 'indices'": "attention behind an indexer",
     r"can't be recorded": "a forward pass that needs more than text, or that fails without weights",
-    r"biased by distance|mask is neither": "masks or biases of attention",
-    r"^a buffer": "buffers beside experts",
-    r"first block is not a multiple|does not look|follows this norm": "embeddings of their own",
+    r"biased by distance|mask is neither": "special attention masks or biases",
+    r"^a buffer": "buffers in layers of experts",
+    r"first block is not a multiple|does not look|follows this norm": "unusual embeddings",
     r"part in the block|residual stream|of attention|attention does not|queries are|values are": (
-        "what enters or leaves attention, or a norm behind it"
+        "inputs or outputs of attention, or a norm after it"
     ),
-    r"no known activation": "an activation",
-    r"behind the last block": "a head of several layers",
+    r"no known activation": "an unknown activation",
+    r"behind the last block": "an output head of several layers",
 }
 """regular expression for a refusal of recognition -> its short form on the page"""
 _TOKENS = 24
@@ -245,7 +245,7 @@ def page(rows: Sequence[Row], version: str) -> str:
         "# Models",
         "",
         f"Types (`model_type` in `config.json`) of transformers {version}, tried as tiny random models:",
-        "quantised, verified, loaded, compared, inspected (`make survey`). Encoder-decoders such as T5",
+        "quantised, verified, loaded, compared and inspected (`make survey`). Encoder-decoders such as T5",
         "are refused; embedding models of these types work. `quantize --plan` lists what stays in 16 bits.",
         "",
     ]
@@ -259,9 +259,9 @@ def page(rows: Sequence[Row], version: str) -> str:
             "",
         ]
         lines += [
-            f"Work, with marlinq's decode step: {_names(row for row in works if row.step == 'own')}.",
+            f"With marlinq's [decode step](decode.md): {_names(row for row in works if row.step == 'own')}.",
             "",
-            "Work, with transformers' forward; what marlinq's step does not know:",
+            "With transformers' forward, by what marlinq's step does not support:",
             "",
         ]
         unknown: dict[str, list[str]] = {}
