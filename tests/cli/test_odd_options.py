@@ -9,6 +9,8 @@ import pytest
 from marlinq.cli import main
 from marlinq.core.errors import OutputError, UsageError
 from marlinq.operations.quantize.recipe import Recipe, read_recipe
+from marlinq.operations.quantize.spelling import from_command_line
+from marlinq.operations.quantize.unused_settings import unused_settings
 
 
 @pytest.mark.parametrize(
@@ -96,8 +98,63 @@ def test_lists_without_names_are_refused(
 
 
 def test_a_loader_without_a_target_would_be_ignored() -> None:
-    with pytest.raises(UsageError, match=r"--for sglang only goes with target_bits or target_size"):
+    with pytest.raises(UsageError, match=r"served_by: sglang only goes with target_bits or target_size"):
         Recipe(served_by="sglang")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "says"),
+    [
+        (None, "--quality fast --sparsity 2:4", "imatrix, the method of --quality fast, can't make 2:4"),
+        ("quality: fast", "--sparsity 2:4", "imatrix, the method of quality fast, can't make 2:4"),
+        (None, "--method imatrix --sparsity 2:4", "imatrix can't make 2:4 sparse weights"),
+        (None, "--for sglang", "--for: sglang only goes with --target-bits or --target-size"),
+        ("served_by: sglang", "", "RECIPE: served_by: sglang only goes with target_bits or target_size"),
+        (None, "--asym --scheme fp8", "--asym: fp8 has no zero points"),
+        ("symmetric: false", "--scheme fp8", "symmetric: fp8 has no zero points"),
+        ("group_size: 64", "--scheme mxfp4", "group_size: mxfp4 has groups of 32"),
+        ("group_size: 32", "--scheme mxfp4 --group-size 64", "--group-size: mxfp4 has groups of 32"),
+        (
+            "method: rtn",
+            "--damp 0.1",
+            "--damp: no option of method rtn, but of gptq; leave it out, or choose",
+        ),
+        (
+            None,
+            "--target-size 1MB --scheme int8",
+            "--scheme: --target-size chooses the scheme of each module",
+        ),
+        ("target_size: 1MB", "--scheme int8", "--scheme: target_size chooses the scheme of each module"),
+        (None, "--quantize-head nvfp4", "--quantize-head nvfp4: gptq can't hold fp4_e2m1 weights"),
+    ],
+)
+def test_messages_spell_a_setting_as_its_user_did(
+    tmp_path: Path, recipe: str | None, options: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["quantize", str(tmp_path), str(tmp_path / "out"), *options.split()]
+    if recipe is not None:
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        arguments += ["--recipe", str(tmp_path / "recipe.yaml")]
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == UsageError.exit_code
+    error = capsys.readouterr().err.replace(str(tmp_path / "recipe.yaml"), "RECIPE")
+    assert error.startswith(f"error: {says}")
+
+
+def test_settings_without_effect_are_spelled_as_their_user_did() -> None:
+    recipe = Recipe(method="rtn", max_length=100, samples=3, tune_norms=False)
+    assert [each.partition(":")[0] for each in unused_settings(recipe)] == [
+        "samples, max_length",
+        "tune_norms",
+    ]
+    with from_command_line({"samples"}):
+        said = unused_settings(recipe)
+    assert said == [
+        "samples, --max-length: no effect, since method rtn reads no text",
+        "--no-tune-norms: no effect, since --tune-steps is 0",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from marlinq.methods import METHODS
 from marlinq.models import Blueprint, TensorNames
 from marlinq.operations.quantize.budget import SAMPLES, TextBudget, Work, text_budget, writing_dtype
 from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.spelling import spelled
 
 SELF = "self"
 """Value of ``calibration`` for text that the model writes itself."""
@@ -36,7 +37,7 @@ def parts_of(recipe: Recipe) -> tuple[MixturePart, ...]:
     parts = tuple(map(read_part, spellings))
     names = [part.source for part in parts]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(f"calibration: {twice[0]!r} is named twice; give it one weight")
+        raise UsageError(f"{spelled('calibration')}: {twice[0]!r} is named twice; give it one weight")
     return parts
 
 
@@ -101,8 +102,8 @@ def recipes_of_parts(recipe: Recipe) -> list[SourcePart]:
     for part, change in zip(parts, changes, strict=True):
         if change.get("samples") == 0 or change.get("tokens", _SMALLEST_SHARE) < _SMALLEST_SHARE:
             raise UsageError(
-                f"calibration {part.source!r}: its weight leaves it no document; raise it, --samples or "
-                "--tokens"
+                f"{spelled('calibration')} {part.source!r}: its weight leaves it no document; raise it, "
+                f"{spelled('samples')} or {spelled('tokens')}"
             )
     return [
         SourcePart(part.source, recipe.replace(**change), bound)
@@ -219,7 +220,8 @@ def longest(config: Any, recipe: Recipe) -> int:
     if not isinstance(positions, int) or not 0 < positions < recipe.max_length:
         return recipe.max_length
     warnings.warn(
-        f"calibration: max_length {recipe.max_length} is cut to the model's {positions} positions",
+        f"calibration: {spelled('max_length')} {recipe.max_length} is cut to the model's "
+        f"{positions} positions",
         stacklevel=3,
     )
     return int(positions)

@@ -210,10 +210,12 @@ class QuantizeReport(Shown):
         if self.resumed_blocks:
             resumed = f"{self.resumed_blocks} of {counted(self.blocks, 'blocks')} were there already"
             rows.append(("resumed", resumed))
-        peak = f"peak memory {size_text(self.peak_host_bytes)}"
+        ran = f"{self.seconds:.0f} s on {self.device} in {self.dtype}"
+        if self.peak_host_bytes:  # a resumed run that was finished already measures nothing
+            ran += f", peak memory {size_text(self.peak_host_bytes)}"
         if self.peak_device_bytes is not None:
-            peak += f", GPU {size_text(self.peak_device_bytes)}"
-        rows.append(("ran", f"{self.seconds:.0f} s on {self.device} in {self.dtype}, {peak}"))
+            ran += f", GPU {size_text(self.peak_device_bytes)}"
+        rows.append(("ran", ran))
         return [Facts(tuple(rows))]
 
     def _errors(self) -> list[tuple[str, str]]:

@@ -44,6 +44,7 @@ from marlinq.operations.quantize.candidates import CANDIDATES, Members, read_all
 from marlinq.operations.quantize.module_settings import ModuleSettings
 from marlinq.operations.quantize.override import DENSE, SHARED, Override, override_of
 from marlinq.operations.quantize.quality import DEFAULT, QUALITIES
+from marlinq.operations.quantize.spelling import in_command, spelled
 
 UNQUANTIZED = NONE
 ROUNDING, STATIC_ROUNDING = "rtn", "rtn-static"
@@ -275,8 +276,8 @@ class Recipe:
             isinstance(each, ModuleSettings) and each.sparsity == asked for each in outcomes
         ):
             raise UsageError(
-                f"format: {self.format} is for {asked.describe()} weights; add --sparsity {asked.name}, or "
-                "choose another --format"
+                f"{spelled('format')}: {self.format} is for {asked.describe()} weights; add "
+                f"{spelled('sparsity')} {asked.name}, or choose another {spelled('format')}"
             )
         # Overrides of the head are checked later, when its name is known.
         self._check_outcome(self.head_rules.default)
@@ -284,11 +285,15 @@ class Recipe:
     def _check_scheme(self) -> None:
         named = SCHEMES[self.scheme]
         if named.granularity is not None and self.group_size != AUTO:
-            raise UsageError(f"group_size: {named.name} has {named.granularity.describe()}; leave it out")
+            raise UsageError(
+                f"{spelled('group_size')}: {named.name} has {named.granularity.describe()}; leave it out"
+            )
         if named.element.table is not None and not self.symmetric:
-            raise UsageError(f"symmetric: {named.name} has no zero points; leave it out")
+            raise UsageError(f"{spelled('symmetric', False)}: {named.name} has no zero points; leave it out")
         if named.element.table is not None and self.sparsity != DENSE:
-            raise UsageError(f"sparsity: {named.name} weights are not pruned, only integers; leave it out")
+            raise UsageError(
+                f"{spelled('sparsity')}: {named.name} weights are not pruned, only integers; leave it out"
+            )
 
     def _check_target(self) -> None:
         object.__setattr__(self, "allocation", read_allocation(self.allocation))
@@ -296,27 +301,28 @@ class Recipe:
         if not (targets or self.allocation):
             if self.served_by != SERVED_BY[0]:
                 raise UsageError(
-                    f"served_by: --for {self.served_by} only goes with target_bits or target_size; "
-                    "leave it out"
+                    f"{spelled('served_by')}: {self.served_by} only goes with {spelled('target_bits')} or "
+                    f"{spelled('target_size')}; leave it out"
                 )
             return
         key = (targets or ["allocation"])[0]
         if len(targets) > 1:
-            raise UsageError(f"{targets[1]}: {key} is given too; keep one")
+            raise UsageError(f"{spelled(targets[1])}: {spelled(key)} is given too; keep one")
         if self.sparsity != DENSE:
             raise UsageError(
-                f"sparsity: what pruning costs is not measured, so it can't go with {key}; keep one"
+                f"{spelled('sparsity')}: what pruning costs is not measured, so it can't go with "
+                f"{spelled(key)}; keep one"
             )
         for other in ("scheme", "group_size"):
             if getattr(self, other) != getattr(Recipe, other):
                 raise UsageError(
-                    f"{other}: {key} chooses the scheme of each module; leave it out, or set it for some "
-                    "with --override, which wins"
+                    f"{spelled(other)}: {spelled(key)} chooses the scheme of each module; leave it out, or "
+                    "set it for some with --override, which wins"
                 )
         if self.format not in MIXED_FORMATS:
             raise UsageError(
-                f"{key}: {self.format} does not hold schemes that differ between modules; expected --format "
-                f"{' or '.join(MIXED_FORMATS[:2])}"
+                f"{spelled(key)}: {self.format} does not hold schemes that differ between modules; expected "
+                f"{spelled('format')} {' or '.join(MIXED_FORMATS[:2])}"
             )
 
     def _is_other_target(self, changes: Mapping[str, Any]) -> bool:
@@ -341,12 +347,12 @@ class Recipe:
     def _check_outcome(self, outcome: ModuleSettings | Keep) -> None:
         if isinstance(outcome, Keep):
             return
-        form, method = FORMATS[self.format], METHODS[outcome.method]
+        form, method, where = FORMATS[self.format], METHODS[outcome.method], _place(outcome)
         if form.read_only is not None:
-            raise UsageError(f"{outcome.reason}: {form.name} is read and never written: {form.read_only}")
+            raise UsageError(f"{where}{form.name} is read and never written: {form.read_only}")
         scheme = outcome.typical
         if scheme.sparsity is not None and scheme.element.table is not None:
-            raise UsageError(f"{outcome.reason}: sparsity: {scheme.element.name} weights are not pruned")
+            raise UsageError(f"{where}sparsity: {scheme.element.name} weights are not pruned")
         if (reason := form.scheme_refusal(scheme)) is not None:
             holding = " or ".join(
                 each.name
@@ -355,13 +361,25 @@ class Recipe:
                 and each.sparsity in (None, scheme.sparsity)
                 and each.scheme_refusal(scheme) is None
             )
-            advice = f"choose --format {holding}" if holding else "choose another --scheme"
-            raise UsageError(f"{outcome.reason}: {form.name} can't hold {reason}; {advice}")
+            advice = (
+                f"choose {spelled('format')} {holding}" if holding else f"choose another {spelled('scheme')}"
+            )
+            raise UsageError(f"{where}{form.name} can't hold {reason}; {advice}")
         sparse = form.sparsity is not None and scheme.sparsity is not None
         if sparse and (reason := form.layouts[0].scheme_refusal(scheme)) is not None:
-            raise UsageError(f"{outcome.reason}: {form.name} can't hold {reason}; choose another --format")
+            other = f"choose another {spelled('format')}"
+            raise UsageError(f"{where}{form.name} can't hold {reason}; {other}")
         if (reason := method.scheme_refusal(scheme)) is not None:
-            raise UsageError(f"{outcome.reason}: {method.name} can't make {reason}; choose another --method")
+            raise UsageError(f"{where}{self._cannot(method.name, reason)}")
+
+    def _cannot(self, method: str, reason: str) -> str:
+        """A sentence that says that ``method`` can't make a scheme, and what chose it."""
+        if self.quality != DEFAULT and QUALITIES[self.quality].settings.get("method") == method:
+            return (
+                f"{method}, the method of {spelled('quality')} {self.quality}, can't make {reason}; choose "
+                f"another {spelled('quality')}, or {spelled('method')}"
+            )
+        return f"{method} can't make {reason}; choose another {spelled('method')}"
 
     @cached_property
     def rules(self) -> ModuleRules[ModuleSettings]:
@@ -370,7 +388,7 @@ class Recipe:
             Rule(Members(frozenset(members)), self.candidate_settings(name))
             for name, members in self.allocation.items()
         )
-        rules = self._rules(self.scheme, "recipe")
+        rules = self._rules(self.scheme, _RECIPE)
         return ModuleRules(rules.default, (*rules.ordered, *chosen))
 
     def candidate_settings(self, name: str) -> ModuleSettings | Keep:
@@ -512,8 +530,8 @@ class Recipe:
                 others = [name for name, other in METHODS.items() if key in kinds(other.options)]
                 if others:
                     raise UsageError(
-                        f"{key}: no option of method {method}, but of {' and '.join(others)}; leave it "
-                        "out, or choose another --method"
+                        f"{spelled(key, changes[key])}: no option of method {method}, but of "
+                        f"{' and '.join(others)}; leave it out, or choose another {spelled('method')}"
                     )
                 raise UsageError(
                     f"recipe: unknown key {key!r}; expected one of {', '.join(known)} with method {method}"
@@ -565,6 +583,11 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     Raises:
         UsageError: the file can't be read, is not a YAML mapping, or holds an unknown key or bad value.
     """
+    return read_recipe_file(path)[0]
+
+
+def read_recipe_file(path: str | os.PathLike[str]) -> tuple[Recipe, frozenset[str]]:
+    """As :func:`read_recipe`; returns the recipe and the keys that the file gives."""
     path = Path(path)
     try:
         values = load_yaml(read_regular(path, MAX_YAML_BYTES))
@@ -575,11 +598,20 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     if not isinstance(values, dict):
         raise UsageError(f"{path}: expected a mapping of recipe keys, found {type(values).__name__}")
     try:
-        return Recipe.from_dict(values)
+        return Recipe.from_dict(values), frozenset(map(str, values))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 
 
+def _place(outcome: ModuleSettings) -> str:
+    """The beginning of a message about the settings of some modules."""
+    if outcome.reason == _RECIPE and in_command():
+        return ""
+    key, _, value = outcome.reason.partition(" ")
+    return f"{spelled(key)} {value}: " if key == "quantize_head" else f"{outcome.reason}: "
+
+
+_RECIPE = "recipe"
 _GIVEN = "_given"
 """Attribute of a recipe under construction: names of the settings that its maker gave."""
 _TARGETS = ("target_bits", "target_size")

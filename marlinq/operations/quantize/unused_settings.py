@@ -8,6 +8,7 @@ from marlinq.methods import METHODS
 from marlinq.operations.quantize.module_settings import ModuleSettings
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
+from marlinq.operations.quantize.spelling import spelled
 
 _EXPERTS = ("experts", "expert_tokens", "expert_fallback")
 _TEXT = ("calibration", "samples", "tokens", "max_length", "chat_template", *_EXPERTS)
@@ -25,16 +26,18 @@ def unused_settings(recipe: Recipe) -> list[str]:
     sentences = []
     reads_text = recipe.tune_steps or recipe.wants_allocation or any(METHODS[m].calibrated for m in methods)
     if not reads_text and (idle := changed_settings(recipe, _TEXT)):
-        sentences.append(_sentence(idle, f"method {' and '.join(sorted(methods))} reads no text"))
+        sentences.append(_sentence(recipe, idle, f"method {' and '.join(sorted(methods))} reads no text"))
     if not recipe.tune_steps and (idle := changed_settings(recipe, _TUNING)):
-        sentences.append(_sentence(idle, "tune_steps is 0"))
+        sentences.append(_sentence(recipe, idle, f"{spelled('tune_steps')} is 0"))
     if recipe.method not in methods and not recipe.wants_allocation:
         default = METHODS[recipe.method].options()
         names = [each.name for each in fields(default)]
         idle = [key for key in names if getattr(recipe.options, key) != _usual(recipe, key, default)]
         idle = [*changed_settings(recipe, ("method",)), *idle]
         if idle:
-            sentences.append(_sentence(idle, f"these schemes are made by {' and '.join(sorted(methods))}"))
+            sentences.append(
+                _sentence(recipe, idle, f"these schemes are made by {' and '.join(sorted(methods))}")
+            )
     return sentences
 
 
@@ -47,5 +50,6 @@ def _usual(recipe: Recipe, key: str, defaults: object) -> object:
     return QUALITIES[recipe.quality].settings.get(key, getattr(defaults, key))
 
 
-def _sentence(keys: list[str], reason: str) -> str:
-    return f"{', '.join(keys)}: no effect, since {reason}"
+def _sentence(recipe: Recipe, keys: list[str], reason: str) -> str:
+    named = [spelled(key, getattr(recipe, key, getattr(recipe.options, key, None))) for key in keys]
+    return f"{', '.join(named)}: no effect, since {reason}"

@@ -224,6 +224,9 @@ def test_resuming_what_is_finished_returns_its_report(
     assert said == [f"{tmp_path / 'out'}: this run is finished; nothing is left to do"]
     assert (again.modules, again.kept, again.calibration) == (whole.modules, whole.kept, whole.calibration)
     assert (again.blocks, again.resumed_blocks, again.dtype) == (whole.blocks, whole.blocks, whole.dtype)
+    # A run that only reports measures no memory.
+    assert "peak memory" in str(whole)
+    assert "peak memory" not in str(again)
     assert again.output_bytes == whole.output_bytes
     assert "quality" not in again.render()
     assert folder_bytes(tmp_path / "out") == before

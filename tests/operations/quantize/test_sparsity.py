@@ -76,7 +76,7 @@ def test_settings_that_cannot_be_pruned_are_refused(settings: dict[str, str], me
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sparsity": "none"}, "marlin-24 is for 2:4 sparse weights; add --sparsity 2:4"),
+        ({"sparsity": "none"}, "marlin-24 is for 2:4 sparse weights; add sparsity 2:4"),
         ({"symmetric": False}, "marlin-24 can't hold asymmetric weights"),
     ],
 )

@@ -56,5 +56,5 @@ def test_settings_that_do_nothing_are_named(settings: dict[str, object], sentenc
     [("fp8", "compressed-tensors"), ("nvfp4", "compressed-tensors or modelopt")],
 )
 def test_a_scheme_that_the_format_lacks_names_formats_that_hold_it(scheme: str, formats: str) -> None:
-    with pytest.raises(UsageError, match=rf"gptq holds int4 and int8 only; choose --format {formats}$"):
+    with pytest.raises(UsageError, match=rf"gptq holds int4 and int8 only; choose format {formats}$"):
         Recipe(scheme=scheme)

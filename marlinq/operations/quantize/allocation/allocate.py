@@ -29,6 +29,7 @@ from marlinq.operations.quantize.own_text import text_by_the_model
 from marlinq.operations.quantize.planned_text import SELF, longest, recipes_of_parts
 from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.spelling import spelled
 
 _LONGEST_DOCUMENT = 512
 """tokens that documents for measuring are cut to"""
@@ -171,12 +172,13 @@ def _budget(recipe: Recipe, units: Sequence[Unit], frame: Frame) -> int:
     least, most = (sum(pick(each.nbytes for each in unit.options) for unit in units) for pick in (min, max))
     budget = frame.budget(recipe)
     if recipe.target_bits != NONE:
-        asked, ends = f"--target-bits {recipe.target_bits:g}", [frame.bits(size) for size in (least, most)]
+        asked = f"{spelled('target_bits')} {recipe.target_bits:g}"
+        ends = [frame.bits(size) for size in (least, most)]
         # Rounded inwards, so that both ends of the range in the message are reachable.
         reachable = f"{ends[0] + 0.0005:.3f} to {ends[1] - 0.0005:.3f} bits"
     else:
         sizes = [frame.rest + least, frame.rest + most - 1]
-        asked = f"--target-size of {recipe.target_size} bytes"
+        asked = f"{spelled('target_size')} of {recipe.target_size} bytes"
         reachable = f"{sizes[0]} to {sizes[1]} bytes ({size_text(sizes[0])} to {size_text(sizes[1])})"
     if budget < least:
         raise UsageError(

@@ -19,6 +19,7 @@ from marlinq.operations.inspect.servers import Server
 from marlinq.operations.quantize.candidates import CANDIDATES, KEPT
 from marlinq.operations.quantize.planning import PlannedModule, packed_tensors, plan_module, wanted_modules
 from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.spelling import spelled
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,13 @@ def units_of(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) -> tu
     if not units:
         raise UnsupportedError(
             f"{checkpoint.path}: overrides decide every linear, so nothing is left to choose; leave out "
-            "--target-bits and --target-size"
+            f"{spelled('target_bits')} and {spelled('target_size')}"
         )
     if all(option.candidate == KEPT for unit in units for option in unit.options):
         ((reason, _),) = Counter(units[0].refused.values()).most_common(1)
         raise UnsupportedError(
             f"{units[0].name}: no scheme is left that {recipe.served_by} takes in {recipe.format}: {reason}; "
-            "choose another --for or --format"
+            f"choose another {spelled('served_by')} or {spelled('format')}"
         )
     return units
 

@@ -180,7 +180,7 @@ def test_a_plan_says_what_a_run_chooses(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"target_bits": 4.2}, "--target-bits 4.2: too small for the schemes that vllm takes"),
+        ({"target_bits": 4.2}, "target_bits 4.2: too small for the schemes that vllm takes"),
         (
             {"target_bits": 4.2, "served_by": "sglang"},
             "qkv_proj (and 8 more) gets no 4 bits: no kernel",
@@ -188,7 +188,7 @@ def test_a_plan_says_what_a_run_chooses(run: Run, tmp_path: Path) -> None:
         ({"target_bits": 4.2, "overrides": (Override.parse("down=skip"),)}, "reachable are"),
         ({"target_bits": "none", "target_size": 100_000}, "too small for the schemes"),
         ({"target_bits": "none", "target_size": 10**9}, "nothing is left to choose; reachable are"),
-        ({"target_bits": "none", "target_size": "3.9GiB"}, "--target-size of 4187593113 bytes: all modules"),
+        ({"target_bits": "none", "target_size": "3.9GiB"}, "target_size of 4187593113 bytes: all modules"),
     ],
 )
 def test_targets_out_of_reach(
