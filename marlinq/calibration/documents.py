@@ -221,7 +221,7 @@ def check_tokens(tokens: Sequence[int], vocabulary: int, source: str) -> None:
         outside = min(tokens) if min(tokens) < 0 else max(tokens)
         raise CheckpointError(
             f"text {source}: token id {outside} is outside the model's vocabulary of {vocabulary}; "
-            "the tokenizer belongs to another model"
+            "restore the model's own tokenizer, or token ids made with it"
         )
 
 

@@ -110,7 +110,7 @@ def _decoded(path: Path) -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise EnvironmentProblem("images are read by pillow, which is missing: pip install pillow") from None
+        raise EnvironmentProblem("images in the text: pillow is not installed; pip install pillow") from None
     try:
         return Image.open(io.BytesIO(read_regular(path, _MOST_BYTES))).convert("RGB")
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

@@ -315,7 +315,7 @@ def _is_on_the_hub(source: Source) -> bool:
     cached = cached_datasets()
     if source.dataset not in cached:
         raise EnvironmentProblem(
-            f"text {source.spelling}: no such file or folder, and not to be had from the Hub ({obstacle}); "
+            f"text {source.spelling}: no such file or folder, and not available from the Hub ({obstacle}); "
             f"pass a file, or go online; {listed('datasets', cached)}"
         )
     warnings.warn(f"text {source.spelling}: read from the cache, for {obstacle}", stacklevel=2)

@@ -296,7 +296,8 @@ def decode(
         )
         measured = checkpoint
     else:
-        raise UsageError("expected a checkpoint folder or --synthetic MODEL, one of the two")
+        found = "neither" if checkpoint is None else "both"
+        raise UsageError(f"bench decode: expected either CKPT or --synthetic MODEL, found {found}; give one")
     with showing_progress() as progress:
         report = bench_decode(
             measured,

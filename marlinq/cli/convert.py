@@ -71,7 +71,9 @@ def command(
     """
     source_format, target_format, source, target = _request(context, places, from_, to)
     if source_format == target_format and scheme is None:
-        raise UsageError(f"{source_format} to {target_format}: nothing to convert; name another target")
+        raise UsageError(
+            f"convert: SRC and DST are both {target_format}, nothing to convert; name another target"
+        )
     targets = [name for name, each in FORMATS.items() if each.original_kernel]
     if strict_marlin and target_format not in targets:
         raise UsageError(f"--strict-marlin: expected --to {' or '.join(targets)}, found {target_format}")
@@ -111,7 +113,7 @@ def _request(
             return from_, _wanted(to), source, target
         given = [option for option, value in (("--from", from_), ("--to", to)) if value is not None]
         if given:
-            raise UsageError(f"{given[0]}: {pair} already names both layouts; leave out one of the two")
+            raise UsageError(f"{given[0]}: {pair} names both formats already; leave out {given[0]}")
         source_format, target_format = PAIR.convert(pair, None, context)
         return source_format, target_format, source, target
     if len(places) == 2:
@@ -123,5 +125,5 @@ def _request(
 
 def _wanted(to: str | None) -> str:
     if to is None:
-        raise UsageError("convert: the target layout is missing; add --to, such as --to marlin")
+        raise UsageError("convert: the target format is missing; add --to, such as --to marlin")
     return to

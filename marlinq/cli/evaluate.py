@@ -94,7 +94,7 @@ def command(
             "task_limit",
             "task_batch",
             "trust_task_code",
-            reason="only with --tasks; name tasks",
+            reason="only with --tasks; add it, or leave this out",
         )
     if text == "self":
         raise UsageError("--text self: leave --text out; the original, or MODEL, then writes the text")

@@ -107,7 +107,11 @@ def command(
         drawing = ("temperature", "top_k", "top_p", "min_p", "seed")
         refuse_options(context, *drawing, reason="no effect with --greedy; keep one")
     if len(prompts) > 1 and speculate in ("mtp", "lookup"):
-        refuse_options(context, "speculate", reason="several prompts are decoded without drafts; give one")
+        refuse_options(
+            context,
+            "speculate",
+            reason="several prompts are decoded without drafts; leave it out, or give one --prompt",
+        )
     # A thread opens the GPU and pins memory while libraries are imported.
     open_gpu_early(device)
     from marlinq.checkpoint import lock_ring_early

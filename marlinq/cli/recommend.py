@@ -69,7 +69,9 @@ def command(
         SOURCE.convert(model, None, click_context)
     if not measure:
         refuse_options(
-            click_context, "device", reason="only with --measure; --gpu names the GPU that is judged"
+            click_context,
+            "device",
+            reason="only with --measure; --gpu names the GPU that is judged",
         )
     from marlinq.operations.recommend import recommend, save_plot
 

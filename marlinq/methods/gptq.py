@@ -236,7 +236,8 @@ def solve_gptq_shared(
             )
     if not bool(torch.isfinite(hessian).all()):
         raise NumericsError(
-            f"{names[0]}: the Hessian of its input holds NaN or infinity; check the calibration's activations"
+            f"{names[0]}: the Hessian of its input holds NaN or infinity; check the source checkpoint and "
+            "the calibration text"
         )
     g = whole_groups(scheme, k, names[0])
     hessian = hessian.to(torch.float32)

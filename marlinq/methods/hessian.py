@@ -74,7 +74,7 @@ class HessianAccumulator:
             if rows.shape[0] != mask.numel():
                 raise UnsupportedError(
                     f"{self._name}: expected inputs of {list(mask.shape)} tokens, found {list(x.shape)}; it "
-                    "does not see every token once, so padding can't be told apart; skip it with an override"
+                    "does not see every token once, so padding is not recognised; skip it with --override"
                 )
             rows = rows[mask.to(rows.device).flatten()]
         if not rows.shape[0]:

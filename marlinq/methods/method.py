@@ -260,7 +260,7 @@ def real_rows(x: Tensor, mask: Tensor | None, name: str) -> Tensor:
     if rows.shape[0] != mask.numel():
         raise UnsupportedError(
             f"{name}: expected inputs of {list(mask.shape)} tokens, found {list(x.shape)}; it "
-            "does not see every token once, so padding can't be told apart; skip it with an override"
+            "does not see every token once, so padding is not recognised; skip it with --override"
         )
     return rows[mask.to(rows.device).flatten()]
 
@@ -277,7 +277,7 @@ def whole_groups(scheme: Scheme, in_features: int, name: str) -> int:
     if in_features % size:
         raise UnsupportedError(
             f"{name}: in_features {in_features} is not a multiple of group size {size}; "
-            "choose another group size for it, or skip it"
+            "choose another group size, or skip it, with --override"
         )
     return size
 
@@ -294,7 +294,7 @@ def check_weight(weight: Tensor, scheme: Scheme, name: str) -> None:
     if scheme.sparsity is not None and weight.shape[1] % scheme.sparsity.span:
         raise UnsupportedError(
             f"{name}: in_features {weight.shape[1]} is not a multiple of {scheme.sparsity.span}, as "
-            f"{scheme.sparsity.describe()} weights need; keep it dense with an override"
+            f"{scheme.sparsity.describe()} weights need; keep it dense with --override"
         )
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
@@ -304,6 +304,6 @@ def check_weight(weight: Tensor, scheme: Scheme, name: str) -> None:
     largest = float(weight.abs().max())
     if scheme.tensor_scale == "none" and largest > torch.finfo(torch_dtype(scheme.scale_dtype)).max:
         raise NumericsError(
-            f"{name}: a weight of magnitude {largest:.3g} is beyond what {scheme.scale_dtype} scales are "
-            "meant for; check the source checkpoint"
+            f"{name}: a weight of magnitude {largest:.3g} is too large for {scheme.scale_dtype} scales; "
+            "check the source checkpoint"
         )

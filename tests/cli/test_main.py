@@ -92,7 +92,10 @@ def test_error_as_json(marlinq: Callable, operation: Callable) -> None:
         (["convert", "a", "b"], "add --to"),
         (["convert", "a"], "expected a source and a target folder, found 1 paths"),
         (["convert", "gptq-to-awq", "a"], "expected SRC and DST after it"),
-        (["convert", "gptq-to-awq", "a", "b", "--to", "marlin"], "--to: gptq-to-awq already names both"),
+        (
+            ["convert", "gptq-to-awq", "a", "b", "--to", "marlin"],
+            "--to: gptq-to-awq names both formats already",
+        ),
         (["convert", "a", "b", "--to", "awq", "--strict-marlin"], "expected --to marlin or marlin-24"),
         (["convert", "a", "b", "--to", "dense", "--strict-marlin"], "expected --to marlin or marlin-24"),
         (["convert", "a", "b", "--to", "marlinn"], "did you mean marlin?"),

@@ -256,7 +256,7 @@ def bench_decode(
         read_clock(loaded.device)
         load_seconds = time.perf_counter() - started
     if profile is not None and loaded.device.type != "cuda":
-        raise UsageError(f"--profile lists a GPU's kernels; this is {loaded.device.type}")
+        raise UsageError(f"--profile: needs a GPU, found {loaded.device.type}; leave it out")
     limit = position_limit(loaded.model)
     if limit is not None and max(contexts) + new_tokens > limit:
         raise UsageError(

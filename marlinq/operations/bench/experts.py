@@ -92,7 +92,7 @@ def bench_experts(
     layers = layers_named(models)
     gpu = resolve_device(device)
     if gpu.type != "cuda":
-        raise EnvironmentProblem("bench experts measures a GPU, and there is none here")
+        raise EnvironmentProblem("bench experts: needs an NVIDIA GPU, found none; run marlinq doctor")
     # A plain "cuda" has no index, whatever the annotation says.
     index = torch.cuda.current_device() if gpu.index is None else gpu.index  # type: ignore[redundant-expr]
     gpu = torch.device("cuda", index)

@@ -192,7 +192,9 @@ def bench_kernels(
     if sparsity not in (None, *SPARSITIES):
         raise UsageError(f"sparsity {sparsity!r}: expected {', '.join(SPARSITIES)}")
     if sparsity is not None and (chosen.type == "cpu" or weight_format != INT4):
-        raise UsageError(f"sparsity {sparsity}: the sparse kernel multiplies int4 weights on a GPU")
+        raise UsageError(
+            f"sparsity {sparsity}: needs scheme int4 and a GPU, found {weight_format.name} and {chosen.type}"
+        )
     setting = _Setting(
         *(chosen, _DTYPES[dtype], weight_format, granularity, asymmetric, explain, sustained),
         sparse=sparsity is not None,

@@ -200,7 +200,7 @@ def bench_serve(
     if workload.context <= least:
         raise UsageError(f"--context {workload.context}: expected more than {least}")
     if not Path(workload.checkpoint).is_dir():
-        raise UsageError(f"{workload.checkpoint}: not a folder; vLLM's engine is timed on a local checkpoint")
+        raise UsageError(f"{workload.checkpoint}: is not a folder; bench serve needs a local checkpoint")
     if find_spec("vllm") is None:
         raise EnvironmentProblem("vLLM is not installed here; install it beside marlinq: pip install vllm")
     with tempfile.TemporaryDirectory(prefix="marlinq-serve-") as name:

@@ -57,7 +57,7 @@ def read_windows(
         else:
             if isinstance(row, Chat) and holds_images(row):
                 raise UsageError(
-                    f"text {source}: row {number} holds images; models are evaluated on text alone"
+                    f"text {source}: row {number} holds images; leave such rows out, only text is evaluated"
                 )
             text = render_chat(row, tokenizer, source) if isinstance(row, Chat) else row
             with boundaries.tokenizer(tokenizer):

@@ -157,7 +157,9 @@ def _unquantized(opened: Checkpoint, undeclared: str | None) -> Inspection:
     nevertheless."""
     parameters = sum(math.prod(info.shape) for info in opened.tensors.values())
     if parameters == 0:
-        raise CheckpointError(f"{opened.path}: holds no parameters")
+        raise CheckpointError(
+            f"{opened.path}: its safetensors files hold no weights; copy the checkpoint again"
+        )
     return Inspection(
         checkpoint=str(opened.path),
         format=None,

@@ -54,8 +54,8 @@ def gather_text(prepared: PreparedRun, output: Output, *, progress: ReportProgre
         words = [each for each in (*text.documents, *text.tuned) if each.beside is None]
         if not words:
             raise UsageError(
-                "tuning reads text without images, and there is none; add some with --calibration, or pass "
-                "--tune-steps 0"
+                "tuning: needs calibration text without images, found none; add some with --calibration, or "
+                "pass --tune-steps 0"
             )
         learning, held_out = hold_out(words)
         drawing = partial(

@@ -238,8 +238,8 @@ def prepare(
         check_place(out, resume=resume, source=checkpoint.path)
     if recipe.wants_allocation and ranks.size > 1:
         raise UsageError(
-            f"schemes are chosen in one process, found {ranks.size} ranks; run --plan --json without "
-            "torchrun, and pass its allocation's modules as the recipe's allocation"
+            f"--target-bits, --target-size: schemes are chosen in one process, found {ranks.size} ranks; "
+            "run --plan --json without torchrun, and pass its allocation's modules as the recipe's allocation"
         )
     decisions = plan_run(
         checkpoint,
@@ -307,16 +307,16 @@ def _notes(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: O
         notes += fused_notes(blueprint, plan)
     if not (plan.method.calibrated and plan.method.sequential) and _is_rotated(checkpoint):
         notes.append(
-            f"{checkpoint.path}: was rotated, and {plan.method.name}, which sees channels one by one, loses "
-            "by that; use gptq, or the model before its rotation"
+            f"{checkpoint.path}: was rotated, which makes {plan.method.name} worse; use --method gptq, or "
+            "quantise the model before its rotation"
         )
     if not blueprint.routed and (idle := changed_settings(recipe, ("experts", "expert_fallback"))):
-        notes.append(f"{', '.join(idle)}: for mixtures of experts, and the model has no experts")
+        notes.append(f"{', '.join(idle)}: no effect, because the model has no experts")
     if blueprint.routed and any(
         each.method.uses_output_gradients(each.options) for each in plan.modules.values()
     ):
         notes.append(
-            "tokens choose experts, so the loss's gradients are left out (--no-output-hessian)",
+            "--output-hessian is left out, because the model is a mixture of experts",
         )
     return notes
 
@@ -331,12 +331,12 @@ def _check_ranks(decisions: Decisions, ranks: Ranks) -> None:
         return
     if decisions.tuning is not None:
         raise UsageError(
-            f"tuning runs in one process, found {ranks.size} ranks; start it without torchrun, or pass "
+            f"tuning: runs in one process, found {ranks.size} ranks; start it without torchrun, or pass "
             "--tune-steps 0"
         )
     if decisions.uses_output_gradients:
         raise UsageError(
-            f"the loss's gradients are taken in one process, found {ranks.size} ranks; start it without "
+            f"--output-hessian: runs in one process, found {ranks.size} ranks; start it without "
             "torchrun, or pass --no-output-hessian"
         )
 

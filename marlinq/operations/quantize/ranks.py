@@ -368,7 +368,10 @@ def share_documents(documents: Sequence[Document] | None, ranks: Ranks) -> list[
     if ranks.size == 1:
         return list(given)
     if ranks.share_json(any(document.beside is not None for document in given)):
-        raise UnsupportedError("calibration: rows with images are read by one rank alone; start one process")
+        raise UnsupportedError(
+            f"calibration: rows with images need a single process, found {ranks.size} ranks; start it "
+            "without torchrun"
+        )
     lengths = ranks.share_json([len(document) for document in given])
     flat = torch.tensor([token for document in given for token in document.tokens], dtype=torch.int64)
     tokens = iter(ranks.share(flat, (sum(lengths),), torch.int64, 0).tolist())

@@ -33,7 +33,9 @@ def first_states(
     states: HiddenStates | None = None
     for number, hidden in enumerate(recorded):
         if not bool(torch.isfinite(hidden).all()):
-            raise NumericsError("the embeddings hold NaN or infinity; check the source checkpoint")
+            raise NumericsError(
+                f"{instance.source}: the embeddings hold NaN or infinity; check the source checkpoint"
+            )
         if states is None:
             states = _empty(instance.device, hidden, batches, folder, states_on_device(instance.device))
         states.store(number, hidden)

@@ -293,7 +293,7 @@ class Comparison:
             source = self._tied(projection)
         where = f"{self._original.path}: {name}.weight"
         if source is None:
-            raise CheckpointError(f"{where}: missing, so {name} can't be compared")
+            raise CheckpointError(f"{where}: missing; pass the original that was quantised")
         weight = self._original.tensor(source).to(torch.float32)
         expected = (spec.out_features, spec.in_features)
         if projection is not None:

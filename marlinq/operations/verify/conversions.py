@@ -73,7 +73,9 @@ def dequantized_modules(folder: Path) -> dict[str, Scheme]:
         for module in skipped:
             scheme = None if config is None else config.rules.scheme(module)
             if scheme is None:
-                raise CheckpointError(f"{where}: does not say how the skipped {module} was quantised")
+                raise CheckpointError(
+                    f"{where}: expected the scheme of the skipped {module}, found none; restore the file"
+                )
             schemes.setdefault(module, scheme)
     return schemes
 

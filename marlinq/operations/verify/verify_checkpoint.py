@@ -78,8 +78,7 @@ def verify(
     original = None if against is None else with_dense_weights(Checkpoint.open(against, progress=progress))
     if original is not None and original.path.resolve() == folder.resolve():
         raise UsageError(
-            f"--against {folder}: is the checkpoint itself, which equals itself whatever it holds; name the "
-            "original"
+            f"--against {folder}: is the checkpoint itself, so nothing can differ; name the original"
         )
     run = _Run(folder, original, chosen, trust_remote_code, progress)
     checks: list[Check] = []

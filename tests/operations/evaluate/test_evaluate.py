@@ -163,7 +163,7 @@ def test_tables_are_read_row_by_row(original: Path, tmp_path: Path, column: str)
         (
             "cat.jsonl",
             b'{"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.jpg"}]}]}\n',
-            "row 1 holds images; models are evaluated on text alone",
+            "row 1 holds images; leave such rows out, only text is evaluated",
         ),
     ],
 )

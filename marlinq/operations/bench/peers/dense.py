@@ -109,7 +109,7 @@ class TorchGroupedExperts(_DenseExperts):
         self, layer: ExpertsLayer, weights: ExpertWeights, scale_dtype: torch.dtype | None = None
     ) -> None:
         if weights.down.scales.dtype != torch.bfloat16:
-            raise UnsupportedError("torch's grouped product multiplies bfloat16 alone; add --dtype bfloat16")
+            raise UnsupportedError("torch's grouped product takes bfloat16 only; add --dtype bfloat16")
         super().load(layer, weights)
 
     def _product(self, rows: Tensor, weights: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def read_trusted(harness: Harness, path: str) -> dict[str, Any]:
         task: dict[str, Any] = harness.load_yaml(path)
     except Exception as error:
         raise UsageError(
-            f"--tasks {path}: can't be read ({boundaries.reason(error)}); mend the file"
+            f"--tasks {path}: can't be read ({boundaries.reason(error)}); correct the file"
         ) from error
     return task
 
@@ -116,8 +116,8 @@ def sandboxed_templates(harness: Harness) -> Iterator[None]:
     usual = getattr(harness.utils, "env", None)
     if not isinstance(usual, jinja2.Environment):
         raise EnvironmentProblem(
-            f"lm-evaluation-harness {harness.version} renders templates in an unknown way, so files of tasks "
-            f"can't be sandboxed; install the version that is known to work: {INSTALL}"
+            f"lm-evaluation-harness {harness.version} renders templates in a way that can't be sandboxed for "
+            f"task files; install the tested version: {INSTALL}"
         )
     confined = SandboxedEnvironment(
         undefined=usual.undefined, keep_trailing_newline=usual.keep_trailing_newline

@@ -76,7 +76,10 @@ def learn(
                 finite.append(torch.isfinite(hidden).all())
                 last.store(number, hidden)
             if not bool(torch.stack(finite).all()):
-                raise NumericsError(f"{block.name}: its output holds NaN or infinity in the original model")
+                raise NumericsError(
+                    f"{block.name}: its output holds NaN or infinity in the original model; check the source "
+                    "checkpoint, or pass --tune-steps 0"
+                )
             instance.release_block(index)
             progress(index + 1, len(blocks))
     return Lesson(batches, first, last, instance.device)

@@ -375,16 +375,16 @@ def settings_that_fit(
     needed = tuning_bytes(plan, settings, device, max_length)
     if settings.code_rate > 0 and needed > room:
         warnings.warn(
-            f"tuning: codes would take {needed / 1e9:.0f} GB, {device} has "
-            f"{memory / 1e9:.0f} GB; they stay as they are, scales are tuned",
+            f"tuning: with codes it needs {needed / 1e9:.0f} GB, {device} has "
+            f"{memory / 1e9:.0f} GB; only scales are tuned",
             stacklevel=3,
         )
         settings = replace(settings, code_rate=0.0)
         needed = tuning_bytes(plan, settings, device, max_length)
     if needed > room:
         raise EnvironmentProblem(
-            f"tuning keeps all codes on {device}: {needed / 1e9:.0f} GB, it has {memory / 1e9:.0f} GB; "
-            "pass --tune-steps 0"
+            f"tuning: needs {needed / 1e9:.0f} GB on {device} even if only scales are tuned, found "
+            f"{memory / 1e9:.0f} GB; pass --tune-steps 0"
         )
     return settings
 

@@ -37,12 +37,12 @@ def test_codes_are_tuned_where_they_fit(
     cuda = torch.device("cuda:0")
     if expected is None:
         with (
-            pytest.warns(UserWarning, match="codes would take"),
-            pytest.raises(EnvironmentProblem, match="keeps all"),
+            pytest.warns(UserWarning, match="only scales are tuned"),
+            pytest.raises(EnvironmentProblem, match="even if only scales are tuned"),
         ):
             tuning_run.settings_that_fit(plan, settings, cuda, 40)
         return
-    with pytest.warns(UserWarning, match="they stay as they are") if rate != expected else nullcontext():
+    with pytest.warns(UserWarning, match="only scales are tuned") if rate != expected else nullcontext():
         assert tuning_run.settings_that_fit(plan, settings, cuda, 40).code_rate == expected
 
 
@@ -83,5 +83,5 @@ def test_gradients_count_where_they_are_kept(tmp_path: Path, monkeypatch: pytest
     for small, tokens, expected in ((0, 8160, 0.1), (1 << 30, 8160, 0.0), (0, 8161, 0.0)):
         monkeypatch.setattr(loop, "_SMALL", small)
         settings = loop.TuningSettings(1, tokens, 0.1, 0.1, True, 0)
-        with pytest.warns(UserWarning, match="they stay") if not expected else nullcontext():
+        with pytest.warns(UserWarning, match="only scales are tuned") if not expected else nullcontext():
             assert tuning_run.settings_that_fit(plan, settings, cuda, 40).code_rate == expected
