@@ -12,7 +12,7 @@ from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import Grid, QuantizedWeight
 from marlinq.formats.layouts import Layout, ModuleSpec
-from marlinq.formats.stored_values import codes_fault, scales_fault, stored_scales_fault
+from marlinq.formats.stored_values import codes_fault, order_fault, scales_fault, stored_scales_fault
 
 if TYPE_CHECKING:
     import torch
@@ -154,15 +154,15 @@ def check_grid(
         grid: the decoded grid.
         declared: scheme that the config gives the module; None where no config mentions it.
         codes: function that returns the codes, uint8 [K, N]; called only where ``grid`` alone doesn't decide.
-        checked: whether scales are checked as well as zero points.
+        checked: whether scales and g_idx are checked as well as zero points.
 
     Raises:
-        CheckpointError: as :func:`check_zero_points`; or a scale breaks a rule
-            (:func:`marlinq.formats.stored_values.scales_fault`).
+        CheckpointError: as :func:`check_zero_points`; or a scale or the g_idx breaks
+            a rule of :mod:`marlinq.formats.stored_values`.
     """
     if declared is not None:
         check_zero_points(grid, declared, codes)
-    if checked and (fault := scales_fault(grid, codes)) is not None:
+    if checked and (fault := scales_fault(grid, codes) or order_fault(grid)) is not None:
         raise CheckpointError(f"{fault}; {_DAMAGED}")
 
 

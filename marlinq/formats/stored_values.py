@@ -1,4 +1,4 @@
-"""The rules that stored scales and codes keep, one place for whoever reads them.
+"""The rules that stored scales, orders and codes keep, one place for whoever reads them.
 
 Reading a checkpoint refuses what breaks one; ``verify`` reports it in its rows. No quantiser writes such
 values, whatever the weights are; statistics that tell only how likely a value is stay with ``verify``.
@@ -89,6 +89,19 @@ def codes_fault(q: QuantizedWeight) -> str | None:
     """What is wrong with the codes of a module, for a sentence that begins with its name; or None."""
     nans = sum(int((q.codes == code).sum()) for code in nan_codes(q.element))
     return f"{nans} of {q.codes.numel()} codes stand for NaN" if nans else None
+
+
+def order_fault(grid: Grid) -> str | None:
+    """What is wrong with the g_idx of a module, for a sentence that begins with its name; or None."""
+    if grid.has_trivial_g_idx:
+        return None
+    counts = torch.bincount(grid.g_idx.long(), minlength=grid.groups)
+    expected = torch.full_like(counts, grid.channels_per_group)
+    expected[-1] = grid.in_features - grid.channels_per_group * (grid.groups - 1)
+    if torch.equal(counts, expected):
+        return None
+    group = int((counts != expected).nonzero()[0])
+    return f"group {group} of g_idx has {int(counts[group])} channels, expected {int(expected[group])}"
 
 
 def nan_codes(element: Element) -> list[int]:

@@ -164,6 +164,12 @@ VALUES: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], None], str, str
         "1 of 256 scales are NaN or infinite",
     ),
     "GPTQ, scale is zero": ("gptq", scaled("scales", first_is(0.0)), "scales", "1 of 256 scales are zero"),
+    "GPTQ, groups of unequal size": (
+        "gptq",
+        lambda tensors: tensors[f"{VICTIM}.g_idx"].__setitem__(0, 1),
+        "g_idx",
+        "group 0 of g_idx has 31 channels, expected 32",
+    ),
     "AWQ, scale infinite": (
         "awq",
         scaled("scales", first_is(torch.inf)),
@@ -226,7 +232,13 @@ def test_values_that_no_quantiser_writes_are_refused_by_every_command(
     failed = {check.name: check for check in verify(folder, device="cpu").checks if check.status == "failed"}
     assert re.search(named, failed[row].detail)
     assert "readable" not in failed
-    if row == "scales":  # inspect reads no codes
+    marlinq.register()
+    try:
+        with pytest.raises(CheckpointError, match=named):
+            AutoModelForCausalLM.from_pretrained(folder)
+    finally:
+        marlinq.unregister()
+    if row != "codes":  # which inspect does not read
         assert any(re.search(named, note) for note in inspect(folder).notes)
 
 

@@ -69,6 +69,8 @@ def stored_facts(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
     if plain.order in names:
         where = f"{_place(quantized, module)}.{plain.order}"
         in_order, sortable = _order(_read(quantized, names[plain.order]), spec, where)
+        if not sortable:
+            return _decoded(quantized, module)
     return StoredFacts(symmetric, in_order, sortable)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from marlinq.core.display import counted
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
-from marlinq.formats.stored_values import codes_fault, scales_fault, typical_weight
+from marlinq.formats.stored_values import codes_fault, order_fault, scales_fault, typical_weight
 from marlinq.operations.verify.verification_report import Check, Findings
 
 _OUTLIER = 2.0**12
@@ -136,14 +136,9 @@ class Values:
             )
 
     def _check_g_idx(self, name: str, q: QuantizedWeight, declared: Scheme) -> None:
-        counts = torch.bincount(q.g_idx.long(), minlength=q.groups)
-        expected = torch.full_like(counts, q.channels_per_group)
-        expected[-1] = q.in_features - q.channels_per_group * (q.groups - 1)
-        if not torch.equal(counts, expected):
-            group = int((counts != expected).nonzero()[0])
-            self._g_idx.failures.append(
-                f"{name}: group {group} has {int(counts[group])} channels, expected {int(expected[group])}"
-            )
+        fault = order_fault(q)
+        if fault is not None:
+            self._g_idx.failures.append(f"{name}: {fault}")
         if q.has_trivial_g_idx:
             if declared.act_order and q.groups > 1:
                 self._g_idx.warnings.append(
