@@ -10,6 +10,7 @@ from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.files import read_regular
 from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe
+from marlinq.operations.quantize.spelling import spelled
 
 OWN_TEMPLATE = "model"
 _MOST_TEMPLATE_BYTES = 1_000_000
@@ -29,8 +30,8 @@ def own_tokenizer(folder: Path, recipe: Recipe, *, trust_remote_code: bool) -> A
         tokenizer.chat_template = template
     if recipe.chat_template == OWN_TEMPLATE and not getattr(tokenizer, "chat_template", None):
         raise UnsupportedError(
-            f"--chat-template {OWN_TEMPLATE}: the tokenizer in {folder} has no chat template; leave it out, "
-            "or name a file with a Jinja template"
+            f"{spelled('chat_template')} {OWN_TEMPLATE}: the tokenizer in {folder} has no chat template; "
+            "leave it out, or name a file with a Jinja template"
         )
     return tokenizer
 
@@ -68,6 +69,6 @@ def read_template(recipe: Recipe) -> str | None:
         return read_regular(path, _MOST_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--chat-template {path}: can't be read ({error}); expected {NO_TEMPLATE}, {OWN_TEMPLATE} or a "
-            "file with a Jinja template"
+            f"{spelled('chat_template')} {path}: can't be read ({error}); expected {NO_TEMPLATE}, "
+            f"{OWN_TEMPLATE} or a file with a Jinja template"
         ) from None

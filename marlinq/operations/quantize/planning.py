@@ -28,6 +28,7 @@ from marlinq.models import Block, Blueprint, Conversion, Projection, TensorNames
 from marlinq.operations.inspect.servers import built_plain
 from marlinq.operations.quantize.module_settings import AUTO_GROUP_SIZES, ModuleSettings, common_group_size
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
+from marlinq.operations.quantize.spelling import spelled
 
 _MOST_GPUS = 8
 """largest number of GPUs over which tensor parallelism splits layers"""
@@ -494,7 +495,8 @@ def _head(blueprint: Blueprint, names: TensorNames, recipe: Recipe) -> Projectio
         return None
     if blueprint.head is None:
         raise UnsupportedError(
-            f"{blueprint.architecture}: has no linear output head to quantise; leave out --quantize-head"
+            f"{blueprint.architecture}: has no linear output head to quantise; leave out "
+            f"{spelled('quantize_head')}"
         )
     head = blueprint.by_name[blueprint.head]
     other = _tied_to(blueprint, head)
@@ -502,7 +504,7 @@ def _head(blueprint: Blueprint, names: TensorNames, recipe: Recipe) -> Projectio
     if other is not None and own is not None and names.own(other) is None:
         raise UnsupportedError(
             f"tensor {own!r}: is the only copy of the embedding {other!r}, which stays in 16 bits; save the "
-            "model with transformers first, or leave out --quantize-head"
+            f"model with transformers first, or leave out {spelled('quantize_head')}"
         )
     return head
 

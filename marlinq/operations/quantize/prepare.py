@@ -43,6 +43,7 @@ from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_o
 from marlinq.operations.quantize.ranks import Ranks
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.solves import try_solver
+from marlinq.operations.quantize.spelling import spelled
 from marlinq.operations.quantize.tuning import TuningSettings, check_head, settings_that_fit
 from marlinq.operations.quantize.unused_settings import changed_settings
 
@@ -311,12 +312,13 @@ def _notes(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: O
             "quantise the model before its rotation"
         )
     if not blueprint.routed and (idle := changed_settings(recipe, ("experts", "expert_fallback"))):
-        notes.append(f"{', '.join(idle)}: no effect, because the model has no experts")
+        named = ", ".join(map(spelled, idle))
+        notes.append(f"{named}: no effect, because the model has no experts")
     if blueprint.routed and any(
         each.method.uses_output_gradients(each.options) for each in plan.modules.values()
     ):
         notes.append(
-            "--output-hessian is left out, because the model is a mixture of experts",
+            f"{spelled('output_hessian')} is left out, because the model is a mixture of experts",
         )
     return notes
 
@@ -336,7 +338,7 @@ def _check_ranks(decisions: Decisions, ranks: Ranks) -> None:
         )
     if decisions.uses_output_gradients:
         raise UsageError(
-            f"--output-hessian: runs in one process, found {ranks.size} ranks; start it without "
+            f"{spelled('output_hessian')}: runs in one process, found {ranks.size} ranks; start it without "
             "torchrun, or pass --no-output-hessian"
         )
 

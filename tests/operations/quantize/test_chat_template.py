@@ -14,7 +14,7 @@ from tests.testing.runnable_folders import save_tokenizer
 
 def test_a_model_without_the_template_that_is_asked_for(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"--chat-template model: .* no chat template"):
+    with pytest.raises(UnsupportedError, match=r"chat_template model: .* no chat template"):
         own_tokenizer(tmp_path, Recipe(chat_template="model"), trust_remote_code=False)
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }}")

@@ -204,7 +204,7 @@ def test_without_calibration_no_gradients_are_taken(tmp_path: Path) -> None:
 def test_gradients_are_left_out_with_experts(tmp_path: Path) -> None:
     save_mixture(tmp_path / "model", "mixtral")
     recipe = MINDED.replace(calibration=str(calibration_text(tmp_path)))
-    with pytest.warns(UserWarning, match="--output-hessian is left out, because the model is a mixture"):
+    with pytest.warns(UserWarning, match="output_hessian is left out, because the model is a mixture"):
         quantize(tmp_path / "model", tmp_path / "out", recipe=recipe, device="cpu")
     quantize(
         tmp_path / "model", tmp_path / "plain", recipe=recipe.replace(output_hessian=False), device="cpu"
