@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from marlinq.checkpoint.bitmasks import BITMASK_FORMAT, has_bitmask
+from marlinq.checkpoint.header import TensorInfo
 from marlinq.checkpoint.reader import Checkpoint
 from marlinq.core.errors import CheckpointError
-from marlinq.formats import FORMATS, LAYOUTS, Format
+from marlinq.core.scheme import ELEMENTS
+from marlinq.formats import FORMATS, LAYOUTS, Format, Layout
 from marlinq.formats.dialects import DIALECTS
 from marlinq.formats.stacks import is_stack
 
@@ -36,19 +38,19 @@ def check_declared(checkpoint: Checkpoint) -> None:
 def _first_undeclared(checkpoint: Checkpoint) -> tuple[str, dict[str, tuple[str, str]]] | None:
     """The name of a tensor; and for every format that has such the quant_method and the settings of its
     config."""
-    modules: dict[str, dict[str, str]] = {}
+    modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
         if is_stack(name):
             return name, _settings(form for form in FORMATS.values() if form.stacked)
         module, _, suffix = name.rpartition(".")
-        modules.setdefault(module, {})[suffix] = info.dtype
+        modules.setdefault(module, {})[suffix] = info
     scales = {layout.scale_key for layout in LAYOUTS.values()}
-    for module, dtypes in modules.items():
-        if has_bitmask(dtypes):
+    for module, tensors in modules.items():
+        if has_bitmask(tensors):
             return f"{module}.bitmask", {BITMASK_FORMAT: ("compressed-tensors", "sparsity_config")}
-        if scales.isdisjoint(dtypes):
+        if scales.isdisjoint(tensors):
             continue
-        keys = {form: _key(form, dtypes) for form in FORMATS.values() if not form.stacked}
+        keys = {form: _key(form, tensors) for form in FORMATS.values() if not form.stacked}
         fitting = {form: key for form, key in keys.items() if key is not None}
         if fitting:
             return f"{module}.{next(iter(fitting.values()))}", _settings(fitting)
@@ -60,15 +62,29 @@ def _settings(forms: Iterable[Format]) -> dict[str, tuple[str, str]]:
     return {name: (each.quant_methods[0], ", ".join(each.settings)) for name, each in dialects.items()}
 
 
-def _key(form: Format, dtypes: Mapping[str, str]) -> str | None:
-    """The suffix of the codes, if a module's tensors of these dtypes are those of ``form``; or None."""
-    owned = {suffix for layout in LAYOUTS.values() for suffix in layout.suffixes} & set(dtypes)
+def _key(form: Format, tensors: Mapping[str, TensorInfo]) -> str | None:
+    """The suffix of the codes, if ``tensors`` of a module, by suffix, are those of ``form``; or None."""
+    owned = {suffix for layout in LAYOUTS.values() for suffix in layout.suffixes} & set(tensors)
     for layout in form.layouts:
         if (
-            dtypes.get(layout.key) == layout.code_dtype
-            and layout.scale_key in dtypes
+            layout.key in tensors
+            and tensors[layout.key].dtype == layout.code_dtype
+            and layout.scale_key in tensors
             and layout.sparsity == form.sparsity
             and owned <= set(layout.suffixes)
+            and _outputs_agree(layout, tensors)
         ):
             return layout.key
     return None
+
+
+def _outputs_agree(layout: Layout, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether codes packed into words have as many outputs as the scales: AWQ packs another axis than GPTQ
+    under the same names."""
+    if layout.code_dtype != "int32":
+        return True
+    shapes = {suffix: info.shape for suffix, info in tensors.items() if suffix in layout.suffixes}
+    if len(shapes[layout.key]) != 2:
+        return False
+    elements = (ELEMENTS[name] for name in layout.elements)
+    return any(layout.infer_shape(shapes, element)[1] in shapes[layout.scale_key] for element in elements)

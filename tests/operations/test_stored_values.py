@@ -265,7 +265,7 @@ def test_any_scale_of_zeros_is_sound(kinds: Callable[[str], Path], tmp_path: Pat
 
 UNDECLARED = {
     "gptq": "gptq or gptq-v2, .*quant_method gptq with bits, group_size",
-    "awq": "gptq or gptq-v2 or awq, .*quant_method awq with bits, group_size, zero_point",
+    "awq": "awq, .*quant_method awq with bits, group_size, zero_point",
     "marlin": "marlin, .*quant_method gptq with bits",
     "compressed-tensors": "compressed-tensors, .*quant_method compressed-tensors with format, config_groups",
     "fp8-block fp8": "fp8.*quant_method fp8 with activation_scheme, weight_block_size",
@@ -301,6 +301,41 @@ def test_quantised_tensors_without_a_config_are_named_by_every_command(
         with pytest.raises(CheckpointError, match=re.escape(note)):
             attempt()
     assert not (tmp_path / "out").exists()
+
+
+UNDECLARED_TENSORS: list[tuple[dict[str, tuple[str, tuple[int, ...]]], str | None]] = [
+    (
+        {
+            "experts.gate_up_proj_blocks": ("uint8", (2, 64, 2, 16)),
+            "experts.gate_up_proj_scales": ("uint8", (2, 64, 2)),
+        },
+        "experts.gate_up_proj_blocks look like gpt-oss, .*quant_method mxfp4",
+    ),
+    (
+        {"q.compressed": ("float16", (64, 32)), "q.bitmask": ("uint8", (64, 8)), "q.shape": ("int64", (2,))},
+        "q.bitmask look like sparse-24-bitmask, .*with sparsity_config",
+    ),
+    (
+        {"q.weight": ("float8_e4m3fn", (64, 64)), "q.weight_scale_inv": ("float32", (1, 1))},
+        "q.weight look like fp8",
+    ),
+    ({"q.weight": ("bfloat16", (64, 64)), "q.weight_scale": ("float32", ())}, None),
+    ({"q.qweight": ("int32", (64,)), "q.scales": ("float16", (64,))}, None),
+]
+
+
+@pytest.mark.parametrize(("tensors", "says"), UNDECLARED_TENSORS)
+def test_other_tensors_without_a_config(
+    tmp_path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], says: str | None
+) -> None:
+    made = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in tensors.items()}
+    save_file(
+        {f"model.layers.0.{name}": tensor for name, tensor in made.items()}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    notes = inspect(tmp_path).notes
+    assert len(notes) == (says is not None)
+    assert says is None or re.search(says, notes[0])
 
 
 @pytest.fixture(scope="module")
