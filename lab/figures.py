@@ -208,7 +208,7 @@ def floors_table() -> str:
     layers = found["microseconds"].values()
     for word, extreme in (("best", min), ("worst", max)):
         cells = (f"{extreme(_over_best_peer(times, place) for times in layers):.2f}" for place in places)
-        rows.append([f"ours over the best peer, {word} layer", *cells])
+        rows.append([f"marlinq over the best peer, {word} layer", *cells])
     return _table(rows)
 
 
@@ -345,7 +345,7 @@ def quality_ratios_table() -> str:
     made = _span((run for run in scaled if "default" in run["rows"]), "default", _PEER)
     made_best = [run for run in scaled if "best" in run["rows"]]
     of_tuned = _span(made_best, "best", _PEER) if made_best else "not measured"
-    rows.append(["first and third made harder: channels scaled", made, of_tuned])
+    rows.append(["SmolLM2 and Qwen, channels scaled", made, of_tuned])
     return _table(rows)
 
 
