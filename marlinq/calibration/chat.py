@@ -60,5 +60,5 @@ def render_chat(chat: Chat, tokenizer: Any, source: str) -> str:
         tokenizer,
         chat.messages,
         subject=f"text {source}",
-        advice="mend the template, or name a column of text as #COLUMN",
+        advice="correct the template, or name a column of text as #COLUMN",
     )

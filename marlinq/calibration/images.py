@@ -71,7 +71,7 @@ def encode_with_images(
         for message in chat.messages
     )
     text = render_chat(replace(chat, messages=plain), tokenizer, source)
-    with boundaries.foreign(f"text {source}", "the processor can't read a row with images", "mend the row"):
+    with boundaries.foreign(f"text {source}", "the processor can't read a row with images", "fix the row"):
         made: Mapping[str, Any] = processor(
             text=[text], images=images, return_tensors="pt", add_special_tokens=False
         )

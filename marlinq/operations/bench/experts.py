@@ -143,7 +143,7 @@ def bench_experts(
     timed = tuple(c.name for c in contenders if any(c.name in cell.seconds for cell in cells))
     notes.append(
         "whole routed layers, L2 cold (other experts every launch), graph replay, contenders in turn, "
-        "medians; peers without sorting, humming with our sum, the others with dense weights of 16 bits"
+        "medians; peers without sorting, humming with marlinq's sum, the others with dense weights of 16 bits"
     )
     return KernelBench(
         hardware=hardware_line(gpu),

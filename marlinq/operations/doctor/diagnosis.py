@@ -10,7 +10,7 @@ from marlinq.core.display import Block, Shown, Table
 
 
 class State(StrEnum):
-    """Whether an examined thing works, is absent (no fault by itself), or needs mending."""
+    """Whether an examined thing works, is absent (no fault by itself), or needs a fix."""
 
     OK = "ok"
     ABSENT = "absent"

@@ -57,7 +57,7 @@ def _gpu_verdict(findings: list[Finding], cpu_works: bool) -> tuple[bool, str]:
     if missing:
         return False, f"{missing[0].subject}: {missing[0].found}; generate and bench use the CPU reference"
     if not cpu_works:
-        return False, "the packages above have to be mended first"
+        return False, "fix the packages above first"
     return True, "driver, device, CuPy and NVRTC fit together"
 
 
@@ -104,7 +104,7 @@ def _disk() -> Finding:
     found = f"{free / 1e9:.0f} GB free in {here}"
     if free < _WORKING_SPACE:
         return Finding(
-            "disk", State.PROBLEM, found, "free some space: a quantised model is about a third of it"
+            "disk", State.PROBLEM, found, "free some space: a 4-bit model takes about a third of the original"
         )
     return Finding("disk", State.OK, found)
 

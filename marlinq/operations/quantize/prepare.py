@@ -130,7 +130,7 @@ def open_source(
     if dense is not opened:
         warnings.warn(
             f"{opened.path}: is quantised already; its weights are dequantised, block by block, and "
-            "quantised anew; what the first quantisation lost stays lost",
+            "quantised again; what the first quantisation lost stays lost",
             stacklevel=4,
         )
     return dense

@@ -92,11 +92,11 @@ def _merged(path: Path, outer: tuple[Path, ...], read: list[Path]) -> dict[str, 
     """
     if path in outer or len(outer) >= _DEEPEST_INCLUDE:
         raise _refused(
-            path, f"include: files include each other, or more than {_DEEPEST_INCLUDE} deep; mend it"
+            path, f"include: files include each other, or more than {_DEEPEST_INCLUDE} deep; correct it"
         )
     read.append(path)
     if len(read) > _MOST_FILES:
-        raise _refused(path, f"include: more than {_MOST_FILES} files; mend it")
+        raise _refused(path, f"include: more than {_MOST_FILES} files; correct it")
     try:
         value = load_yaml(read_regular(path, MAX_YAML_BYTES))
     except OSError as error:
@@ -105,15 +105,15 @@ def _merged(path: Path, outer: tuple[Path, ...], read: list[Path]) -> dict[str, 
         ) from None
     except ValueError as error:
         code = "'!function'" in str(error) or "python/" in str(error)
-        advice = f"; {TRUST} runs the code that it names" if code else "; mend the file"
+        advice = f"; {TRUST} runs the code that it names" if code else "; correct the file"
         raise _refused(path, f"{error}{advice}") from None
     if not isinstance(value, dict):
-        raise _refused(path, "expected the keys of a task, found something else; mend the file")
+        raise _refused(path, "expected the keys of a task, found something else; correct the file")
     included = value.pop("include", [])
     merged: dict[str, Any] = {}
     for name in included if isinstance(included, list) else [included]:
         if not isinstance(name, str):
-            raise _refused(path, "include: expected names of files; mend it")
+            raise _refused(path, "include: expected names of files; correct it")
         merged |= _merged(path.parent / name, (*outer, path), read)
     return merged | value
 
@@ -121,7 +121,7 @@ def _merged(path: Path, outer: tuple[Path, ...], read: list[Path]) -> dict[str, 
 def _mappings(path: str, task: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     entries = task.get(key) or []
     if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-        raise _refused(path, f"{key}: expected a list of mappings, found something else; mend the file")
+        raise _refused(path, f"{key}: expected a list of mappings, found something else; correct the file")
     return entries
 
 
