@@ -162,7 +162,9 @@ def check_grid(
     """
     if declared is not None:
         check_zero_points(grid, declared, codes)
-    if checked and (fault := scales_fault(grid, codes) or order_fault(grid)) is not None:
+    if not checked:
+        return
+    if (fault := scales_fault(grid, codes, underflow=True) or order_fault(grid)) is not None:
         raise CheckpointError(f"{fault}; {_DAMAGED}")
 
 

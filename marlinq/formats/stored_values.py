@@ -28,12 +28,14 @@ products with activations of float16's largest, 2**16, stay below float16's leas
 from which the bias of 127 is taken twice give weights near 2**-127."""
 
 
-def scales_fault(grid: Grid, codes: Callable[[], Tensor]) -> str | None:
+def scales_fault(grid: Grid, codes: Callable[[], Tensor], *, underflow: bool = False) -> str | None:
     """What is wrong with the scales of a module, for a sentence that begins with its name; or None.
 
     Args:
         grid: its scales, of weights and of activations.
         codes: function that returns its codes, uint8 [K, N]; called only where the scales alone don't decide.
+        underflow: whether less than half of the scales may be zero below a second-level scale. Old versions
+            of ModelOpt round the scale of a block to zero where its weights are below 2**-18 of the largest.
     """
     single = [one for one in (grid.tensor_scale, grid.input_scale) if one is not None]
     # One transfer from a GPU. A NaN is both the least and the largest.
@@ -41,10 +43,18 @@ def scales_fault(grid: Grid, codes: Callable[[], Tensor]) -> str | None:
     names = ("second-level", "activations'") if grid.tensor_scale is not None else ("activations'",)
     for what, number in zip(names, found[:-2], strict=False):
         if not (math.isfinite(number) and number > 0):
-            return f"the {what} scale is {number}, expected above 0"
+            seen = (
+                "; an expert that no calibration text reached may have got it"
+                if what != "second-level"
+                else ""
+            )
+            return f"the {what} scale is {number}, expected above 0{seen}"
     second = 1.0 if grid.tensor_scale is None else found[0]
     factor = _weights_of_scale(grid.element, second, divides=grid.tensor_scale_divides)
-    return _sizes_fault(grid.scales, found[-2], found[-1], factor, lambda: grid.with_codes(codes()))
+    low, high = found[-2:]
+    if underflow and low == 0 and grid.tensor_scale is not None:
+        low = math.ulp(0)  # below every bound, so that the typical scale decides
+    return _sizes_fault(grid.scales, low, high, factor, lambda: grid.with_codes(codes()))
 
 
 def stored_scales_fault(

@@ -242,6 +242,24 @@ def test_values_that_no_quantiser_writes_are_refused_by_every_command(
         assert any(re.search(named, note) for note in inspect(folder).notes)
 
 
+def test_a_scale_that_underflowed_below_a_second_level_is_read(
+    kinds: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """ModelOpt wrote some; the weights are zero, as they should nearly be."""
+    folder = shutil.copytree(kinds("nvfp4-a4 modelopt"), tmp_path / "model")
+    edit_tensors(folder, scaled("weight_scale", first_is(0.0)))
+    weight = load(folder, device="cpu", dtype="float32").model.get_submodule(VICTIM)
+    first = weight(torch.eye(64))[:, 0]
+    assert not bool(first[:16].any())
+    assert bool(first[16:].any())
+    assert not inspect(folder).notes
+    failed = {check.name for check in verify(folder, device="cpu").checks if check.status == "failed"}
+    assert "scales" in failed
+    edit_tensors(folder, scaled("weight_scale", torch.zeros_like))
+    with pytest.raises(CheckpointError, match="half of the scales reach weights of 0"):
+        load(folder, device="cpu")
+
+
 def test_any_scale_of_zeros_is_sound(kinds: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(kinds("mxfp8 compressed-tensors"), tmp_path / "model")
 
