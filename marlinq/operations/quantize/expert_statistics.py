@@ -207,7 +207,8 @@ class ExpertCalibration:
                 # BLEND: the missing tokens are taken as drawn from all tokens of the layer.
                 mine.blend(whole, share=1 - tokens / least if way == BLEND else 1.0)
                 statistics[expert, product] = mine
-            notes[expert] = (tokens, f"{counted(tokens, 'tokens')}, fewer than {least}: {_MEANINGS[way]}")
+            reason = f"{counted(tokens, 'tokens')}, fewer than {least} tokens: {_MEANINGS[way]}"
+            notes[expert] = (tokens, reason)
         return notes
 
     def _gather(
