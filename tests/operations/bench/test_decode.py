@@ -207,7 +207,7 @@ def test_only_experts_that_rows_choose_are_read(monkeypatch: pytest.MonkeyPatch)
         ({"new_tokens": 0}, "new_tokens"),
         ({"contexts": (100,), "new_tokens": 29}, "129, but .* positions for 128"),
         ({"against": ("nobody",)}, "nobody.* expected transformers"),
-        ({"profile": "trace.json"}, "a GPU's kernels; this is cpu"),
+        ({"profile": "trace.json"}, "needs a GPU, found cpu"),
     ],
 )
 def test_wrong_requests_are_named(folder: Path, options: dict[str, Any], message: str) -> None:
