@@ -15,6 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -230,12 +231,13 @@ def elements_table() -> str:
 
 
 def elements_experts_table() -> str:
-    """Times of one routed layer by kind of weight and batch, beside the floor of its bytes."""
+    """Times of one routed layer by kind of weight and batch, beside the floor of its bytes and Humming's."""
     measured = result("elements-h200")["experts"]
-    rows = [["us; over the floor", *map(str, measured["batches"])]]
+    rows = [["us; over the floor; over Humming", *map(str, measured["batches"])]]
     for name, row in measured["rows"].items():
-        cells = zip(row["us"], row["floor"], strict=True)
-        rows.append([name, *(f"{us:.1f}; {us / floor:.2f}" for us, floor in cells)])
+        cells = [f"{us:.1f}; {us / floor:.2f}" for us, floor in zip(row["us"], row["floor"], strict=True)]
+        peer = [f"; {ratio:.2f}" for ratio in row["over_humming"]]
+        rows.append([name, *map("".join, zip_longest(cells, peer, fillvalue=""))])
     return _table(rows)
 
 
