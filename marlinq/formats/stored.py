@@ -164,7 +164,7 @@ def check_grid(
         check_zero_points(grid, declared, codes)
     if not checked:
         return
-    if (fault := scales_fault(grid, codes, underflow=True) or order_fault(grid)) is not None:
+    if (fault := scales_fault(grid, codes) or order_fault(grid)) is not None:
         raise CheckpointError(f"{fault}; {_DAMAGED}")
 
 

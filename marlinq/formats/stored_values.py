@@ -28,14 +28,12 @@ products with activations of float16's largest, 2**16, stay below float16's leas
 from which the bias of 127 is taken twice give weights near 2**-127."""
 
 
-def scales_fault(grid: Grid, codes: Callable[[], Tensor], *, underflow: bool = False) -> str | None:
+def scales_fault(grid: Grid, codes: Callable[[], Tensor]) -> str | None:
     """What is wrong with the scales of a module, for a sentence that begins with its name; or None.
 
     Args:
         grid: its scales, of weights and of activations.
         codes: function that returns its codes, uint8 [K, N]; called only where the scales alone don't decide.
-        underflow: whether less than half of the scales may be zero below a second-level scale. Old versions
-            of ModelOpt round the scale of a block to zero where its weights are below 2**-18 of the largest.
     """
     single = [one for one in (grid.tensor_scale, grid.input_scale) if one is not None]
     # One transfer from a GPU. A NaN is both the least and the largest.
@@ -52,7 +50,7 @@ def scales_fault(grid: Grid, codes: Callable[[], Tensor], *, underflow: bool = F
     second = 1.0 if grid.tensor_scale is None else found[0]
     factor = _weights_of_scale(grid.element, second, divides=grid.tensor_scale_divides)
     low, high = found[-2:]
-    if underflow and low == 0 and grid.tensor_scale is not None:
+    if low == 0 and grid.tensor_scale is not None and underflowed(grid.with_codes(codes())):
         low = math.ulp(0)  # below every bound, so that the typical scale decides
     return _sizes_fault(grid.scales, low, high, factor, lambda: grid.with_codes(codes()))
 
@@ -93,6 +91,20 @@ def _sizes_fault(
                 "the bias of their exponents taken away twice, or are they another module's?"
             )
     return None
+
+
+def underflowed(q: QuantizedWeight) -> int:
+    """How many scales a writer rounded to zero and then divided by, or 0 if a zero scale has another cause.
+
+    Old versions of ModelOpt do so to blocks whose weights are below 2**-18 of the largest: weights divided by
+    zero get the code of the largest magnitude. A scale that was lost has codes of all magnitudes.
+    """
+    zero = q.scales.float() == 0
+    by_output = zero.repeat_interleave(q.granularity.outputs_per_group(q.out_features), dim=1)
+    under = by_output[q.g_idx.long(), : q.out_features]
+    sizes = q.element.decode(q.codes[under]).abs()
+    largest = max(map(abs, q.element.ends))
+    return int(zero.sum()) if bool(((sizes == 0) | (sizes == largest)).all()) else 0
 
 
 def codes_fault(q: QuantizedWeight) -> str | None:

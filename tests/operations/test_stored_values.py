@@ -242,22 +242,42 @@ def test_values_that_no_quantiser_writes_are_refused_by_every_command(
         assert any(re.search(named, note) for note in inspect(folder).notes)
 
 
+def divided_by_zero(tensors: dict[str, torch.Tensor]) -> None:
+    """The first block of the first output, as old versions of ModelOpt store one that is too small."""
+    scaled("weight_scale", first_is(0.0))(tensors)
+    words = tensors[f"{VICTIM}.weight"]
+    # Codes 7 and 15 are 6 and -6, code 8 is a zero.
+    words[0, :8] = torch.tensor([0x77, 0xFF, 0x7F, 0x88, 0xF7, 0x77, 0x77, 0xFF], dtype=torch.uint8)
+
+
 def test_a_scale_that_underflowed_below_a_second_level_is_read(
     kinds: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """ModelOpt wrote some; the weights are zero, as they should nearly be."""
+    """The weights are zero, as they should nearly be."""
     folder = shutil.copytree(kinds("nvfp4-a4 modelopt"), tmp_path / "model")
-    edit_tensors(folder, scaled("weight_scale", first_is(0.0)))
+    edit_tensors(folder, divided_by_zero)
     weight = load(folder, device="cpu", dtype="float32").model.get_submodule(VICTIM)
     first = weight(torch.eye(64))[:, 0]
     assert not bool(first[:16].any())
     assert bool(first[16:].any())
     assert not inspect(folder).notes
-    failed = {check.name for check in verify(folder, device="cpu").checks if check.status == "failed"}
-    assert "scales" in failed
-    edit_tensors(folder, scaled("weight_scale", torch.zeros_like))
-    with pytest.raises(CheckpointError, match="half of the scales reach weights of 0"):
+    scales = next(check for check in verify(folder, device="cpu").checks if check.name == "scales")
+    assert scales.status == "warning"
+    assert "1 of 512 scales were rounded to zero" in scales.problems[0]
+
+
+def test_a_scale_that_was_lost_below_a_second_level_is_refused(
+    kinds: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Codes of all magnitudes were not divided by zero."""
+    folder = shutil.copytree(kinds("nvfp4-a4 modelopt"), tmp_path / "model")
+    edit_tensors(folder, scaled("weight_scale", first_is(0.0)))
+    with pytest.raises(CheckpointError, match="1 of 512 scales are zero"):
         load(folder, device="cpu")
+    assert any("1 of 512 scales are zero" in note for note in inspect(folder).notes)
+    assert "scales" in {
+        check.name for check in verify(folder, device="cpu").checks if check.status == "failed"
+    }
 
 
 def test_any_scale_of_zeros_is_sound(kinds: Callable[[str], Path], tmp_path: Path) -> None:

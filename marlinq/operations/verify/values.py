@@ -57,6 +57,11 @@ class Values:
         scales = q.scales.float()
         self._count += scales.numel()
         self._negative += int((scales < 0).sum())
+        zero = int((scales == 0).sum())
+        if zero:
+            self._scales.warnings.append(
+                f"{name}: {zero} of {scales.numel()} scales were rounded to zero, and so were their weights"
+            )
         subnormal = int((scales.abs() < torch.finfo(q.scales.dtype).tiny).sum())
         if subnormal > _SUBNORMAL_SHARE * scales.numel():
             self._scales.warnings.append(
@@ -76,7 +81,7 @@ class Values:
         used.index_add_(0, q.g_idx.long(), q.used().to(torch.int32))
         used = torch.zeros(q.scales.shape, dtype=torch.int32).index_add_(1, _columns(q), used)
         # The scale of a group of zeros may be anything.
-        logs = torch.where(used > 0, logs, torch.nan)
+        logs = torch.where((used > 0) & logs.isfinite(), logs, torch.nan)
         apart = logs - logs.nanmedian(dim=0, keepdim=True).values
         apart = (apart - apart.nanmedian(dim=1, keepdim=True).values).nan_to_num_(0)
         sizes = apart.abs()
