@@ -26,7 +26,7 @@ class HiddenStates:
         shapes: shape of each batch's states, [B, T, hidden].
         dtype: dtype of the states.
         device: device that uses them; for a GPU, host memory is pinned.
-        device_bytes: bytes up to which all states stay on the device.
+        device_bytes: bytes up to which all states stay on the device, unless another process has taken them.
         limit_bytes: bytes above which a file is used instead of host memory.
         folder: folder of that file, which has no name and vanishes with the process.
 
@@ -46,13 +46,11 @@ class HiddenStates:
     ) -> None:
         sizes = [prod(shape) for shape in shapes]
         total = sum(sizes)
-        on_device = total * dtype.itemsize <= device_bytes
-        self.on_disk = not on_device and total * dtype.itemsize > limit_bytes
-        if on_device:
-            flat = torch.empty(total, dtype=dtype, device=device)
-        elif self.on_disk:
+        flat = _on_device(total, dtype, device) if total * dtype.itemsize <= device_bytes else None
+        self.on_disk = flat is None and total * dtype.itemsize > limit_bytes
+        if self.on_disk:
             flat = torch.from_numpy(_mapped_file(folder, total * dtype.itemsize)).view(dtype)
-        else:
+        elif flat is None:
             flat = torch.empty(total, dtype=dtype, pin_memory=device.type == "cuda")
         starts = [0, *accumulate(sizes)]
         self._batches = [
@@ -71,6 +69,14 @@ class HiddenStates:
     def store(self, batch: int, states: Tensor) -> None:
         """Replaces the states of a batch."""
         self._batches[batch].copy_(states)
+
+
+def _on_device(count: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Room for ``count`` numbers, or None where the device has less left than was measured."""
+    try:
+        return torch.empty(count, dtype=dtype, device=device)
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _mapped_file(folder: Path, nbytes: int) -> Any:

@@ -64,3 +64,23 @@ def test_a_disk_without_room_for_hidden_states_is_one_line(
     monkeypatch.setattr(os, call, full)
     with pytest.raises(OutputError, match=r"no room for 0\.0 GB of hidden states \(.*quota"):
         HiddenStates([(2, 3, 4)], dtype=torch.float32, device=CPU, limit_bytes=1, folder=tmp_path)
+
+
+def test_hidden_states_go_to_the_host_where_another_process_took_the_device_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def full(*size: int, device: object = None, **kwargs: object) -> torch.Tensor:
+        if device is not None:
+            raise torch.OutOfMemoryError("taken")
+        return empty(*size, **kwargs)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", full)
+    shapes = [(2, 3, 4), (1, 5, 4)]
+    given = {"dtype": torch.float32, "device": CPU, "folder": tmp_path, "device_bytes": 10**9}
+    states = HiddenStates(shapes, limit_bytes=10**9, **given)  # type: ignore[arg-type]
+    assert not states.on_disk
+    assert HiddenStates(shapes, limit_bytes=0, **given).on_disk  # type: ignore[arg-type]
+    states.store(1, torch.ones(1, 5, 4))
+    assert bool((states.load(1) == 1).all())
