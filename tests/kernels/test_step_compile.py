@@ -206,7 +206,7 @@ DELTAS_WITH_RATES = [
 
 
 def deltas() -> list[Prepared]:
-    others = [(64, 64, BFLOAT16, 0, False), (96, 192, HALF, 0, False)]
+    others = [(64, 64, BFLOAT16, 0, False), (96, 192, HALF, 0, False), (128, 128, HALF, 2304, True)]
     return deltas_of([*others, *DELTAS_WITH_RATES])
 
 
