@@ -22,7 +22,7 @@ _WRONG_VERSION = (
     "either sym or checkpoint_format (gptq stores zero - 1, gptq_v2 zero) is wrong in quantization_config"
 )
 
-_DAMAGED = "copy the checkpoint again, or quantise the original anew"
+_DAMAGED = "copy the checkpoint again, or quantise the original again"
 
 
 @dataclass(frozen=True, eq=False)

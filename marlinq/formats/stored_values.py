@@ -35,42 +35,48 @@ def scales_fault(grid: Grid, codes: Callable[[], Tensor]) -> str | None:
         grid: its scales, of weights and of activations.
         codes: function that returns its codes, uint8 [K, N]; called only where the scales alone don't decide.
     """
-    single = [one for one in (grid.tensor_scale, grid.input_scale) if one is not None]
+    named = {"second-level": grid.tensor_scale, "activations'": grid.input_scale}
+    single = {name: scale for name, scale in named.items() if scale is not None}
     # One transfer from a GPU. A NaN is both the least and the largest.
-    found = torch.stack((*(one.float() for one in single), *grid.scales.float().abs().aminmax())).tolist()
-    names = ("second-level", "activations'") if grid.tensor_scale is not None else ("activations'",)
-    for what, number in zip(names, found[:-2], strict=False):
+    extremes = grid.scales.float().abs().aminmax()
+    *numbers, low, high = torch.stack((*(one.float() for one in single.values()), *extremes)).tolist()
+    for name, number in zip(single, numbers, strict=True):
         if not (math.isfinite(number) and number > 0):
-            seen = (
-                "; an expert that no calibration text reached may have got it"
-                if what != "second-level"
-                else ""
-            )
-            return f"the {what} scale is {number}, expected above 0{seen}"
-    second = 1.0 if grid.tensor_scale is None else found[0]
-    factor = _weights_of_scale(grid.element, second, divides=grid.tensor_scale_divides)
-    low, high = found[-2:]
+            cause = "" if name == "second-level" else "; did no calibration text reach this expert?"
+            return f"the {name} scale is {number}, expected above 0{cause}"
+    second = 1.0 if grid.tensor_scale is None else numbers[0]
+    factor = largest_weight(grid.element, second, divides=grid.tensor_scale_divides)
     if low == 0 and grid.tensor_scale is not None and underflowed(grid.with_codes(codes())):
         low = math.ulp(0)  # below every bound, so that the typical scale decides
-    return _sizes_fault(grid.scales, low, high, factor, lambda: grid.with_codes(codes()))
+    return _magnitudes_fault(grid.scales, low, high, factor, lambda: grid.with_codes(codes()))
 
 
 def stored_scales_fault(
     element: Element, scales: Tensor, weight: Callable[[], QuantizedWeight]
 ) -> str | None:
-    """As :func:`scales_fault`, of scales that multiply, in whatever order they are stored.
+    """As :func:`scales_fault`, for scales of one level before they are decoded.
 
-    ``weight`` returns the decoded weight; it is called only where the scales alone don't decide.
+    Args:
+        element: element of the codes.
+        scales: the stored scales, in any order.
+        weight: function that returns the decoded weight; called only where the scales alone don't decide.
     """
     low, high = torch.stack(scales.float().abs().aminmax()).tolist()
-    return _sizes_fault(scales, low, high, _weights_of_scale(element, 1.0, divides=False), weight)
+    return _magnitudes_fault(scales, low, high, largest_weight(element), weight)
 
 
-def _sizes_fault(
+def _magnitudes_fault(
     scales: Tensor, low: float, high: float, factor: float, weight: Callable[[], QuantizedWeight]
 ) -> str | None:
-    """The rules of magnitudes of scales, ``low`` to ``high``; the largest weight is ``factor`` times its
-    scale."""
+    """What is wrong with the magnitudes of ``scales``, or None.
+
+    Args:
+        scales: in any order.
+        low: smallest magnitude; above 0 where zeros are allowed.
+        high: largest magnitude.
+        factor: magnitude of the largest weight under a scale of 1.
+        weight: as for :func:`stored_scales_fault`.
+    """
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = int((~torch.isfinite(scales.float())).sum())
         return f"{bad} of {scales.numel()} scales are NaN or infinite"
@@ -134,17 +140,23 @@ def nan_codes(element: Element) -> list[int]:
 def typical_weight(grid: Grid) -> float:
     """Magnitude of the largest weight under the median scale."""
     second = 1.0 if grid.tensor_scale is None else float(grid.tensor_scale)
-    return _median(grid.scales) * _weights_of_scale(grid.element, second, divides=grid.tensor_scale_divides)
+    return _median(grid.scales) * largest_weight(grid.element, second, divides=grid.tensor_scale_divides)
+
+
+def largest_weight(element: Element, second: float = 1.0, *, divides: bool = False) -> float:
+    """Magnitude of the largest weight under a scale of 1.
+
+    Args:
+        element: element of the codes.
+        second: the second-level scale.
+        divides: whether weights are divided by ``second`` instead of multiplied.
+    """
+    furthest = max(abs(end - element.midpoint) for end in element.ends)
+    return furthest / second if divides else furthest * second
 
 
 def _median(scales: Tensor) -> float:
     return float(scales.float().abs().median())
-
-
-def _weights_of_scale(element: Element, second: float, *, divides: bool) -> float:
-    """Magnitude of the largest weight under a scale of 1, where the second-level scale is ``second``."""
-    furthest = max(abs(end - element.midpoint) for end in element.ends)
-    return furthest / second if divides else furthest * second
 
 
 def _used_scales(q: QuantizedWeight) -> Tensor:

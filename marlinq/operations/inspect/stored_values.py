@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from marlinq.checkpoint import QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.formats import ModuleSpec
-from marlinq.formats.stored_values import IMPOSSIBLE, VANISHING
+from marlinq.formats.stored_values import IMPOSSIBLE, VANISHING, largest_weight
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def stored_facts(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
         if words.size and words[0] in beside and bool((words == words[0]).all()):
             # One off the middle everywhere: only the codes tell whether another format's zeros are meant.
             return _decoded(quantized, module)
-    if _odd_scales(quantized, module):
+    if _may_break_a_rule(quantized, module):
         return _decoded(quantized, module)
     if plain.order in names:
         where = f"{_place(quantized, module)}.{plain.order}"
@@ -85,18 +85,20 @@ def _decoded(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
     return StoredFacts(symmetric, in_order, sortable)
 
 
-def _odd_scales(quantized: QuantizedCheckpoint, module: str) -> bool:
-    """Whether a scale may break a rule, which the layout's own code then decides."""
+def _may_break_a_rule(quantized: QuantizedCheckpoint, module: str) -> bool:
+    """Whether a scale is outside the range in which no rule can be broken; :func:`_decoded` then decides."""
     layout, element = quantized.layouts[module], quantized.modules[module].scheme.element
     name = f"{module}.{layout.scale_key}"
     info = quantized.checkpoint.tensors[name]
     if info.dtype == "bfloat16":
         # Its bits are the upper half of a float32's.
-        sizes = np.abs((_stored(quantized, name, "uint16").astype(np.uint32) << 16).view(np.float32))
+        magnitudes = np.abs((_stored(quantized, name, "uint16").astype(np.uint32) << 16).view(np.float32))
     else:
-        sizes = np.abs(_stored(quantized, name, info.dtype))
-    low, high = float(sizes.min()), float(sizes.max())
-    return not (low * element.codes >= VANISHING and high * element.codes <= IMPOSSIBLE)
+        magnitudes = np.abs(_stored(quantized, name, info.dtype))
+    low, high = float(magnitudes.min()), float(magnitudes.max())
+    factor = largest_weight(element)
+    # Negated, so that NaN, for which no comparison holds, is outside too.
+    return not (low * factor >= VANISHING and high * factor <= IMPOSSIBLE)
 
 
 def _order(g_idx: NDArray[np.int64], spec: ModuleSpec, where: str) -> tuple[bool, bool]:
@@ -122,7 +124,7 @@ def _read(quantized: QuantizedCheckpoint, name: str) -> NDArray[np.int64]:
 
 
 def _stored(quantized: QuantizedCheckpoint, name: str, dtype: str) -> NDArray[Any]:
-    """A stored tensor's elements as ``dtype``, of the stored one's width."""
+    """A stored tensor as ``dtype`` [elements], which has the stored dtype's width."""
     info = quantized.checkpoint.tensors[name]
     file = quantized.checkpoint.files[info.shard]
     data = bytearray(info.nbytes)
