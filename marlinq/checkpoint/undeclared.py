@@ -36,8 +36,8 @@ def check_declared(checkpoint: Checkpoint) -> None:
 
 
 def _first_undeclared(checkpoint: Checkpoint) -> tuple[str, dict[str, tuple[str, str]]] | None:
-    """The name of a tensor; and for every format that has such the quant_method and the settings of its
-    config."""
+    """The name of one tensor of a quantised linear, and of each format that stores such tensors: the
+    ``quant_method`` and the other settings of its config. None if there is no such tensor."""
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
         if is_stack(name):
@@ -50,7 +50,7 @@ def _first_undeclared(checkpoint: Checkpoint) -> tuple[str, dict[str, tuple[str,
             return f"{module}.bitmask", {BITMASK_FORMAT: ("compressed-tensors", "sparsity_config")}
         if scales.isdisjoint(tensors):
             continue
-        keys = {form: _key(form, tensors) for form in FORMATS.values() if not form.stacked}
+        keys = {form: _code_suffix(form, tensors) for form in FORMATS.values() if not form.stacked}
         fitting = {form: key for form, key in keys.items() if key is not None}
         if fitting:
             return f"{module}.{next(iter(fitting.values()))}", _settings(fitting)
@@ -58,12 +58,13 @@ def _first_undeclared(checkpoint: Checkpoint) -> tuple[str, dict[str, tuple[str,
 
 
 def _settings(forms: Iterable[Format]) -> dict[str, tuple[str, str]]:
+    """Format -> its ``quant_method``, and the other settings of its config in one string."""
     dialects = {form.name: DIALECTS[form.dialect] for form in forms}
     return {name: (each.quant_methods[0], ", ".join(each.settings)) for name, each in dialects.items()}
 
 
-def _key(form: Format, tensors: Mapping[str, TensorInfo]) -> str | None:
-    """The suffix of the codes, if ``tensors`` of a module, by suffix, are those of ``form``; or None."""
+def _code_suffix(form: Format, tensors: Mapping[str, TensorInfo]) -> str | None:
+    """The suffix of the codes among a module's ``tensors`` (by suffix); None if they are not ``form``'s."""
     owned = {suffix for layout in LAYOUTS.values() for suffix in layout.suffixes} & set(tensors)
     for layout in form.layouts:
         if (
