@@ -239,7 +239,8 @@ def prepare(
         check_place(out, resume=resume, source=checkpoint.path)
     if recipe.wants_allocation and ranks.size > 1:
         raise UsageError(
-            f"--target-bits, --target-size: schemes are chosen in one process, found {ranks.size} ranks; "
+            f"{spelled('target_bits')}, {spelled('target_size')}: schemes are chosen in one process, found "
+            f"{ranks.size} ranks; "
             "run --plan --json without torchrun, and pass its allocation's modules as the recipe's allocation"
         )
     decisions = plan_run(

@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_OTHERWISE = {"served_by": "--for"}
+_OPTIONS = {"served_by": "--for"}
+"""Setting -> its option, where that is not the setting's name."""
 _SWITCHES = {"symmetric": ("--sym", "--asym")}
+"""Flag -> the options that make it true and false, where those are not ``--NAME`` and ``--no-NAME``."""
 
 _in_file: ContextVar[frozenset[str] | None] = ContextVar("_in_file", default=None)
 """Keys that the recipe file of a command gives; None where no command runs."""
@@ -15,7 +17,7 @@ _in_file: ContextVar[frozenset[str] | None] = ContextVar("_in_file", default=Non
 
 def option(key: str) -> str:
     """The option of the command line for a setting with values."""
-    return _OTHERWISE.get(key, f"--{key.replace('_', '-')}")
+    return _OPTIONS.get(key, f"--{key.replace('_', '-')}")
 
 
 def switches(key: str) -> tuple[str, str]:

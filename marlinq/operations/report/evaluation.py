@@ -146,7 +146,8 @@ def keep_evaluation(folder: Path, measured: Mapping[str, Any]) -> list[str]:
             notes.append(f"and in {folder / CARD}")
     except OSError as error:
         raise OutputError(
-            f"{error.filename or folder}: {error.strerror or error}; leave out --keep, or correct the folder"
+            f"{error.filename or folder}: {error.strerror or error}; make the folder writable, or leave out "
+            "--keep"
         ) from None
     return notes
 
