@@ -224,9 +224,9 @@ def test_values_that_no_quantiser_writes_are_refused_by_every_command(
     with pytest.raises(CheckpointError, match=f"{named}.*; copy the checkpoint again"):
         load(folder, device="cpu")
     others = {"compressed-tensors": "gptq", "gptq": "awq"}
-    # Nothing else holds the other kinds.
-    integers = " " not in kind or kind.startswith("fp8")
-    for target in ("dense", *([others.get(kind, "compressed-tensors")] if integers else [])):
+    # Integers and FP8 in blocks have a second format; no other one holds the remaining kinds.
+    has_another = " " not in kind or kind.startswith("fp8")
+    for target in ("dense", *([others.get(kind, "compressed-tensors")] if has_another else [])):
         with pytest.raises(CheckpointError, match=named):
             convert(folder, tmp_path / "out", target_format=target, allow_loss=target == "dense")
     failed = {check.name: check for check in verify(folder, device="cpu").checks if check.status == "failed"}
@@ -238,7 +238,7 @@ def test_values_that_no_quantiser_writes_are_refused_by_every_command(
             AutoModelForCausalLM.from_pretrained(folder)
     finally:
         marlinq.unregister()
-    if row != "codes":  # which inspect does not read
+    if row != "codes":  # inspect reads no codes
         assert any(re.search(named, note) for note in inspect(folder).notes)
 
 
