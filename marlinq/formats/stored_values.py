@@ -46,7 +46,7 @@ def scales_fault(grid: Grid, codes: Callable[[], Tensor]) -> str | None:
             return f"the {name} scale is {number}, expected above 0{cause}"
     second = 1.0 if grid.tensor_scale is None else numbers[0]
     factor = largest_weight(grid.element, second, divides=grid.tensor_scale_divides)
-    if low == 0 and grid.tensor_scale is not None and underflowed(grid.with_codes(codes())):
+    if low == 0 and grid.tensor_scale is not None and _zeros_were_rounded(grid.with_codes(codes())):
         low = math.ulp(0)  # below every bound, so that the typical scale decides
     return _magnitudes_fault(grid.scales, low, high, factor, lambda: grid.with_codes(codes()))
 
@@ -99,8 +99,8 @@ def _magnitudes_fault(
     return None
 
 
-def underflowed(q: QuantizedWeight) -> int:
-    """How many scales a writer rounded to zero and then divided by, or 0 if a zero scale has another cause.
+def _zeros_were_rounded(q: QuantizedWeight) -> bool:
+    """Whether a writer rounded all scales that are zero to it, and then divided weights by them.
 
     Old versions of ModelOpt do so to blocks whose weights are below 2**-18 of the largest: weights divided by
     zero get the code of the largest magnitude. A scale that was lost has codes of all magnitudes.
@@ -108,9 +108,9 @@ def underflowed(q: QuantizedWeight) -> int:
     zero = q.scales.float() == 0
     by_output = zero.repeat_interleave(q.granularity.outputs_per_group(q.out_features), dim=1)
     under = by_output[q.g_idx.long(), : q.out_features]
-    sizes = q.element.decode(q.codes[under]).abs()
+    magnitudes = q.element.decode(q.codes[under]).abs()
     largest = max(map(abs, q.element.ends))
-    return int(zero.sum()) if bool(((sizes == 0) | (sizes == largest)).all()) else 0
+    return bool(((magnitudes == 0) | (magnitudes == largest)).all())
 
 
 def codes_fault(q: QuantizedWeight) -> str | None:

@@ -278,6 +278,9 @@ def test_a_scale_that_was_lost_below_a_second_level_is_refused(
     assert "scales" in {
         check.name for check in verify(folder, device="cpu").checks if check.status == "failed"
     }
+    edit_tensors(folder, scaled("weight_scale", torch.zeros_like))
+    with pytest.raises(CheckpointError, match="512 of 512 scales are zero"):
+        load(folder, device="cpu")
 
 
 def test_any_scale_of_zeros_is_sound(kinds: Callable[[str], Path], tmp_path: Path) -> None:
