@@ -251,7 +251,7 @@ def _way_out(specs: Mapping[str, ModuleSpec], excluded: Mapping[str, Keep], targ
         and target.scheme_refusal(named.example(scheme)) is None
     ]
     if not related:
-        return "integers and floats are never converted into each other; quantise the original anew"
+        return "integers and floats are never converted into each other; quantise the original again"
     ways = [named for named in related if named.activations is None or named.activations.dynamic]
     if scheme.element.table is None or not ways:
         return "no module would stay quantised; choose another format"
