@@ -306,9 +306,9 @@ def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
         return job
     layout, target = source.layouts[job.name], plan.layout_of(job.name)
     way = plan.recasts.get(job.name)
-    # Loading also refuses codes of NaN.
-    unpacked = bool(nan_codes(spec.scheme.element))
-    if way is not None or unpacked or layout.mask_key is not None or target.mask_key is not None:
+    # Whole weights are loaded where codes may be NaN, which only loading refuses.
+    may_be_nan = bool(nan_codes(spec.scheme.element))
+    if way is not None or may_be_nan or layout.mask_key is not None or target.mask_key is not None:
         read = source.load(job.name)
         changed = read if way is None else way.apply(read, allow_loss=plan.allow_loss)
         assert changed is not None, "plan_conversion raises for modules that can't be recast"

@@ -352,7 +352,9 @@ class Recipe:
             raise UsageError(f"{where}{form.name} is read and never written: {form.read_only}")
         scheme = outcome.typical
         if scheme.sparsity is not None and scheme.element.table is not None:
-            raise UsageError(f"{where}sparsity: {scheme.element.name} weights are not pruned")
+            raise UsageError(
+                f"{where}sparsity: {scheme.element.name} weights are not pruned, only integers; leave it out"
+            )
         if (reason := form.scheme_refusal(scheme)) is not None:
             holding = " or ".join(
                 each.name
@@ -370,9 +372,9 @@ class Recipe:
             other = f"choose another {spelled('format')}"
             raise UsageError(f"{where}{form.name} can't hold {reason}; {other}")
         if (reason := method.scheme_refusal(scheme)) is not None:
-            raise UsageError(f"{where}{self._cannot(method.name, reason)}")
+            raise UsageError(f"{where}{self._method_refusal(method.name, reason)}")
 
-    def _cannot(self, method: str, reason: str) -> str:
+    def _method_refusal(self, method: str, reason: str) -> str:
         """A sentence that says that ``method`` can't make a scheme, and what chose it."""
         if self.quality != DEFAULT and QUALITIES[self.quality].settings.get("method") == method:
             return (
