@@ -283,6 +283,22 @@ def test_a_scale_that_was_lost_below_a_second_level_is_refused(
         load(folder, device="cpu")
 
 
+def test_inspect_finds_scales_just_below_the_bound_that_load_has(
+    kinds: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The largest code is 8 steps from the zero point, so weights reach 2**-56.5, below 2**-56."""
+    folder = shutil.copytree(kinds("compressed-tensors"), tmp_path / "model")
+
+    def shrink(tensors: dict[str, torch.Tensor]) -> None:
+        name = f"{VICTIM}.weight_scale"
+        tensors[name] = torch.full(tensors[name].shape, 2.0**-59.5, dtype=torch.bfloat16)
+
+    edit_tensors(folder, shrink)
+    with pytest.raises(CheckpointError, match="which add nothing to any output"):
+        load(folder, device="cpu")
+    assert any("which add nothing to any output" in note for note in inspect(folder).notes)
+
+
 def test_any_scale_of_zeros_is_sound(kinds: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(kinds("mxfp8 compressed-tensors"), tmp_path / "model")
 
