@@ -62,7 +62,7 @@ class Values:
             self._scales.warnings.append(
                 f"{name}: {zero} of {scales.numel()} scales were rounded to zero, and so were their weights"
             )
-        subnormal = int((scales.abs() < torch.finfo(q.scales.dtype).tiny).sum())
+        subnormal = int((scales.abs() < torch.finfo(q.scales.dtype).tiny).sum()) - zero
         if subnormal > _SUBNORMAL_SHARE * scales.numel():
             self._scales.warnings.append(
                 f"{name}: {subnormal} of {scales.numel()} scales are subnormal in {q.scales.dtype}; "
