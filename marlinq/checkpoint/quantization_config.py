@@ -26,6 +26,22 @@ def read_quantization_config(folder: Path, config: Mapping[str, Any]) -> Quantiz
         UnsupportedError: a quant_method, version, width or scheme that marlinq does not handle.
         CheckpointError: a key is missing or of the wrong type.
     """
+    raw, where = _found(folder, config)
+    if raw is None:
+        return None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{where}: expected an object, found {type(raw).__name__}")
+    if _EXPERT_DTYPE in config and raw.get("quant_method") == "fp8":
+        raw = {_EXPERT_DTYPE: config[_EXPERT_DTYPE], **raw}
+    return replace(dialect_of(raw, where).read(Keys(raw, where)), raw=raw)
+
+
+def config_place(folder: Path, config: Mapping[str, Any]) -> str:
+    """Where :func:`read_quantization_config` finds the config, for messages."""
+    return _found(folder, config)[1]
+
+
+def _found(folder: Path, config: Mapping[str, Any]) -> tuple[Any, str]:
     # An empty object counts as absent.
     raw = config.get("quantization_config", config.get("compression_config")) or None
     text_config = config.get("text_config")
@@ -37,13 +53,7 @@ def read_quantization_config(folder: Path, config: Mapping[str, Any]) -> Quantiz
             if (folder / name).exists():
                 raw, where = read_separate_config(folder, name), str(folder / name)
                 break
-    if raw is None:
-        return None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{where}: expected an object, found {type(raw).__name__}")
-    if _EXPERT_DTYPE in config and raw.get("quant_method") == "fp8":
-        raw = {_EXPERT_DTYPE: config[_EXPERT_DTYPE], **raw}
-    return replace(dialect_of(raw, where).read(Keys(raw, where)), raw=raw)
+    return raw, where
 
 
 def read_separate_config(folder: Path, name: str) -> dict[str, Any]:

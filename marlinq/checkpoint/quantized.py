@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from marlinq.checkpoint.quantization_config import read_quantization_config
+from marlinq.checkpoint.quantization_config import config_place, read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
 from marlinq.checkpoint.stacked import with_parts
 from marlinq.checkpoint.undeclared import check_declared
@@ -87,9 +87,10 @@ class QuantizedCheckpoint:
             if stem and form.is_codes(suffix, info.dtype):
                 layouts[stem], modules[stem] = _module(checkpoint, config, form, stem)
         if not modules:
+            place = config_place(checkpoint.path, checkpoint.config)
             raise CheckpointError(
-                f"{checkpoint.path}: quantization_config says {form.name}, "
-                f"but no quantised tensor ends in {' or '.join(f'.{key}' for key in form.keys)}"
+                f"{place} says {form.name}, but no quantised tensor ends in "
+                f"{' or '.join(f'.{key}' for key in form.keys)}; remove it if the model is not quantised"
             )
         owned = {f"{module}.{suffix}" for module, layout in layouts.items() for suffix in layout.suffixes}
         passthrough = [name for name in checkpoint.tensors if name not in owned]
@@ -243,17 +244,19 @@ def misplaced(name: str, form: Format, layouts: Mapping[str, Layout]) -> str | N
         beside = f"tensor {name} stands beside the {form.name} tensors of the same module"
         return beside if layout is not None else None
     if layout is None and suffix in form.suffixes:
-        reader = f"tensor {name} would be read as part of a {form.name} module"
+        if not module:
+            return f"tensor {name} belongs to no module, but has the name of a part of one in {form.name}"
+        reader = f"tensor {name} would be read as part of a module in {form.name}"
         return f"{reader}, but there is no {' or '.join(f'{module}.{key}' for key in form.keys)}"
     if layout is None:
         return None
     if suffix in layout.suffixes:
-        return f"tensor {name} would be read as part of a {layout.name} module"
+        return f"tensor {name} would be read as part of a module in {layout.name}"
     owners = [other.name for other in LAYOUTS.values() if suffix in other.suffixes]
     if owners:
         return (
-            f"tensor {name} is no part of a {layout.name} module, but of a {owners[0]} one, and {module} is "
-            f"quantised as {layout.name}; remove one or the other"
+            f"tensor {name} is no part of a module in {layout.name}, but of one in {owners[0]}, and {module} "
+            f"is quantised as {layout.name}; remove one or the other"
         )
     return None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import NumericsError, UnsupportedError
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
@@ -96,5 +97,13 @@ class StaticRTN(Method[RTNOptions, InputRange]):
                 "calibrate on more text, or skip it with an override"
             )
         scale = torch.tensor(largest / scheme.activations.element.ends[1], device=weights[0].device)
+        dtype = scheme.scale_dtype
+        stored = float(scale.to(torch_dtype(dtype)))
+        if not 0 < stored < torch.inf:
+            raise NumericsError(
+                f"{names[0]}: its largest input on the calibration text is {largest:.3g}, and {dtype} rounds "
+                f"the activation scale of {float(scale):.3g} to {stored:g}; choose --format fp8, whose "
+                "scales are float32, or skip it with an override"
+            )
         solved = RTN().solve(weights, None, scheme, options, names=names)
         return [(replace(weight, input_scale=scale), report) for weight, report in solved]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import marlinq
 from marlinq.checkpoint import Checkpoint
-from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.convert import convert
 from marlinq.operations.inspect import inspect
@@ -29,7 +29,7 @@ from tests.testing import faults
 from tests.testing.foreign_floats import with_four_bit_inputs
 from tests.testing.layouts import INTEGERS
 from tests.testing.mixtures import save_mixture
-from tests.testing.original_folders import RECIPE, save_tiny
+from tests.testing.original_folders import RECIPE, ROWS, save_tiny
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized
 from tests.testing.schemes import scheme
 from tests.testing.tiny_models import tiny_model
@@ -299,6 +299,39 @@ def test_inspect_finds_scales_just_below_the_bound_that_load_has(
     assert any("which add nothing to any output" in note for note in inspect(folder).notes)
 
 
+def save_scaled(folder: Path, part: str, factor: float) -> Path:
+    """A tiny Llama whose tensors named with ``part`` are ``factor`` times the usual ones."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if part in name:
+                parameter.mul_(factor)
+    return save_plain(folder, model)
+
+
+def test_an_activation_scale_that_its_dtype_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    folder = save_scaled(tmp_path / "model", "norm", 1e-7)
+    ways = {"scheme": "fp8-static", "calibration": str(ROWS), "samples": 8, "max_length": 40}
+    recipe = Recipe(format="compressed-tensors", **ways)
+    says = r"rounds the activation scale of \S+e-\d+ to 0; choose --format fp8"
+    with pytest.raises(NumericsError, match=says):
+        quantize(folder, tmp_path / "refused", recipe=recipe, device="cpu")
+    quantize(folder, tmp_path / "out", recipe=recipe.replace(format="fp8"), device="cpu")
+    load(tmp_path / "out", device="cpu")
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1e6])
+@pytest.mark.parametrize("kind", ["mxfp4 compressed-tensors", "fp8-block fp8", "nvfp4 modelopt"])
+def test_weights_that_no_command_would_read_are_not_written(tmp_path: Path, kind: str, factor: float) -> None:
+    folder = save_scaled(tmp_path / "model", "proj", factor)
+    named, _, form = kind.partition(" ")
+    recipe = Recipe(method="rtn", scheme=named, format=form)
+    with pytest.raises(
+        NumericsError, match="half of the scales reach weights of .*check the source checkpoint"
+    ):
+        quantize(folder, tmp_path / "out", recipe=recipe, device="cpu")
+
+
 def test_any_scale_of_zeros_is_sound(kinds: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(kinds("mxfp8 compressed-tensors"), tmp_path / "model")
 
@@ -358,6 +391,29 @@ def test_quantised_tensors_without_a_config_are_named_by_every_command(
         with pytest.raises(CheckpointError, match=re.escape(note)):
             attempt()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("suffix", ["scales", "g_idx"])
+def test_a_tensor_with_the_name_of_a_part_is_refused_before_quantising(tmp_path: Path, suffix: str) -> None:
+    """Two tensors of one name would have made a file that nobody reads."""
+    folder = save_tiny("llama", tmp_path / "model", blocks=1)
+    edit_tensors(folder, lambda tensors: tensors.update({f"{VICTIM}.{suffix}": torch.ones(4)}))
+    says = rf"{VICTIM}\.{suffix} would be read as part of a module in gptq"
+    with pytest.raises(CheckpointError, match=says):
+        quantize(folder, tmp_path / "out", recipe=RECIPE.replace(method="rtn"), device="cpu")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_leftover_config_beside_an_unquantised_model_is_named(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "model", blocks=1)
+    leftover = folder / "quantize_config.json"
+    leftover.write_text('{"bits": 4, "group_size": 128}')
+    says = re.escape(f"{leftover} says gptq, but no quantised tensor ends in .qweight; remove it")
+    for attempt in (lambda: load(folder, device="cpu"), lambda: inspect(folder)):
+        with pytest.raises(CheckpointError, match=says):
+            attempt()
+    leftover.unlink()
+    load(folder, device="cpu")
 
 
 UNDECLARED_TENSORS: list[tuple[dict[str, tuple[str, tuple[int, ...]]], str | None]] = [

@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from marlinq.checkpoint import CheckpointWriter, WriteBehind
+from marlinq.core.errors import NumericsError
 from marlinq.core.weight import QuantizedWeight
+from marlinq.formats.stored_values import scales_fault
 from marlinq.models import ModelInstance
 from marlinq.operations.quantize.batches_of_modules import in_module_batches
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, module_note
@@ -54,12 +56,15 @@ class ModuleWriter:
         self._behind.__exit__(kind, error, trace)
 
     def add(self, planned: PlannedModule, solved: QuantizedWeight, report: ModuleReport) -> dict[str, Any]:
-        """Packs a module on the first rank, and returns the note to commit with it."""
+        """Packs a module on the first rank, and returns the note to commit with it.
+
+        Raises:
+            NumericsError: as :func:`packed`.
+        """
         note = {module_note(planned): asdict(report)}
         if not self._ranks.first:
             return note
-        for suffix, tensor in planned.layout.pack(solved, planned.spec.scheme).items():
-            self._waiting[f"{planned.stored}.{suffix}"] = tensor
+        self._waiting |= packed(planned, solved)
         if sum(tensor.nbytes for tensor in self._waiting.values()) > _BYTES_AT_ONCE:
             self.commit({})
         return note
@@ -77,6 +82,22 @@ class ModuleWriter:
             tensors = {suffix: self._writer.read_back(name) for suffix, name in names.items()}
             stored = planned.layout.unpack(tensors, planned.spec)
         return self._ranks.share_weight(stored, planned.spec, 0)
+
+
+def packed(planned: PlannedModule, solved: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors of a module by their names in the output.
+
+    Raises:
+        NumericsError: a scale breaks a rule of :mod:`marlinq.formats.stored_values`, so that no command would
+            read the result.
+    """
+    fault = scales_fault(solved, lambda: solved.codes)
+    if fault is not None:
+        raise NumericsError(
+            f"{planned.projection.name}: {fault}; check the source checkpoint, or skip it with an override"
+        )
+    tensors = planned.layout.pack(solved, planned.spec.scheme)
+    return {f"{planned.stored}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 
 def install(instance: ModelInstance, planned: PlannedModule, quantized: QuantizedWeight) -> None:

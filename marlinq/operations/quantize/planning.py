@@ -12,6 +12,7 @@ from marlinq.checkpoint import (
     TensorPlan,
     check_stacks,
     floating_linears,
+    misplaced,
     replace_quantization_config,
     says_untied,
     untied_config,
@@ -211,6 +212,12 @@ def plan_output(
             tensors.extend(packed_tensors(planned))
     if head is not None and head.source not in replaced:
         tensors.extend(packed_tensors(head))
+    copied = tuple(name for name in carried.tensors if name not in replaced)
+    layouts = {planned.stored: planned.layout for planned in modules.values()}
+    for name in copied:
+        reason = misplaced(name, form, layouts)
+        if reason is not None:
+            raise CheckpointError(f"{checkpoint.path}: in the output, {reason}")
     if form.stacked:
         check_stacks(tensors)
     config = replace_quantization_config(checkpoint.config, quantization_config)
@@ -226,7 +233,7 @@ def plan_output(
         kept={**kept, **extra},
         tensors=tuple(tensors),
         carried=carried,
-        copied=tuple(name for name in carried.tensors if name not in replaced),
+        copied=copied,
         config=untied_config(config) if untied or mistied else config,
         extra_json=DIALECTS[form.dialect].extra_files(quantization_config),
     )

@@ -22,6 +22,7 @@ from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.models import BlockReplay, Blueprint, ModelInstance
 from marlinq.operations.quantize.budget import logits_at_once
+from marlinq.operations.quantize.module_writer import packed
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.reproducible import reproducible
 from marlinq.operations.quantize.tuning.loop import (
@@ -253,8 +254,7 @@ class TuningRun:
                 after = student.weights[name].quantized()
                 changed += int((after.codes != before[name].codes.to(after.codes.device)).sum())
                 count += after.codes.numel()
-                packed = planned.layout.pack(after, planned.spec.scheme)
-                tensors |= {f"{planned.stored}.{suffix}": tensor for suffix, tensor in packed.items()}
+                tensors |= packed(planned, after)
         vectors = {}
         for name, vector in student.vectors.items():
             if bool(vector.change.any()):
