@@ -31,6 +31,8 @@ from marlinq.operations.quantize.module_settings import AUTO_GROUP_SIZES, Module
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.spelling import spelled
 
+_GROUP_SIZES = (*AUTO_GROUP_SIZES, -1)
+"""group sizes that a message may advise"""
 _MOST_GPUS = 8
 """largest number of GPUs over which tensor parallelism splits layers"""
 
@@ -350,18 +352,29 @@ def _choose(
     automatic = AutomaticGroups.of(each.in_features for each in _automatic(chosen))
     modules: dict[str, PlannedModule] = {}
     refused: list[tuple[str, str]] = []
+    sizes, other = list(_GROUP_SIZES), "--format"
     for projection, settings in chosen:
         planned = plan_module(checkpoint, names, form, projection, settings, automatic)
         if isinstance(planned, str):
             refused.append((projection.name, planned))
+            other = other if settings.element.table is None else "--scheme or --format"
+            sizes = [
+                size
+                for size in sizes
+                if settings.element.table is None
+                and not isinstance(
+                    plan_module(checkpoint, names, form, projection, _in_groups(settings, size)), str
+                )
+            ]
         else:
             modules[projection.name] = planned
     if refused:
         name, reason = refused[0]
         pattern = name.rpartition(".")[2] + "$"
         others = f" (and {len(refused) - 1} more modules)" if len(refused) > 1 else ""
+        fitting = f"--group-size {' or '.join(map(str, sizes))}, " if sizes else ""
         raise UnsupportedError(
-            f"{name}{others}: {form.name}: {reason}; choose another --group-size or --format, "
+            f"{name}{others}: {form.name}: {reason}; choose {fitting}another {other}, "
             f"or keep it unquantised with --override '{pattern}=skip'"
         )
     if not modules:
@@ -455,6 +468,10 @@ def plan_module(
         settings.reason,
         settings.granularity or spec.granularity,
     )
+
+
+def _in_groups(settings: ModuleSettings, size: int) -> ModuleSettings:
+    return replace(settings, granularity=Granularity.from_group_size(size))
 
 
 def _automatic(chosen: Iterable[tuple[Projection, ModuleSettings]]) -> Iterator[Projection]:
