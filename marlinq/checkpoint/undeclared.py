@@ -11,11 +11,7 @@ from marlinq.core.errors import CheckpointError
 from marlinq.core.scheme import ELEMENTS
 from marlinq.formats import FORMATS, LAYOUTS, Format, Layout
 from marlinq.formats.dialects import DIALECTS
-from marlinq.formats.layouts.layout import UNQUANTIZED
 from marlinq.formats.stacks import is_stack
-
-_FLOAT_CODES = ("float8_e4m3fn", "float8_e5m2")
-_CODES = (*_FLOAT_CODES, "int8", "uint8", "int16", "int32", "int64")
 
 
 class UndeclaredError(CheckpointError):
@@ -26,12 +22,10 @@ def check_declared(checkpoint: Checkpoint) -> None:
     """Check that a checkpoint without ``quantization_config`` has no tensors that need one.
 
     Raises:
-        UndeclaredError: it has; the message names one, the formats that have such, and the missing settings;
-            or that scales are missing too.
+        UndeclaredError: it has; the message names one, the formats that have such, and the missing settings.
     """
     found = _first_undeclared(checkpoint)
     if found is None:
-        _check_no_codes(checkpoint)
         return
     name, formats = found
     ways = [f"quant_method {method} with {settings}" for method, settings in dict(formats.values()).items()]
@@ -39,17 +33,6 @@ def check_declared(checkpoint: Checkpoint) -> None:
         f"{checkpoint.path}: tensors such as {name} look like {' or '.join(formats)}, but config.json has no "
         f"quantization_config; restore it: {'; or '.join(ways)}"
     )
-
-
-def _check_no_codes(checkpoint: Checkpoint) -> None:
-    """Check that no weight is stored as codes, whose numbers mean nothing without scales."""
-    for name, info in checkpoint.tensors.items():
-        named = name.rpartition(".")[2] == UNQUANTIZED
-        if len(info.shape) > 1 and info.dtype in (_CODES if named else _FLOAT_CODES):
-            raise UndeclaredError(
-                f"{checkpoint.path}: tensor {name} is {info.dtype}, but has no scales, and config.json has "
-                "no quantization_config; copy the checkpoint again, or take the unquantised model"
-            )
 
 
 def _first_undeclared(checkpoint: Checkpoint) -> tuple[str, dict[str, tuple[str, str]]] | None:

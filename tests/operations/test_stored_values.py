@@ -393,27 +393,6 @@ def test_quantised_tensors_without_a_config_are_named_by_every_command(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_codes_without_scales_or_config_are_refused_by_every_command(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    """``load`` would have taken the codes for weights."""
-    folder = save_tiny("llama", tmp_path / "model", blocks=1)
-    name = f"{VICTIM}.weight"
-    edit_tensors(folder, lambda tensors: tensors.update({name: (tensors[name] * 20).to(dtype)}))
-    (note,) = inspect(folder).notes
-    assert f"tensor {name} is {str(dtype)[6:]}, but has no scales" in note
-    (failed,) = (check for check in verify(folder, device="cpu").checks if check.status == "failed")
-    assert note in failed.detail
-    for attempt in (
-        lambda: load(folder, device="cpu"),
-        lambda: convert(folder, tmp_path / "out", target_format="dense"),
-        lambda: quantize(folder, tmp_path / "out", recipe=RECIPE.replace(method="rtn"), device="cpu"),
-    ):
-        with pytest.raises(CheckpointError, match=re.escape(note)):
-            attempt()
-
-
 @pytest.mark.parametrize("suffix", ["scales", "g_idx"])
 def test_a_tensor_with_the_name_of_a_part_is_refused_before_quantising(tmp_path: Path, suffix: str) -> None:
     """Two tensors of one name would have made a file that nobody reads."""
