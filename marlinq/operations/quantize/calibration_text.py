@@ -30,7 +30,8 @@ from marlinq.operations.quantize.planned_text import (
     tokens_drawn_anew,
     tuning_part,
 )
-from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.recipe_settings import NO_TEMPLATE
 
 _WRITTEN_TEXT = "calibration.json"
 _DRAWN_TEXT = "drawn.json"

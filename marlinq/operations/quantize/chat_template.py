@@ -9,7 +9,8 @@ from marlinq.calibration import load_tokenizer
 from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.files import read_regular
-from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.recipe_settings import NO_TEMPLATE
 from marlinq.operations.quantize.spelling import spelled
 
 OWN_TEMPLATE = "model"

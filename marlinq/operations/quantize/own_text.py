@@ -18,7 +18,8 @@ from marlinq.operations.quantize.budget import TextBudget, Work, text_budget, wr
 from marlinq.operations.quantize.chat_template import own_tokenizer
 from marlinq.operations.quantize.pace import Pace
 from marlinq.operations.quantize.planned_text import SourcePart, stored_dtype
-from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.recipe_settings import NO_TEMPLATE
 from marlinq.runtime import LoadedModel
 from marlinq.runtime.loading import read_generation_config
 from marlinq.runtime.writing import TOP_K, TextWriter

@@ -28,7 +28,8 @@ from marlinq.methods import METHODS, Method, MethodOptions
 from marlinq.models import Block, Blueprint, Conversion, Projection, TensorNames, converted
 from marlinq.operations.inspect.servers import built_plain
 from marlinq.operations.quantize.module_settings import AUTO_GROUP_SIZES, ModuleSettings, common_group_size
-from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.recipe_settings import UNQUANTIZED
 from marlinq.operations.quantize.spelling import spelled
 
 _GROUP_SIZES = (*AUTO_GROUP_SIZES, -1)

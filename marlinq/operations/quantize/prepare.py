@@ -41,7 +41,8 @@ from marlinq.operations.quantize.numerics import compute_dtype, compute_products
 from marlinq.operations.quantize.planned_text import PlannedText, longest, planned_text, writes_text
 from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_output, split_notes
 from marlinq.operations.quantize.ranks import Ranks
-from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.recipe_settings import UNQUANTIZED
 from marlinq.operations.quantize.solves import try_solver
 from marlinq.operations.quantize.spelling import spelled
 from marlinq.operations.quantize.tuning import TuningSettings, check_head, settings_that_fit

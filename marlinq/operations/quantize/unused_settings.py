@@ -7,7 +7,8 @@ from dataclasses import fields
 from marlinq.methods import METHODS
 from marlinq.operations.quantize.module_settings import ModuleSettings
 from marlinq.operations.quantize.quality import QUALITIES
-from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.recipe_settings import UNQUANTIZED
 from marlinq.operations.quantize.spelling import spelled
 
 _EXPERTS = ("experts", "expert_tokens", "expert_fallback")
