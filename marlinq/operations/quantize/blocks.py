@@ -23,7 +23,8 @@ from marlinq.operations.quantize.gradients import LossGradients
 from marlinq.operations.quantize.module_writer import ModuleWriter, install
 from marlinq.operations.quantize.original import OriginalStates, compared_batches
 from marlinq.operations.quantize.output_head import head_statistics, quantize_head
-from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
+from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.quantize_report import ModuleReport, module_report
 from marlinq.operations.quantize.ranks import ALONE, Ranks
 from marlinq.operations.quantize.recipe import Recipe

@@ -22,7 +22,8 @@ from marlinq.operations.quantize.budget import (
     states_on_device,
 )
 from marlinq.operations.quantize.original import compared_share
-from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
+from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.runtime.writing import expected_steps
 
 _PROBE_ROWS = 512

@@ -13,7 +13,7 @@ from marlinq.models import Experts, ModelInstance
 from marlinq.operations.quantize.batches_of_modules import BATCH_WEIGHTS
 from marlinq.operations.quantize.expert_statistics import ExpertCalibration, ExpertGroup
 from marlinq.operations.quantize.module_writer import ModuleWriter, install_all
-from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
 from marlinq.operations.quantize.quantize_report import module_report
 from marlinq.operations.quantize.ranks import Ranks
 from marlinq.operations.quantize.solves import solves_in_turn

@@ -31,7 +31,7 @@ from marlinq.models import (
     tapped_layer,
 )
 from marlinq.models.fused_experts import FIRST, SECOND, Reached
-from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
 from marlinq.operations.quantize.ranks import ALONE, Ranks
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.solves import add_up

@@ -15,7 +15,7 @@ from marlinq.core.errors import NumericsError, UnsupportedError
 from marlinq.methods import Statistics
 from marlinq.models import BlockReplay, ModelInstance, Projection, shared_inputs, streams_at
 from marlinq.operations.quantize.original import OriginalRun, OriginalStates
-from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
 from marlinq.operations.quantize.ranks import Ranks
 
 

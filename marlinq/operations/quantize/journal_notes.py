@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from marlinq.core.errors import OutputError
-from marlinq.operations.quantize.planning import OutputPlan, module_note
+from marlinq.operations.quantize.planned_module import module_note
+from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.quantize_report import ModuleReport, planned_facts
 from marlinq.operations.quantize.tuning import NOTE, TuningReport
 

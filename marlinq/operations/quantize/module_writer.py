@@ -15,7 +15,8 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.formats.stored_values import scales_fault
 from marlinq.models import ModelInstance
 from marlinq.operations.quantize.batches_of_modules import in_module_batches
-from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, module_note
+from marlinq.operations.quantize.planned_module import PlannedModule, module_note
+from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.quantize_report import ModuleReport
 from marlinq.operations.quantize.ranks import Ranks
 

@@ -13,7 +13,7 @@ from marlinq.methods import SolveReport, Statistics
 from marlinq.models import ModelInstance
 from marlinq.operations.quantize.batches_of_modules import joined
 from marlinq.operations.quantize.gathering import Gathering
-from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
 from marlinq.operations.quantize.ranks import Ranks
 from marlinq.operations.quantize.solves import add_up
 

@@ -26,13 +26,14 @@ from marlinq.operations.quantize.counting import local_tokens
 from marlinq.operations.quantize.estimate import RunEstimate, estimate
 from marlinq.operations.quantize.loaders import planned_checkpoint
 from marlinq.operations.quantize.numerics import described_dtype
+from marlinq.operations.quantize.planned_module import PlannedModule
 from marlinq.operations.quantize.planned_text import (
     PlannedText,
     planned_text,
     planned_tuning_text,
     stored_dtype,
 )
-from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.prepare import open_source, plan_run
 from marlinq.operations.quantize.recipe import Recipe, as_recipe
 from marlinq.operations.quantize.solve import TOKEN_BUDGET

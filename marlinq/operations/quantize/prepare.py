@@ -38,8 +38,9 @@ from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.calibration_text import TextGatherer
 from marlinq.operations.quantize.loaders import loader_notes
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of
+from marlinq.operations.quantize.plan_notes import fused_notes, split_notes
 from marlinq.operations.quantize.planned_text import PlannedText, longest, planned_text, writes_text
-from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_output, split_notes
+from marlinq.operations.quantize.planning import OutputPlan, plan_output
 from marlinq.operations.quantize.ranks import Ranks
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.recipe_settings import UNQUANTIZED

@@ -15,7 +15,7 @@ from marlinq.formats.dialects.name_patterns import expert_layer
 from marlinq.methods import SolveReport, Statistics
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.quantize.allocation.chosen import Allocation
-from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods import SolveReport, Statistics
 from marlinq.operations.quantize.batches_of_modules import joined
-from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
+from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.quantize_report import ModuleReport, module_report
 from marlinq.operations.quantize.ranks import Ranks, RankShare, share_out
 

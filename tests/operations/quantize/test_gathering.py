@@ -17,7 +17,7 @@ from marlinq.methods import GPTQ, GPTQOptions
 from marlinq.models import BlockReplay, ModelInstance, build_blueprint
 from marlinq.operations.quantize.gathering import Gathering
 from marlinq.operations.quantize.original import OriginalStates
-from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
 from marlinq.operations.quantize.ranks import ALONE
 from tests.testing.schemes import scheme
 from tests.testing.tiny_models import in_memory, tiny_model

@@ -26,7 +26,8 @@ from marlinq.operations.evaluate import evaluate
 from marlinq.operations.quantize import QuantizeReport, quantize
 from marlinq.operations.quantize.output_head import solve_head
 from marlinq.operations.quantize.override import Override
-from marlinq.operations.quantize.planning import PlannedModule, plan_output
+from marlinq.operations.quantize.planned_module import PlannedModule
+from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.verify import verify
 from marlinq.runtime import load

@@ -11,7 +11,8 @@ from marlinq.checkpoint import Checkpoint
 from marlinq.models import build_blueprint
 from marlinq.operations.inspect.servers import built_plain
 from marlinq.operations.quantize.override import Override
-from marlinq.operations.quantize.planning import OutputPlan, fused_notes, plan_output
+from marlinq.operations.quantize.plan_notes import fused_notes
+from marlinq.operations.quantize.planning import OutputPlan, plan_output
 from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.original_folders import save_tiny
 

@@ -41,7 +41,7 @@ from marlinq.operations.quantize.budget import logits_at_once
 from marlinq.operations.quantize.expert_statistics import ExpertCalibration
 from marlinq.operations.quantize.gathering import Gathering
 from marlinq.operations.quantize.gradients import LossGradients
-from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
 from marlinq.operations.quantize.ranks import ALONE
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.states import first_states

@@ -13,7 +13,8 @@ from marlinq.models import Blueprint, TensorNames
 from marlinq.operations.quantize.allocation.chosen import target_text
 from marlinq.operations.quantize.allocation.units import dense_bytes, free_projections
 from marlinq.operations.quantize.candidates import Members
-from marlinq.operations.quantize.planning import OutputPlan, packed_tensors
+from marlinq.operations.quantize.planned_module import packed_tensors
+from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.recipe import Recipe
 
 

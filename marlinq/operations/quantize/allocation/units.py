@@ -17,7 +17,8 @@ from marlinq.operations.inspect.eligibility import Whole, loading_refusal, serve
 from marlinq.operations.inspect.parallel import LinearFacts
 from marlinq.operations.inspect.servers import Server
 from marlinq.operations.quantize.candidates import CANDIDATES, KEPT
-from marlinq.operations.quantize.planning import PlannedModule, packed_tensors, plan_module, wanted_modules
+from marlinq.operations.quantize.chosen_modules import wanted_modules
+from marlinq.operations.quantize.planned_module import PlannedModule, packed_tensors, plan_module
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.spelling import spelled
 

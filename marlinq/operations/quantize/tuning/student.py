@@ -16,7 +16,8 @@ from torch import Tensor
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.tuning import TunableVector, TunableWeight
 from marlinq.models import BlockReplay, ModelInstance
-from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
+from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.reproducible import reproducible_attention
 
 Kept = tuple[Tensor, Tensor]

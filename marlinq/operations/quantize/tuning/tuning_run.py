@@ -23,7 +23,8 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.models import BlockReplay, Blueprint, ModelInstance
 from marlinq.operations.quantize.budget import logits_at_once
 from marlinq.operations.quantize.module_writer import packed
-from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.planned_module import PlannedModule
+from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.reproducible import reproducible
 from marlinq.operations.quantize.tuning.loop import (
     Loop,
