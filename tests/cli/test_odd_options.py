@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from marlinq.cli import main
 from marlinq.core.errors import OutputError, UsageError
 from marlinq.operations.quantize.recipe import Recipe, read_recipe
 from marlinq.operations.quantize.spelling import from_command_line
 from marlinq.operations.quantize.unused_settings import unused_settings
+from tests.cli.conftest import Outcome
+
+
+def refusal(outcome: Outcome) -> str:
+    """The line that refuses a command."""
+    assert outcome.code == UsageError.exit_code, outcome.err
+    assert outcome.err.startswith("error: ")
+    assert outcome.err.count("\n") == 1
+    return outcome.err
 
 
 @pytest.mark.parametrize(
@@ -29,27 +38,16 @@ from marlinq.operations.quantize.unused_settings import unused_settings
     ],
     ids=lambda options: f"{options[0]} {options[1][:8]}",
 )
-def test_odd_options_are_usage_errors(
-    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        main(["quantize", str(tmp_path), str(tmp_path / "out"), *options])
-    error = capsys.readouterr().err
-    assert ended.value.code == UsageError.exit_code, error
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
+def test_odd_options_are_usage_errors(marlinq: Callable[..., Outcome], options: list[str]) -> None:
+    refusal(marlinq("quantize", "model", "out", *options))
 
 
 @pytest.mark.parametrize("out", ["x" * 5_000, "/".join(["x" * 200] * 30)])
-def test_a_path_that_no_system_has(tmp_path: Path, out: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text("{}")
+def test_a_path_that_no_system_has(marlinq: Callable[..., Outcome], out: str) -> None:
     for command in (["quantize"], ["convert", "gptq-to-awq"], ["rotate"]):
-        with pytest.raises(SystemExit) as ended:
-            main([*command, str(tmp_path), out])
-        error = capsys.readouterr().err
-        assert ended.value.code in (UsageError.exit_code, OutputError.exit_code), (command, error[-300:])
-        assert error.count("\n") == 1
+        outcome = marlinq(*command, "model", out)
+        assert outcome.code in (UsageError.exit_code, OutputError.exit_code), (command, outcome.err[-300:])
+        assert outcome.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -81,20 +79,15 @@ def test_a_number_that_python_does_not_print() -> None:
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
-        (["recommend", "MODEL", "--servers", ","], "--servers"),
-        (["eval", "MODEL", "--tasks", ""], "--tasks"),
+        (["recommend", "model", "--servers", ","], "--servers"),
+        (["eval", "model", "--tasks", ""], "--tasks"),
         (["bench", "kernels", "--against", " , "], "--against"),
     ],
 )
 def test_lists_without_names_are_refused(
-    tmp_path: Path, arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]
+    marlinq: Callable[..., Outcome], arguments: list[str], option: str
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        main([str(tmp_path) if each == "MODEL" else each for each in arguments])
-    error = capsys.readouterr().err
-    assert ended.value.code == UsageError.exit_code
-    assert f"'{option}': expected names, found" in error
+    assert f"'{option}': expected names, found" in refusal(marlinq(*arguments))
 
 
 def test_a_loader_without_a_target_would_be_ignored() -> None:
@@ -109,7 +102,7 @@ def test_a_loader_without_a_target_would_be_ignored() -> None:
         ("quality: fast", "--sparsity 2:4", "imatrix, the method of quality fast, can't make 2:4"),
         (None, "--method imatrix --sparsity 2:4", "imatrix can't make 2:4 sparse weights"),
         (None, "--for sglang", "--for: sglang only goes with --target-bits or --target-size"),
-        ("served_by: sglang", "", "RECIPE: served_by: sglang only goes with target_bits or target_size"),
+        ("served_by: sglang", "", "recipe.yaml: served_by: sglang only goes with target_bits or target_size"),
         (None, "--asym --scheme fp8", "--asym: fp8 has no zero points"),
         ("symmetric: false", "--scheme fp8", "symmetric: fp8 has no zero points"),
         ("group_size: 64", "--scheme mxfp4", "group_size: mxfp4 has groups of 32"),
@@ -129,18 +122,13 @@ def test_a_loader_without_a_target_would_be_ignored() -> None:
     ],
 )
 def test_messages_spell_a_setting_as_its_user_did(
-    tmp_path: Path, recipe: str | None, options: str, says: str, capsys: pytest.CaptureFixture[str]
+    marlinq: Callable[..., Outcome], tmp_path: Path, recipe: str | None, options: str, says: str
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    arguments = ["quantize", str(tmp_path), str(tmp_path / "out"), *options.split()]
+    arguments = options.split()
     if recipe is not None:
         (tmp_path / "recipe.yaml").write_text(recipe)
-        arguments += ["--recipe", str(tmp_path / "recipe.yaml")]
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == UsageError.exit_code
-    error = capsys.readouterr().err.replace(str(tmp_path / "recipe.yaml"), "RECIPE")
-    assert error.startswith(f"error: {says}")
+        arguments += ["--recipe", "recipe.yaml"]
+    assert refusal(marlinq("quantize", "model", "out", *arguments)).startswith(f"error: {says}")
 
 
 def test_settings_without_effect_are_spelled_as_their_user_did() -> None:
@@ -161,58 +149,38 @@ def test_settings_without_effect_are_spelled_as_their_user_did() -> None:
     ("arguments", "problem"),
     [
         (
-            "generate MODEL --prompt a --greedy --seed 0 --top-k 3",
+            "generate model --prompt a --greedy --seed 0 --top-k 3",
             "--top-k and --seed: no effect with --greedy",
         ),
-        ("generate MODEL --prompt a --prompt b --speculate mtp", "--speculate: several prompts"),
-        ("generate MODEL --prompt a --prompt b --speculate lookup", "--speculate: several prompts"),
-        ("eval MODEL --text self", "--text self: leave --text out"),
-        ("eval MODEL --task-batch 8", "--task-batch: only with --tasks"),
-        ("eval MODEL --trust-task-code --shots 0", "--shots and --trust-task-code: only with --tasks"),
-        ("recommend MODEL --device auto", "--device: only with --measure; --gpu names the GPU"),
+        ("generate model --prompt a --prompt b --speculate mtp", "--speculate: several prompts"),
+        ("generate model --prompt a --prompt b --speculate lookup", "--speculate: several prompts"),
+        ("eval model --text self", "--text self: leave --text out"),
+        ("eval model --task-batch 8", "--task-batch: only with --tasks"),
+        ("eval model --trust-task-code --shots 0", "--shots and --trust-task-code: only with --tasks"),
+        ("recommend model --device auto", "--device: only with --measure; --gpu names the GPU"),
         ("recommend llama-3-8b --synthetic --revision main", "--revision: --synthetic reads no checkpoint"),
-        ("bench decode MODEL --scheme int4", "--scheme: only with --synthetic"),
-        ("bench decode MODEL --layers 1 --head 16", "--layers and --head: only with --synthetic"),
+        ("bench decode model --scheme int4", "--scheme: only with --synthetic"),
+        ("bench decode model --layers 1 --head 16", "--layers and --head: only with --synthetic"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(
-    tmp_path: Path, arguments: str, problem: str, capsys: pytest.CaptureFixture[str]
+    marlinq: Callable[..., Outcome], arguments: str, problem: str
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        main(arguments.replace("MODEL", str(tmp_path)).split())
-    error = capsys.readouterr().err
-    assert ended.value.code == UsageError.exit_code
-    assert error.startswith(f"error: {problem}")
-    assert error.count("\n") == 1
+    assert refusal(marlinq(*arguments.split())).startswith(f"error: {problem}")
 
 
 @pytest.mark.parametrize(
     "arguments",
-    ["recommend MODEL --measure --plot", "bench serve MODEL --plot", "bench decode MODEL --profile"],
+    ["recommend model --measure --plot", "bench serve model --plot", "bench decode model --profile"],
 )
 def test_a_file_without_a_folder_is_refused_before_the_work(
-    tmp_path: Path, arguments: str, capsys: pytest.CaptureFixture[str]
+    marlinq: Callable[..., Outcome], arguments: str
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments.replace("MODEL", str(tmp_path)).split(), str(tmp_path / "absent" / "file")])
-    error = capsys.readouterr().err
-    assert ended.value.code == UsageError.exit_code
-    assert f"{tmp_path / 'absent'}: no such folder" in error
-    assert error.count("\n") == 1
+    assert "absent: no such folder" in refusal(marlinq(*arguments.split(), "absent/file"))
 
 
 @pytest.mark.parametrize(
-    "arguments", [["recommend", "MODEL", "--plot", ""], ["bench", "decode", "--profile", ""]]
+    "arguments", [["recommend", "model", "--plot", ""], ["bench", "decode", "--profile", ""]]
 )
-def test_an_empty_path_is_no_file(
-    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        main([str(tmp_path) if each == "MODEL" else each for each in arguments])
-    error = capsys.readouterr().err
-    assert ended.value.code == UsageError.exit_code
-    assert "expected the path of a file, found ''" in error
-    assert error.count("\n") == 1
+def test_an_empty_path_is_no_file(marlinq: Callable[..., Outcome], arguments: list[str]) -> None:
+    assert "expected the path of a file, found ''" in refusal(marlinq(*arguments))
