@@ -144,19 +144,19 @@ class QuantizedCheckpoint:
         """Name of the stored tensor with the codes of ``module``."""
         return f"{module}.{self.layouts[module].key}"
 
-    def load(self, module: str, *, checked: bool = True) -> QuantizedWeight:
+    def load(self, module: str, *, refuse_faults: bool = True) -> QuantizedWeight:
         """The weight of ``module``.
 
         Args:
             module: name of the module in the checkpoint.
-            checked: whether scales and codes that no quantiser writes are refused.
+            refuse_faults: whether to refuse scales and codes that no quantiser writes.
 
         Raises:
             CheckpointError: a tensor is missing, of the wrong shape or out of range, or its values are not
                 what a quantiser writes (:func:`marlinq.formats.stored.check_grid`).
             ConversionRefused: its stored values are ambiguous (GPTQ v1 zeros of an unknown writer).
         """
-        return self._stored(module, self.checkpoint.tensor, checked=checked).weight()
+        return self._stored(module, self.checkpoint.tensor, refuse_faults=refuse_faults).weight()
 
     def stored(self, module: str, read: Callable[[str], Tensor] | None = None) -> StoredWeight:
         """The tensors of ``module``; its codes are read but not decoded.
@@ -171,12 +171,12 @@ class QuantizedCheckpoint:
                 :func:`marlinq.formats.stored.check_grid`.
             ConversionRefused: as :meth:`load`.
         """
-        weight = self._stored(module, read or self.checkpoint.tensor, checked=True)
+        weight = self._stored(module, read or self.checkpoint.tensor, refuse_faults=True)
         # Kernels may take words and scales as stored, and so past other checks.
         weight.check_values()
         return weight
 
-    def _stored(self, module: str, read: Callable[[str], Tensor], *, checked: bool) -> StoredWeight:
+    def _stored(self, module: str, read: Callable[[str], Tensor], *, refuse_faults: bool) -> StoredWeight:
         name = f"{self.checkpoint.path}: {module}"
         reason = self.mismatch(module)
         if reason is not None:
@@ -189,7 +189,7 @@ class QuantizedCheckpoint:
             self.modules[module],
             tensors,
             self.config.rules.scheme(module),
-            checked,
+            checked=refuse_faults,
         )
 
     def tensor_names(self, module: str) -> dict[str, str]:

@@ -39,8 +39,8 @@ class StoredWeight:
         tensors: tensors by suffix, all on one device, with the names, shapes and dtypes that the layout
             expects.
         declared: scheme that config.json gives the module; None where no config mentions it.
-        checked: whether scales and codes that no quantiser writes are refused
-            (:mod:`marlinq.formats.stored_values`).
+        checked: whether the values of :attr:`grid` and :meth:`weight` are known to be ones that a quantiser
+            writes, because both refuse others (:mod:`marlinq.formats.stored_values`).
     """
 
     name: str
@@ -98,7 +98,7 @@ class StoredWeight:
         small = {suffix: tensor for suffix, tensor in self.tensors.items() if suffix != self.layout.key}
         with self._named():
             grid = self.layout.unpack_grid(small, self.spec)
-            check_grid(grid, self.declared, self._codes, checked=self.checked)
+            check_grid(grid, self.declared, self._codes, zeros_only=not self.checked)
             return grid
 
     def check_values(self) -> None:
@@ -146,7 +146,7 @@ class StoredWeight:
 
 
 def check_grid(
-    grid: Grid, declared: Scheme | None, codes: Callable[[], Tensor], *, checked: bool = True
+    grid: Grid, declared: Scheme | None, codes: Callable[[], Tensor], *, zeros_only: bool = False
 ) -> None:
     """Check that a module's small tensors hold values that a quantiser writes.
 
@@ -154,7 +154,7 @@ def check_grid(
         grid: the decoded grid.
         declared: scheme that the config gives the module; None where no config mentions it.
         codes: function that returns the codes, uint8 [K, N]; called only where ``grid`` alone doesn't decide.
-        checked: whether scales and g_idx are checked as well as zero points.
+        zeros_only: whether to check the zero points alone, not scales and g_idx.
 
     Raises:
         CheckpointError: as :func:`check_zero_points`; or a scale or the g_idx breaks
@@ -162,7 +162,7 @@ def check_grid(
     """
     if declared is not None:
         check_zero_points(grid, declared, codes)
-    if not checked:
+    if zeros_only:
         return
     if (fault := scales_fault(grid, codes) or order_fault(grid)) is not None:
         raise CheckpointError(f"{fault}; {_DAMAGED}")

@@ -175,7 +175,7 @@ class _Run:
                 self._progress("checking modules", done, len(view.modules))
                 try:
                     # Values that reading refuses get rows of their own, of the same rules.
-                    q = view.load(name, checked=False)
+                    q = view.load(name, refuse_faults=False)
                 except MarlinqError as error:
                     unreadable.append(str(error))
                     continue
