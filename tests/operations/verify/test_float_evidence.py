@@ -142,3 +142,25 @@ def test_weights_that_a_method_hardly_moved_fail_nothing(rounded: QuantizedWeigh
     moved = w + amount * w.std() * torch.randn(w.shape, generator=generator)
     found = find_float_faults(w, round_to_nearest(moved, rounded.scheme))
     assert not any(finding.fails for finding in found.findings)
+
+
+def test_groups_of_zeros_do_not_tell_how_the_others_were_rounded() -> None:
+    """GPTQ on few inputs moves few weights, but all of a pruned group, whose scale is small."""
+    pruned = weight()
+    pruned[:, :80] = 0
+    stored = round_to_nearest(pruned, SCHEMES["nvfp4"])
+    values = stored.element.decode(stored.codes)
+    # 1.25 half steps above the code, as GPTQ leaves some weights.
+    nudged = (values == 1) & (torch.arange(96) % 6 == 0)
+    moved = torch.where(nudged.t(), stored.dequantize() * 1.3125, pruned)
+    one = stored.element.nearest(torch.ones(())).to(torch.uint8)
+    codes = stored.codes.clone()
+    codes[16:32] = one
+    found = find_float_faults(moved, replace(stored, codes=codes))
+    assert not found.rounded
+    assert not any(finding.fails for finding in found.findings)
+    # In a module whose other weights are all rounded to nearest, the same codes are damage.
+    found = find_float_faults(pruned, replace(stored, codes=codes))
+    assert found.rounded
+    assert all(finding.fails for finding in found.findings)
+    assert len(found.findings) == 96

@@ -52,22 +52,30 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
     w, size = weight.t(), min(q.channels_per_group, _PIECE)
     pieces = -(-q.in_features // size)
     shape = (pieces, q.out_features)
-    beyond, unrounded, squares = (torch.zeros(shape, device=w.device) for _ in range(3))
+    beyond, unrounded, squares, live = (torch.zeros(shape, device=w.device) for _ in range(4))
     piece = torch.arange(q.in_features, device=w.device) // size
     # An activation order would mix scales within a piece, but not distances.
     for start in range(0, q.in_features, _ROWS):
         rows = slice(start, start + _ROWS)
         r = _half_steps(w[rows], q, rows)
-        for total, values in ((beyond, r > _BEYOND), (unrounded, r > _NEAREST), (squares, r.square())):
+        tested = (
+            (beyond, r > _BEYOND),
+            (unrounded, r > _NEAREST),
+            (squares, r.square()),
+            (live, w[rows] != 0),
+        )
+        for total, values in tested:
             total.index_add_(0, piece[rows], values.float())
-    share = float((unrounded == 0).float().mean())
-    far, little_far = float(beyond.sum()), float((unrounded - beyond).sum())
+    # The scale of zeros may be anything, so a piece of them does not tell how the others were rounded.
+    judged = (live > 0) | (live.sum() == 0)
+    share = float((unrounded[judged] == 0).float().mean())
+    far, little_far = float(beyond[judged].sum()), float((unrounded - beyond)[judged].sum())
     rounded = share >= _ROUNDED_SHARE
     rounded &= share >= _CLEARLY_ROUNDED or little_far <= _LITTLE_OVER_BEYOND * far
     # GPTQ on inputs that hardly go together moves few weights, most of them little past half a step; damage
     # moves a code by a step or more.
-    little = int(((unrounded > 0) & (beyond == 0)).sum())
-    rounded &= little <= int((beyond > 0).sum())
+    little = int(((unrounded > 0) & (beyond == 0) & judged).sum())
+    rounded &= little <= int(((beyond > 0) & judged).sum())
     findings = _damage(beyond, size) if rounded else _outliers(squares, size)
     return Evidence(tuple(findings), 0, 0, 0.0, 1.0, len(findings), values=weight.numel(), rounded=rounded)
 
