@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
-from marlinq.cli import main
 from marlinq.core.schemes import SCHEMES
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import FORMATS
 from marlinq.runtime import load
 from tests.docs.test_format_tables import example
+from tests.testing.commands import Run, json_runner
 from tests.testing.foreign_floats import (
     as_auto_round,
     as_gptqmodel,
@@ -33,7 +32,6 @@ from tests.testing.tiny_models import tiny_model
 
 CPU = ("--device", "cpu")
 DOWN = "model.layers.0.mlp.down_proj"
-Run = Callable[..., tuple[int, Any]]
 
 MADE = {
     "int8": ("gptq", "gptq-v2", "compressed-tensors"),
@@ -72,15 +70,7 @@ def test_every_pair_of_a_scheme_and_a_format_is_here() -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """``marlinq ARGUMENTS --json`` in this process: the exit code and the object that it prints."""
-
-    def call(*arguments: object) -> tuple[int, Any]:
-        with pytest.raises(SystemExit) as exit_info:
-            main([*map(str, arguments), "--json"])
-        printed = capsys.readouterr().out
-        return int(exit_info.value.code or 0), json.loads(printed[printed.index("{") :])
-
-    return call
+    return json_runner(capsys)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +112,21 @@ def quantize(run: Run, original: Path, out: Path, scheme: str, form: str, *optio
     return report
 
 
+def use(run: Run, original: Path, out: Path) -> Any:
+    """Verifies, reports, evaluates and runs a quantised folder; returns the verification."""
+    code, checked = run("verify", out, "--against", original, *CPU)
+    assert code == 0, checked
+    code, made_page = run("report", out, "--out", out.parent / "report")
+    assert code == 0, made_page
+    text = ("--text", text_file(out.parent), "--windows", 1, "--length", 16)
+    code, measured = run("eval", out, "--against", original, *text, *CPU)
+    assert code == 0, measured
+    assert 0 <= measured["kl"] < 0.5
+    code, said = run("generate", out, "--prompt", "It is", "--max-new-tokens", 2, "--greedy", *CPU)
+    assert code == 0, said
+    return checked
+
+
 # Every time: each scheme and each format.
 @pytest.mark.parametrize(
     ("scheme", "form"), every_value([(scheme, form) for scheme, forms in MADE.items() for form in forms])
@@ -141,18 +146,9 @@ def test_a_scheme_goes_through_every_command(
     (words,) = seen["schemes"]
     assert words.startswith(scheme)
     assert seen["schemes"][words] == 7
-    code, checked = run("verify", out, "--against", original, *CPU)
-    assert code == 0, checked
+    checked = use(run, original, out)
     problems = [each for module in checked["modules"] for each in module["problems"]]
     assert not problems
-    code, made_page = run("report", out, "--out", tmp_path / "report")
-    assert code == 0, made_page
-    text = ("--text", text_file(tmp_path), "--windows", 1, "--length", 16)
-    code, measured = run("eval", out, "--against", original, *text, *CPU)
-    assert code == 0, measured
-    assert 0 <= measured["kl"] < 0.5
-    code, said = run("generate", out, "--prompt", "It is", "--max-new-tokens", 2, "--greedy", *CPU)
-    assert code == 0, said
     loaded = load(out, device="cpu")
     weight = dict(loaded.model.named_modules())[DOWN].weight
     assert torch.equal(weight.float(), made[DOWN].dequantize(weight.dtype).float())
@@ -240,16 +236,7 @@ def test_what_others_write_goes_through_every_command(
     code, seen = run("inspect", out, "--modules")
     assert code == 0, seen
     assert {module["name"] for module in seen["modules"]} == made.keys()
-    code, checked = run("verify", out, "--against", original, *CPU)
-    assert code == 0, checked
-    code, made_page = run("report", out, "--out", tmp_path / "report")
-    assert code == 0, made_page
-    text = ("--text", text_file(tmp_path), "--windows", 1, "--length", 16)
-    code, measured = run("eval", out, "--against", original, *text, *CPU)
-    assert code == 0, measured
-    assert 0 <= measured["kl"] < 0.5
-    code, said = run("generate", out, "--prompt", "It is", "--max-new-tokens", 2, "--greedy", *CPU)
-    assert code == 0, said
+    use(run, original, out)
     code, said = run("convert", out, tmp_path / "dense", "--to", "dense")
     assert code == 0, said
     assert torch.equal(Checkpoint.open(tmp_path / "dense").tensor(f"{DOWN}.weight"), made[DOWN].dequantize())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,14 @@ import pytest
 import torch
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
-from marlinq.cli import main
 from marlinq.core.weight import QuantizedWeight
 from marlinq.runtime import load
 from tests import toys
 from tests.runtime.test_generation import wide_model
+from tests.testing.commands import Run, json_runner
 from tests.testing.runnable_folders import save_plain, save_tokenizer
 
 CPU = ("--device", "cpu")
-Run = Callable[..., tuple[int, Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -30,15 +28,7 @@ def _toys() -> Iterator[None]:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """``marlinq ARGUMENTS --json`` in this process: the exit code and the object that it prints."""
-
-    def call(*arguments: object) -> tuple[int, Any]:
-        with pytest.raises(SystemExit) as exit_info:
-            main([*map(str, arguments), "--json"])
-        printed = capsys.readouterr().out
-        return int(exit_info.value.code or 0), json.loads(printed[printed.index("{") :])
-
-    return call
+    return json_runner(capsys)
 
 
 @pytest.fixture

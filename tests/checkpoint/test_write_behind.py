@@ -138,9 +138,7 @@ def test_tensors_of_a_lot_are_written_side_by_side(
     check(writer.finish(config={}, manifest={}))
 
 
-def test_a_lot_of_which_a_part_fails_is_not_noted(
-    writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fail_to_write_b(monkeypatch: pytest.MonkeyPatch) -> None:
     write = CheckpointWriter.write
 
     def failing(self: CheckpointWriter, name: str, tensor: torch.Tensor) -> None:
@@ -149,6 +147,12 @@ def test_a_lot_of_which_a_part_fails_is_not_noted(
         write(self, name, tensor)
 
     monkeypatch.setattr(CheckpointWriter, "write", failing)
+
+
+def test_a_lot_of_which_a_part_fails_is_not_noted(
+    writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_to_write_b(monkeypatch)
     with pytest.raises(OutputError, match="the disk is gone"), WriteBehind(writer, CPU) as behind:
         behind.write(TENSORS, {"all": True})
     assert writer.notes == {}
@@ -185,14 +189,7 @@ def test_work_waits_while_two_lots_are_under_way(
 def test_a_failure_reaches_the_work_and_what_was_whole_stays(
     writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = CheckpointWriter.write
-
-    def failing(self: CheckpointWriter, name: str, tensor: torch.Tensor) -> None:
-        if name == "b":
-            raise OutputError("the disk is gone")
-        write(self, name, tensor)
-
-    monkeypatch.setattr(CheckpointWriter, "write", failing)
+    fail_to_write_b(monkeypatch)
 
     def write_all() -> None:
         with WriteBehind(writer, CPU) as behind:

@@ -222,8 +222,9 @@ def test_blocks_that_sort_spill_nowhere(group: int) -> None:
     spills(found, "sm_90a")
 
 
-# (weight format, group size, whether zero points are stored, bfloat16)
-OTHERS = (
+Kind = tuple[WeightFormat, int, bool, bool]
+"""Weight format, group size, whether zero points are stored, and whether activations are bfloat16."""
+OTHERS: tuple[Kind, ...] = (
     (INT8, 128, True, True),
     (INT8, 64, True, True),
     (INT8, 32, True, False),
@@ -235,25 +236,28 @@ OTHERS = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHERS)
-def test_few_rows_of_other_formats_spill_nowhere(
-    kind: tuple[WeightFormat, int, bool, bool],
-) -> None:
+def biased(shape: ExpertsShape, kind: Kind) -> ExpertsShape:
+    """``shape`` with biases and with weights of ``kind``."""
     weight_format, group, zeros, bfloat16 = kind
-    shape = replace(
-        MIXTRAL,
-        m=4,
+    return replace(
+        shape,
         granularity=of_size(group),
         zeros=zeros,
         bfloat16=bfloat16,
         format=weight_format,
         biased=True,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_few_rows_of_other_formats_spill_nowhere(kind: Kind) -> None:
+    shape = biased(replace(MIXTRAL, m=4), kind)
     found: list[Instantiation] = []
     for _, decision in direct_variants(shape, H200):
         found += instantiations(shape, decision, "gelu_tanh", wide=True)
     # With as few registers as a variant may have.
+    weight_format, group, *_ = kind
     tile = StreamConfig(2, 2, 1, 8, group != 16, 1, 3, 2 if weight_format.bits == 8 else 3)
     config = DirectConfig(tile, True, shape.top, 8, biased=True)
     spills([*found, config.instantiation(shape.product(gated=True), "gelu_tanh", wide=True)], "sm_90a")
@@ -261,20 +265,9 @@ def test_few_rows_of_other_formats_spill_nowhere(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
-def test_grouped_products_of_other_formats_spill_nowhere(
-    kind: tuple[WeightFormat, int, bool, bool],
-) -> None:
+def test_grouped_products_of_other_formats_spill_nowhere(kind: Kind) -> None:
     """The tallest tiles of every number of columns."""
-    weight_format, group, zeros, bfloat16 = kind
-    shape = replace(
-        QWEN,
-        m=300,
-        granularity=of_size(group),
-        zeros=zeros,
-        bfloat16=bfloat16,
-        format=weight_format,
-        biased=True,
-    )
+    shape = biased(replace(QWEN, m=300), kind)
     found = []
     for columns, tile_m in _ROWS_MOST.items():
         for gated in (True, False):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV4Config
 
@@ -23,6 +22,7 @@ from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
 from tests.testing.faults import one_up, passes, planted
 from tests.testing.runnable_folders import save_tokenizer
+from tests.testing.whole_models import assert_same_bytes, logits, tensors_of
 
 EXPERT, SHARED = "model.layers.1.ffn.experts.2.w1", "model.layers.0.ffn.shared_experts.w2"
 TWO_BLOCKS = "model.layers.0.attn.wq_a"
@@ -72,16 +72,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def logits(model: torch.nn.Module) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(torch.arange(3, 27)[None]).logits
-    return found
-
-
 def test_names_and_types_are_the_family_s_and_transformers_reads_them(root: Path, tmp_path: Path) -> None:
     stored = tensors_of(root / "v4")
     kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
@@ -114,12 +104,7 @@ def test_every_command_takes_it(root: Path, tmp_path: Path) -> None:
         quantize(root / "v4", tmp_path / "int8", recipe=recipe, **CPU)
     convert(root / "v4", tmp_path / "ct", target_format="compressed-tensors", progress=False)
     convert(tmp_path / "ct", tmp_path / "back", target_format="deepseek-v4", progress=False)
-    before, after = tensors_of(root / "v4"), tensors_of(tmp_path / "back")
-    assert before.keys() == after.keys()
-    assert all(
-        torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8))
-        for name, tensor in before.items()
-    )
+    assert_same_bytes(root / "v4", tmp_path / "back")
 
 
 def test_releases_say_the_experts_dtype_beside_the_quantisation(root: Path, tmp_path: Path) -> None:

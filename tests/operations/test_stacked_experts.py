@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -26,6 +26,7 @@ from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
 from tests.testing.faults import one_up, passes, planted
 from tests.testing.mixtures import calibration_text, save_mixture
+from tests.testing.whole_models import assert_same_bytes, logits, tensors_of
 
 EXPERTS = "model.layers.1.mlp.experts"
 STACK = f"{EXPERTS}.gate_up_proj_blocks"
@@ -42,16 +43,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quantize(folder / "original", folder / "stacked", recipe=recipe, device="cpu", progress=False)
     convert(folder / "stacked", folder / "compressed", target_format="compressed-tensors", progress=False)
     return folder
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def logits(model: torch.nn.Module) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(torch.arange(3, 27)[None]).logits
-    return found
 
 
 def test_transformers_reads_what_is_written(root: Path) -> None:
@@ -105,12 +96,7 @@ def test_every_command_takes_it(root: Path, tmp_path: Path) -> None:
 
 def test_conversion_there_and_back_keeps_every_byte(root: Path, tmp_path: Path) -> None:
     convert(root / "compressed", tmp_path / "back", target_format="gpt-oss", progress=False)
-    before, after = tensors_of(root / "stacked"), tensors_of(tmp_path / "back")
-    assert before.keys() == after.keys()
-    assert all(
-        torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8))
-        for name, tensor in before.items()
-    )
+    assert_same_bytes(root / "stacked", tmp_path / "back")
 
 
 @pytest.mark.parametrize(

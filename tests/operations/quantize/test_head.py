@@ -33,7 +33,7 @@ from marlinq.operations.verify import verify
 from marlinq.runtime import load
 from marlinq.runtime.quant_linear import QuantLinear
 from tests.operations.quantize.test_quantize import open_quantized
-from tests.operations.quantize.test_resume import Killed, interrupt
+from tests.testing.interrupted import Killed, interrupt, steps_of
 from tests.testing.original_folders import READ, ROWS, folder_bytes, save_tiny
 from tests.testing.pairs import slow_but
 from tests.testing.quantized_folders import assert_holds
@@ -203,7 +203,7 @@ def test_a_resumed_run_has_the_bytes_of_an_undisturbed_one(
         return solve(*args, names=names, **kwargs)
 
     monkeypatch.setattr(METHODS["gptq"], "solve", noting)
-    steps = _steps(source, tmp_path / "counted")
+    steps = steps_of(source, tmp_path / "counted", HEAD)
     # The last steps: the head's four tensors, their commit, that of the copies, the end of the folder and the
     # commit in it.
     for before_the_end, left in ((1, []), (3, []), (4, ["lm_head"]), (6, ["lm_head"])):
@@ -216,26 +216,6 @@ def test_a_resumed_run_has_the_bytes_of_an_undisturbed_one(
         quantize(source, out, recipe=HEAD, device="cpu", resume=True)
         assert solved == left
         assert folder_bytes(out) == expected
-
-
-def _steps(source: Path, out: Path) -> int:
-    """Writes and commits of an undisturbed run."""
-    count = 0
-    with pytest.MonkeyPatch.context() as patch:
-        from marlinq.checkpoint import CheckpointWriter
-
-        def counted(original: Any) -> Any:
-            def method(self: CheckpointWriter, *args: Any, **kwargs: Any) -> Any:
-                nonlocal count
-                count += 1
-                return original(self, *args, **kwargs)
-
-            return method
-
-        for name in ("write", "commit", "finish"):
-            patch.setattr(CheckpointWriter, name, counted(getattr(CheckpointWriter, name)))
-        quantize(source, out, recipe=HEAD, device="cpu")
-    return count
 
 
 def test_overrides_are_about_the_head_too(tmp_path: Path) -> None:

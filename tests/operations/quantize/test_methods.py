@@ -35,6 +35,7 @@ from marlinq.operations.quantize.solves import try_solver
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
 from tests.runtime.test_generation import wide_model
+from tests.testing.interrupted import Killed
 from tests.testing.original_folders import READ, RECIPE, folder_bytes, save_tiny
 from tests.testing.recipes import write_recipe
 from tests.testing.runnable_folders import save_plain, save_tokenizer
@@ -173,9 +174,6 @@ def test_an_interrupted_rounding_is_resumed(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     recipe = RECIPE.replace(method="rtn")
     quantize(source, tmp_path / "whole", recipe=recipe, device="cpu")
-
-    class Killed(BaseException):
-        pass
 
     def stop(stage: str, done: int, total: int) -> None:
         if stage == "quantising blocks" and done == 2:

@@ -20,57 +20,15 @@ from marlinq.methods import METHODS
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.faults import flipped
+from tests.testing.interrupted import Killed, interrupt, steps_of
 from tests.testing.original_folders import READ, RECIPE, folder_bytes, save_tiny
 from tests.testing.pairs import slow_but
-
-
-class Killed(BaseException):
-    """Stands for the end of the process: nothing in the package catches it."""
-
-
-def interrupt(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Ends the run just before its ``step``-th write or commit."""
-    count = 0
-    write, commit, finish = CheckpointWriter.write, CheckpointWriter.commit, CheckpointWriter.finish
-
-    def counted(original: Any) -> Any:
-        def method(self: CheckpointWriter, *args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count > step:
-                raise Killed
-            return original(self, *args, **kwargs)
-
-        return method
-
-    monkeypatch.setattr(CheckpointWriter, "write", counted(write))
-    monkeypatch.setattr(CheckpointWriter, "commit", counted(commit))
-    monkeypatch.setattr(CheckpointWriter, "finish", counted(finish))
-
-
-def steps_of(source: Path, out: Path) -> int:
-    """Writes and commits of an undisturbed run that is left in ``out``."""
-    with pytest.MonkeyPatch.context() as patch:
-        total = 0
-
-        def counted(original: Any) -> Any:
-            def method(self: CheckpointWriter, *args: Any, **kwargs: Any) -> Any:
-                nonlocal total
-                total += 1
-                return original(self, *args, **kwargs)
-
-            return method
-
-        for name in ("write", "commit", "finish"):
-            patch.setattr(CheckpointWriter, name, counted(getattr(CheckpointWriter, name)))
-        quantize(source, out, recipe=RECIPE, device="cpu")
-    return total
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_bytes_of_an_undisturbed_one(tmp_path: Path, count: int) -> None:
     source = save_tiny("llama", tmp_path / "model", blocks=2)
-    steps = steps_of(source, tmp_path / "whole")
+    steps = steps_of(source, tmp_path / "whole", RECIPE)
     expected = folder_bytes(tmp_path / "whole")
     generator = random.Random(count)
     for attempt, step in enumerate([0, steps - 1, *generator.sample(range(1, steps - 1), count)]):

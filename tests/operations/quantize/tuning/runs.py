@@ -15,14 +15,11 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.quantize import quantize, solve
 from marlinq.operations.quantize.recipe import Recipe
+from tests.testing.interrupted import Killed
 from tests.testing.original_folders import RECIPE
 
 # With this seed tuning gains most on held-out text of the toy; with others chance decides.
 TUNED = RECIPE.replace(samples=64, tune_steps=12, tune_tokens=512, tune_rate=0.002, seed=1)
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
 
 
 def dies(*args: Any, **kwargs: Any) -> Any:

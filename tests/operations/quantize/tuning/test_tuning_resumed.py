@@ -16,7 +16,8 @@ from marlinq.operations.quantize import gather_text, own_text, quantize
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.tuning import loop, tuning_run
-from tests.operations.quantize.tuning.runs import TUNED, Killed, dies, tuned
+from tests.operations.quantize.tuning.runs import TUNED, dies, tuned
+from tests.testing.interrupted import Killed
 from tests.testing.original_folders import folder_bytes, save_tiny
 from tests.testing.pairs import slow_but
 

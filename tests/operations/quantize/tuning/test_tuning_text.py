@@ -24,7 +24,8 @@ from marlinq.operations.quantize.tuning.text_rows import (
     random_rows,
     redraw,
 )
-from tests.operations.quantize.tuning.runs import TUNED, Killed, dies, nine_documents, tuned
+from tests.operations.quantize.tuning.runs import TUNED, dies, nine_documents, tuned
+from tests.testing.interrupted import Killed
 from tests.testing.original_folders import folder_bytes, save_tiny
 
 
