@@ -12,6 +12,7 @@ from marlinq.core.float_elements import E2M1, E4M3
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
+from marlinq.methods.gptq import GPTQOptions, solve_gptq
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.verify.statistics import find_float_faults
 
@@ -164,3 +165,32 @@ def test_groups_of_zeros_do_not_tell_how_the_others_were_rounded() -> None:
     assert found.rounded
     assert all(finding.fails for finding in found.findings)
     assert len(found.findings) == 96
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "tiny"), [("nvfp4", 4, 0.01), ("nvfp4", 512, 0.1), ("mxfp4", 512, 0.01)]
+)
+def test_tiny_weights_that_a_method_moved_fail_nothing(name: str, tokens: int, tiny: float) -> None:
+    """GPTQ moves tiny weights by many of their steps, and few of the large ones for the tiny ones' errors."""
+    generator = torch.Generator().manual_seed(1)
+    w = torch.randn(64, 128, generator=generator) * 0.02
+    w[:, :64] *= tiny
+    inputs = torch.randn(tokens, 128, generator=generator)
+    hessian = inputs.t() @ inputs / tokens
+    hessian = 0.65 * hessian + 0.35 * hessian.diagonal().diag()
+    stored, _ = solve_gptq(w, hessian, SCHEMES[name], GPTQOptions())
+    found = find_float_faults(w, stored)
+    assert not any(finding.fails for finding in found.findings)
+
+
+@pytest.mark.parametrize("channels", [slice(0, 80), slice(80, 160)])
+def test_damage_beside_tiny_weights_is_found(channels: slice) -> None:
+    w = weight()
+    w[:, :80] *= 0.01
+    stored = round_to_nearest(w, SCHEMES["nvfp4"])
+    codes = stored.codes.clone()
+    codes[channels, 3] = 0
+    found = find_float_faults(w, replace(stored, codes=codes))
+    assert found.rounded
+    assert len(found.findings) == 5
+    assert all(finding.fails for finding in found.findings)

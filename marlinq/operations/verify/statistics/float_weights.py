@@ -35,6 +35,8 @@ _LITTLE_OVER_BEYOND = 2 / 3
 """Largest ratio of the values between :data:`_NEAREST` and :data:`_BEYOND` to those above where fewer pieces
 are within the bound. Damage moves a code by a step or more: 0.25 or less. GPTQ's NVFP4 weights: 1.47 and
 more."""
+_TINY = 4
+"""Ratio of an output channel's largest piece to a piece above which that piece counts as tiny."""
 _STANDS_OUT = 4.0
 """Ratio of a piece's root mean square error to the module's 99.9 % quantile above which it is a warning, in
 modules that were not rounded to nearest."""
@@ -52,7 +54,7 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
     w, size = weight.t(), min(q.channels_per_group, _PIECE)
     pieces = -(-q.in_features // size)
     shape = (pieces, q.out_features)
-    beyond, unrounded, squares, live = (torch.zeros(shape, device=w.device) for _ in range(4))
+    beyond, unrounded, squares, sizes = (torch.zeros(shape, device=w.device) for _ in range(4))
     piece = torch.arange(q.in_features, device=w.device) // size
     # An activation order would mix scales within a piece, but not distances.
     for start in range(0, q.in_features, _ROWS):
@@ -62,22 +64,37 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
             (beyond, r > _BEYOND),
             (unrounded, r > _NEAREST),
             (squares, r.square()),
-            (live, w[rows] != 0),
+            (sizes, w[rows].abs()),
         )
         for total, values in tested:
             total.index_add_(0, piece[rows], values.float())
     # The scale of zeros may be anything, so a piece of them does not tell how the others were rounded.
-    judged = (live > 0) | (live.sum() == 0)
-    share = float((unrounded[judged] == 0).float().mean())
-    far, little_far = float(beyond[judged].sum()), float((unrounded - beyond)[judged].sum())
-    rounded = share >= _ROUNDED_SHARE
-    rounded &= share >= _CLEARLY_ROUNDED or little_far <= _LITTLE_OVER_BEYOND * far
-    # GPTQ on inputs that hardly go together moves few weights, most of them little past half a step; damage
-    # moves a code by a step or more.
-    little = int(((unrounded > 0) & (beyond == 0) & judged).sum())
-    rounded &= little <= int(((beyond > 0) & judged).sum())
+    live = (sizes > 0) | (sizes.sum() == 0)
+    # Corrections of large weights' errors move tiny weights by many steps, and those of tiny ones move no
+    # large weight: each alone could pass for a module that is rounded and in parts damaged.
+    large = live & (sizes >= sizes.amax(dim=0) / _TINY)
+    rounded = all(_rounded(unrounded[judged], beyond[judged]) for judged in (live, large))
     findings = _damage(beyond, size) if rounded else _outliers(squares, size)
     return Evidence(tuple(findings), 0, 0, 0.0, 1.0, len(findings), values=weight.numel(), rounded=rounded)
+
+
+def _rounded(unrounded: Tensor, beyond: Tensor) -> bool:
+    """Whether most pieces were rounded to nearest, of which some may be damaged since.
+
+    Args:
+        unrounded: values above :data:`_NEAREST` of each piece.
+        beyond: values above :data:`_BEYOND` of each piece.
+    """
+    share = float((unrounded == 0).float().mean())
+    if share < _ROUNDED_SHARE:
+        return False
+    far, little_far = float(beyond.sum()), float((unrounded - beyond).sum())
+    if share < _CLEARLY_ROUNDED and little_far > _LITTLE_OVER_BEYOND * far:
+        return False
+    # GPTQ on inputs that hardly go together moves few weights, most of them little past half a step; damage
+    # moves a code by a step or more.
+    little = int(((unrounded > 0) & (beyond == 0)).sum())
+    return little <= int((beyond > 0).sum())
 
 
 def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> Tensor:
