@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from emulation.build import Builder
 from emulation.faults import Planted
@@ -46,6 +47,34 @@ CACHES = [
     ((1, 1, 128, (447, 0, 191), 7, None, None), 4, 128, False, None, False),
     ((6, 2, 8, (33, 31, 32), 2, None, None), 4, 6, True, "RMS", True),
 ]
+
+
+def read_and_written(
+    x: Tensor,
+    out: Tensor,
+    work: HeadWork,
+    workspace: AttentionWorkspace,
+    *,
+    lengths: Tensor,
+    sinks: Tensor | None = None,
+) -> list[Memory]:
+    """All memory of a launch besides the caches."""
+    return [
+        *given(x=x),
+        *constants(table=work.table, lengths=lengths, sinks=sinks),
+        *weights_of("query norm's", work.query_norm),
+        *weights_of("key norm's", work.key_norm),
+        *results(out=out, partials=workspace.partials),
+        Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
+    ]
+
+
+def caches(keys: Tensor, values: Tensor) -> list[Memory]:
+    """Caches of which earlier kernels of the step have written nothing."""
+    return [
+        Memory("keys", keys, writable=True, holds_values=True),
+        Memory("values", values, writable=True, holds_values=True),
+    ]
 
 
 @pytest.mark.parametrize(("case", "dtype"), in_turn(CACHES, DTYPES), ids=str)
@@ -88,15 +117,8 @@ def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) 
             sinks=sinks,
         )
         memory = [
-            *given(x=x),
-            *constants(table=table, lengths=counted, sinks=sinks),
-            *weights_of("query norm's", norms[0]),
-            *weights_of("key norm's", norms[1]),
-            # Earlier kernels of the step have written nothing of these.
-            Memory("keys", keys, writable=True, holds_values=True),
-            Memory("values", values, writable=True, holds_values=True),
-            *results(out=out, partials=workspace.partials),
-            Memory("counters", counters, writable=True, after_previous=True, flags=True),
+            *read_and_written(x, out, work, workspace, lengths=counted, sinks=sinks),
+            *caches(keys, values),
         ]
         start(builder, prepared, memory, seed=size + resident, resident=resident)
         assert not counters.any()
@@ -165,23 +187,16 @@ def test_values_that_are_keys_and_keys_of_another_layer(
         division=division,
         together=rows > 1,
     )
-    memory = [
-        *given(x=x),
-        *constants(table=table, lengths=lengths),
-        *weights_of("query norm's", norms[0]),
-        *weights_of("key norm's", norms[1]),
-        *results(out=out, partials=workspace.partials),
-        Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
-    ]
-    for name, cache in (("keys", keys), ("values", values)):
-        if shared:
+    memory = read_and_written(x, out, work, workspace, lengths=lengths)
+    if shared:
+        for name, cache in (("keys", keys), ("values", values)):
             # An earlier kernel of the step has written the new tokens'.
             memory += [
                 Memory(name, cache[0, 0, :length]),
                 Memory(f"new {name}", cache[0, 0, length:], after_previous=True),
             ]
-        else:
-            memory.append(Memory(name, cache, writable=True, holds_values=True))
+    else:
+        memory += caches(keys, values)
     start(builder, prepared, memory, seed=size, resident=2)
     expected = expected_attention(
         q.to(dtype),
@@ -267,14 +282,8 @@ def test_neighbouring_tokens_of_one_sequence(
             together=True,
         )
         memory = [
-            *given(x=x),
-            *constants(table=table, lengths=lengths, sinks=sinks),
-            *weights_of("query norm's", norms[0]),
-            *weights_of("key norm's", norms[1]),
-            Memory("keys", keys, writable=True, holds_values=True),
-            Memory("values", values, writable=True, holds_values=True),
-            *results(out=out, partials=workspace.partials),
-            Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
+            *read_and_written(x, out, work, workspace, lengths=lengths, sinks=sinks),
+            *caches(keys, values),
         ]
         start(builder, prepared, memory, seed=size)
         assert relative_error(out, expected_factors(x, out, kv, work) * expected) < BOUND[dtype]
@@ -309,14 +318,7 @@ def test_a_planted_fault_is_reported(builder: Builder, name: str) -> None:
     made = AttentionWorkspace.of([(AttentionShape(1, 2, 1, size, length + 1), division)], torch.device("cpu"))
     workspace = AttentionWorkspace(apart(made.partials), apart(made.counters))
     prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)
-    memory = [
-        *given(x=x),
-        *constants(lengths=lengths),
-        Memory("keys", keys, writable=True, holds_values=True),
-        Memory("values", values, writable=True, holds_values=True),
-        *results(out=out, partials=workspace.partials),
-        Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
-    ]
+    memory = [*read_and_written(x, out, HeadWork(), workspace, lengths=lengths), *caches(keys, values)]
     q, *new = expected_heads(x, 2, 1, size, lengths.long(), HeadWork())
     whole = [cache.clone() for cache in (keys, values)]
     for cache, fresh in zip(whole, new, strict=True):

@@ -17,6 +17,17 @@ class Killed(BaseException):
     """Stands for the end of the process: nothing in the package catches it."""
 
 
+def interrupted(source: Path, out: Path, recipe: Recipe, *, blocks: int = 1) -> None:
+    """A run that is killed when ``blocks`` blocks are quantised."""
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "quantising blocks" and done >= blocks:
+            raise Killed
+
+    with pytest.raises(Killed):
+        quantize(source, out, recipe=recipe, device="cpu", progress=stop)
+
+
 def interrupt(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Ends the run just before its ``step``-th write or commit."""
 

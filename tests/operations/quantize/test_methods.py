@@ -35,7 +35,7 @@ from marlinq.operations.quantize.solves import try_solver
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
 from tests.runtime.test_generation import wide_model
-from tests.testing.interrupted import Killed
+from tests.testing.interrupted import interrupted
 from tests.testing.original_folders import READ, RECIPE, folder_bytes, save_tiny
 from tests.testing.recipes import write_recipe
 from tests.testing.runnable_folders import save_plain, save_tokenizer
@@ -174,13 +174,7 @@ def test_an_interrupted_rounding_is_resumed(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     recipe = RECIPE.replace(method="rtn")
     quantize(source, tmp_path / "whole", recipe=recipe, device="cpu")
-
-    def stop(stage: str, done: int, total: int) -> None:
-        if stage == "quantising blocks" and done == 2:
-            raise Killed
-
-    with pytest.raises(Killed):
-        quantize(source, tmp_path / "out", recipe=recipe, device="cpu", progress=stop)
+    interrupted(source, tmp_path / "out", recipe, blocks=2)
     report = quantize(source, tmp_path / "out", recipe=recipe, device="cpu", resume=True)
     assert report.resumed_blocks == 2
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")

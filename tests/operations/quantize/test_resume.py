@@ -20,7 +20,7 @@ from marlinq.methods import METHODS
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.faults import flipped
-from tests.testing.interrupted import Killed, interrupt, steps_of
+from tests.testing.interrupted import Killed, interrupt, interrupted, steps_of
 from tests.testing.original_folders import READ, RECIPE, folder_bytes, save_tiny
 from tests.testing.pairs import slow_but
 
@@ -92,12 +92,7 @@ def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch:
     source = save_tiny("llama", tmp_path / "model")
     whole = quantize(source, tmp_path / "whole", recipe=READ, device="cpu")
 
-    def stop(stage: str, done: int, total: int) -> None:
-        if stage == "quantising blocks" and done == 2:
-            raise Killed
-
-    with pytest.raises(Killed):
-        quantize(source, tmp_path / "out", recipe=READ, device="cpu", progress=stop)
+    interrupted(source, tmp_path / "out", READ, blocks=2)
     from marlinq.operations.quantize import own_text
 
     solved: list[str] = []
@@ -128,24 +123,9 @@ def test_every_format_can_be_read_back(tmp_path: Path, layout: str) -> None:
     source = save_tiny("gpt2", tmp_path / "model")
     recipe = READ.replace(format=layout, symmetric=layout in ("marlin", "gptq-v2"))
     quantize(source, tmp_path / "whole", recipe=recipe, device="cpu")
-
-    def stop(stage: str, done: int, total: int) -> None:
-        if stage == "quantising blocks" and done == 1:
-            raise Killed
-
-    with pytest.raises(Killed):
-        quantize(source, tmp_path / "out", recipe=recipe, device="cpu", progress=stop)
+    interrupted(source, tmp_path / "out", recipe)
     quantize(source, tmp_path / "out", recipe=recipe, device="cpu", resume=True)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
-
-
-def interrupted(source: Path, out: Path, recipe: Recipe = READ) -> None:
-    def stop(stage: str, done: int, total: int) -> None:
-        if stage == "quantising blocks" and done == 1:
-            raise Killed
-
-    with pytest.raises(Killed):
-        quantize(source, out, recipe=recipe, device="cpu", progress=stop)
 
 
 def test_another_recipe_model_or_text_is_not_resumed(tmp_path: Path) -> None:
@@ -236,13 +216,7 @@ def test_every_flipped_byte_of_what_is_taken_up_is_noticed(tmp_path: Path) -> No
 
 def test_a_flipped_byte_of_kept_text_is_noticed(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-
-    def stop(stage: str, done: int, total: int) -> None:
-        if stage == "quantising blocks":
-            raise Killed
-
-    with pytest.raises(Killed):
-        quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", progress=stop)
+    interrupted(source, tmp_path / "out", RECIPE, blocks=0)
     with flipped(tmp_path / "out.partial" / "calibration.json", 70):
         assert "calibration.json: is damaged" in refusal(source, tmp_path / "out", RECIPE)
 

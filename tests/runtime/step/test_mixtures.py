@@ -28,7 +28,7 @@ from marlinq.runtime.step import functions, recorded_step, walk
 from marlinq.runtime.step.bound import BoundMixture, chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.forward import Forward
-from marlinq.runtime.step.probe import compare
+from marlinq.runtime.step.probe import Difference, compare
 from marlinq.runtime.step.reference_forward import ReferenceForward
 from tests.runtime.step import torch_kernels
 from tests.runtime.step.test_chain import TOLERANCE, differences, halved
@@ -165,12 +165,11 @@ def test_forgotten_sinks_and_biases_are_found_by_the_probe(part: str) -> None:
     assert isinstance(anatomy, Anatomy)
     last = anatomy.layers[-1]
     assert isinstance(last.attention, Attention)
-    assert isinstance(last.mlp, Mixture)
     if part == "sinks":
-        wrong = replace(last, attention=replace(last.attention, sinks=None))
+        wrong = with_last_layer(anatomy, attention=replace(last.attention, sinks=None))
     else:
-        wrong = replace(last, mlp=replace(last.mlp, router=replace(last.mlp.router, bias=None)))
-    assert differing(model, replace(anatomy, layers=(*anatomy.layers[:-1], wrong)))
+        wrong = with_last_router(anatomy, bias=None)
+    assert differing(model, wrong)
 
 
 def test_a_correction_bias_is_found_and_left_as_it_was() -> None:
@@ -295,17 +294,28 @@ def test_reference_chooses_in_groups_as_transformers_does() -> None:
     last = anatomy.layers[-1]
     assert isinstance(last.mlp, Mixture)
     assert last.mlp.router.groups is not None
-    without = replace(last, mlp=replace(last.mlp, router=replace(last.mlp.router, groups=None)))
-    assert differing(model, replace(anatomy, layers=(*anatomy.layers[:-1], without)))
+    assert differing(model, with_last_router(anatomy, groups=None))
 
 
-def differing(model: PreTrainedModel, anatomy: Anatomy) -> list[str]:
-    """A sentence on each layer that differs between transformers and the reference."""
+def with_last_layer(anatomy: Anatomy, **changes: Any) -> Anatomy:
+    """``anatomy`` with a last layer that differs from the model's."""
+    return replace(anatomy, layers=(*anatomy.layers[:-1], replace(anatomy.layers[-1], **changes)))
+
+
+def with_last_router(anatomy: Anatomy, **changes: Any) -> Anatomy:
+    """``anatomy`` with a last router that differs from the model's."""
+    mixture = anatomy.layers[-1].mlp
+    assert isinstance(mixture, Mixture)
+    return with_last_layer(anatomy, mlp=replace(mixture, router=replace(mixture.router, **changes)))
+
+
+def differing(model: PreTrainedModel, anatomy: Anatomy) -> list[Difference]:
+    """The layers that differ between transformers and the reference."""
 
     def build(batch: int, capacity: int) -> Forward:
         return ReferenceForward(model, anatomy, batch=batch, capacity=capacity)
 
-    return [each.reason() for each in compare(model, anatomy, build) if not each.holds]
+    return [each for each in compare(model, anatomy, build) if not each.holds]
 
 
 def corrected_like_a_score(logits: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
@@ -333,16 +343,8 @@ def test_a_forgotten_correction_is_found_by_the_probe(name: str) -> None:
     model = tiny(name)
     anatomy = found_in(model)
     assert isinstance(anatomy, Anatomy)
-    last = anatomy.layers[-1]
-    assert isinstance(last.mlp, Mixture)
-    wrong = replace(last, mlp=replace(last.mlp, router=replace(last.mlp.router, correction=None)))
-    changed = replace(anatomy, layers=(*anatomy.layers[:-1], wrong))
-
-    def build(batch: int, capacity: int) -> Forward:
-        return ReferenceForward(model, changed, batch=batch, capacity=capacity)
-
-    found = [each.layer for each in compare(model, changed, build) if not each.holds]
-    assert found[0] == len(anatomy.layers) - 1
+    wrong = with_last_router(anatomy, correction=None)
+    assert differing(model, wrong)[0].layer == len(anatomy.layers) - 1
 
 
 @pytest.mark.parametrize("fault", [{"normalised": True}, {"scale": 1.01}, {"scoring": "sigmoid"}])
@@ -350,16 +352,8 @@ def test_a_wrong_router_is_found_by_the_probe(fault: dict[str, Any]) -> None:
     model = tiny("qwen3-moe")
     anatomy = found_in(model)
     assert isinstance(anatomy, Anatomy)
-    last = anatomy.layers[-1]
-    assert isinstance(last.mlp, Mixture)
-    wrong = replace(last, mlp=replace(last.mlp, router=replace(last.mlp.router, **fault)))
-    changed = replace(anatomy, layers=(*anatomy.layers[:-1], wrong))
-
-    def build(batch: int, capacity: int) -> Forward:
-        return ReferenceForward(model, changed, batch=batch, capacity=capacity)
-
-    found = [each.layer for each in compare(model, changed, build) if not each.holds]
-    assert found[0] == len(anatomy.layers) - 1
+    wrong = with_last_router(anatomy, **fault)
+    assert differing(model, wrong)[0].layer == len(anatomy.layers) - 1
 
 
 def grouped(model: PreTrainedModel) -> None:
