@@ -40,6 +40,7 @@ def text_by_the_model(
     to_tune: bool = False,
 ) -> list[Document]:
     """Documents that the model writes.
+
     The whole model is on the device meanwhile. A few steps are timed first, and ``message`` gets one line
     with the expected time.
 

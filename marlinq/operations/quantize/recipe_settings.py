@@ -38,54 +38,9 @@ TARGETS = ("target_bits", "target_size")
 
 @dataclass(frozen=True)
 class RecipeSettings:
-    """The settings of a recipe: fields, defaults, accepted values and descriptions.
+    """The settings of a recipe, each with its default, the values it accepts and its help text.
 
-    :class:`marlinq.operations.quantize.recipe.Recipe` is the class to construct.
-
-    Attributes:
-        quality: name in :data:`marlinq.operations.quantize.quality.QUALITIES`, which gives the defaults of
-            some of the settings below. A recipe applies it before the settings that are given with it.
-        format: output format, a name in :data:`marlinq.formats.FORMATS`.
-        method: name in :data:`marlinq.methods.METHODS`.
-        scheme: name in :data:`marlinq.core.schemes.SCHEMES`.
-        group_size: input channels per scale for int4 and int8: 32, 64 or 128; -1 for one scale per output
-            channel; "auto" for the largest of 128, 64 and 32 that divides every quantised module's K.
-        symmetric: whether zero points are fixed at the middle code.
-        sparsity: name in :data:`marlinq.core.sparsity.SPARSITIES` of the pattern that integer linears are
-            pruned to, or "none".
-        quantize_head: scheme of the output head, or "none" to leave it unquantised. Its other settings are
-            those of the other modules, or of an override that matches its name.
-        target_bits: largest mean bits per weight of the decoder's linears, stored scales included, for which
-            each module's scheme is chosen (:mod:`marlinq.operations.quantize.allocation`); or "none".
-        target_size: largest bytes of all output tensors for which each module's scheme is chosen; or "none".
-        served_by: server whose loader must take the chosen schemes.
-        calibration: "self", a file, or the name of a dataset; or several of them, each optionally followed by
-            ``=WEIGHT``. Unused by a method without calibration.
-        samples: number of calibration documents; "auto" is 128, or with ``tokens`` as many as these take.
-        tokens: largest number of tokens in all calibration documents. "auto" is no limit for files and
-            datasets, and an amount that suits the device for text that the model writes
-            (:mod:`marlinq.operations.quantize.budget`). Without tuning, "auto" is never more than the
-            method's :attr:`~marlinq.methods.Method.enough_tokens`.
-        max_length: tokens that a document is cut to.
-        chat_template: "model" puts every text into the model's chat template, as a user's message, and lets
-            the model write conversations; a path does so with the template in that file; "none" leaves text
-            as it is.
-        seed: seed of all random choices, in the calibration text and in the order of tuning.
-        experts: "routed" calibrates experts on the tokens routed to them, "all" on all tokens of their layer.
-        expert_tokens: number of routed tokens below which an expert gets the fallback.
-        expert_fallback: inputs for an expert with too few tokens. ``blend``: its own, and all inputs of the
-            layer in the place of the missing tokens. ``all``: all inputs of the layer. ``shared``: all inputs
-            of the layer for gate and up, the inputs of all experts together for down.
-        tune_steps, tune_tokens, tune_rate: steps, tokens per step and largest change of end-to-end tuning
-            (:mod:`marlinq.operations.quantize.tuning`); "auto" follows a budget
-            (:mod:`marlinq.operations.quantize.budget`).
-        tune_codes, tune_norms: whether tuning changes codes, and norms and biases, besides scales.
-        tune_own_text: whether tuning also learns from text that the model writes.
-        options: options of the method; a plain ``MethodOptions()`` becomes the method's defaults. In files,
-            their keys are beside the recipe's own.
-        allocation: candidate (:data:`marlinq.operations.quantize.candidates.CANDIDATES`) -> modules that it
-            was chosen for; empty until schemes are chosen. Overrides win over it.
-        overrides: rules for single modules; the first whose pattern matches a module's name applies.
+    :class:`marlinq.operations.quantize.recipe.Recipe`, the class to construct, says more about each.
     """
 
     quality: str = setting(
