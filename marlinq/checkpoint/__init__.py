@@ -9,6 +9,7 @@ from marlinq.checkpoint.derived import DerivedCheckpoint, dtype_contradiction, m
 from marlinq.checkpoint.draft_head import DraftHead, find_draft_head
 from marlinq.checkpoint.header import TensorInfo, TensorPlan
 from marlinq.checkpoint.quantization_config import (
+    parse_quantization_config,
     read_quantization_config,
     replace_quantization_config,
     without_quantization_config,
@@ -51,6 +52,7 @@ __all__ = [
     "misplaced",
     "model_dtype",
     "own_head",
+    "parse_quantization_config",
     "read_quantization_config",
     "replace_quantization_config",
     "same_values",

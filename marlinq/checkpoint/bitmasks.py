@@ -9,14 +9,14 @@ Of every four channels two are kept. Such a folder is read as one with dense wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from marlinq.checkpoint.derived import DerivedCheckpoint
 from marlinq.checkpoint.header import TensorInfo
-from marlinq.checkpoint.quantization_config import without_quantization_config
-from marlinq.checkpoint.reader import Checkpoint
+from marlinq.checkpoint.quantization_config import config_in, without_quantization_config
+from marlinq.checkpoint.reader import CONFIG, Checkpoint
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError
 from marlinq.core.sparsity import TWO_OF_FOUR
@@ -43,7 +43,7 @@ def with_dense_weights(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: tensors are missing or do not fit together. Masks are checked when a weight is read.
     """
-    if not _is_of_bitmasks(checkpoint.config):
+    if not _is_of_bitmasks(checkpoint):
         return checkpoint
     tensors: dict[str, TensorInfo] = {}
     computed: dict[str, Callable[[], Tensor]] = {}
@@ -75,10 +75,10 @@ def with_dense_weights(checkpoint: Checkpoint) -> Checkpoint:
     return DerivedCheckpoint.of(checkpoint, tensors, computed, without_quantization_config(checkpoint.config))
 
 
-def _is_of_bitmasks(config: Mapping[str, Any]) -> bool:
+def _is_of_bitmasks(checkpoint: Checkpoint) -> bool:
     """Whether the config says that weights have bitmasks, and are not quantised."""
-    raw = config.get("quantization_config", config.get("compression_config"))
-    if not isinstance(raw, dict) or raw.get("config_groups"):
+    raw, _ = config_in(checkpoint.config, str(checkpoint.path / CONFIG))
+    if raw is None or raw.get("config_groups"):
         return False
     sparsity = raw.get("sparsity_config")
     return isinstance(sparsity, dict) and sparsity.get("format") == BITMASK_FORMAT

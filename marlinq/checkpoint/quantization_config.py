@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from marlinq.checkpoint.reader import QUANTIZE_CONFIGS, read_json
+from marlinq.checkpoint.reader import CONFIG, QUANTIZE_CONFIGS, read_json
 from marlinq.core.errors import CheckpointError
 from marlinq.formats.dialects import Keys, QuantizationConfig, dialect_of
 
@@ -24,16 +25,38 @@ def read_quantization_config(folder: Path, config: Mapping[str, Any]) -> Quantiz
 
     Raises:
         UnsupportedError: a quant_method, version, width or scheme that marlinq does not handle.
-        CheckpointError: a key is missing or of the wrong type.
+        CheckpointError: it is no object, or a key is missing or of the wrong type.
     """
     raw, where = _found(folder, config)
-    if raw is None:
+    if raw and _EXPERT_DTYPE in config and raw.get("quant_method") == "fp8":
+        raw = {_EXPERT_DTYPE: config[_EXPERT_DTYPE], **raw}
+    return parse_quantization_config(raw, where)
+
+
+def parse_quantization_config(raw: Any, where: str) -> QuantizationConfig | None:
+    """A config as JSON holds it; None if it says nothing. ``where`` names it in messages.
+
+    Raises:
+        UnsupportedError, CheckpointError: as :func:`read_quantization_config`.
+    """
+    raw = said_config(raw, where)
+    return None if raw is None else replace(dialect_of(raw, where).read(Keys(raw, where)), raw=raw)
+
+
+def said_config(raw: Any, where: str) -> dict[str, Any] | None:
+    """``raw`` if it is a config; None for null and an empty object, which exports of unquantised models have.
+
+    Raises:
+        CheckpointError: anything else, which may be what is left of a config.
+    """
+    if raw is None or raw == {}:
         return None
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{where}: expected an object, found {type(raw).__name__}")
-    if _EXPERT_DTYPE in config and raw.get("quant_method") == "fp8":
-        raw = {_EXPERT_DTYPE: config[_EXPERT_DTYPE], **raw}
-    return replace(dialect_of(raw, where).read(Keys(raw, where)), raw=raw)
+        raise CheckpointError(
+            f"{where}: expected an object, found {reprlib.repr(raw)}; remove it if the model is not "
+            "quantised, else restore it from the original"
+        )
+    return raw
 
 
 def config_place(folder: Path, config: Mapping[str, Any]) -> str:
@@ -41,18 +64,32 @@ def config_place(folder: Path, config: Mapping[str, Any]) -> str:
     return _found(folder, config)[1]
 
 
-def _found(folder: Path, config: Mapping[str, Any]) -> tuple[Any, str]:
-    # An empty object counts as absent.
-    raw = config.get("quantization_config", config.get("compression_config")) or None
+def config_in(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any] | None, str]:
+    """The config in the content of ``config.json``, and its place. ``where`` names the file.
+
+    Raises:
+        CheckpointError: as :func:`said_config`.
+    """
     text_config = config.get("text_config")
-    if raw is None and isinstance(text_config, dict):
-        raw = text_config.get("quantization_config") or None
-    where = f"{folder / 'config.json'}: quantization_config"
+    places = [(config, key, key) for key in _CONFIG_KEYS]
+    if isinstance(text_config, dict):
+        places += [(text_config, key, f"text_config.{key}") for key in _CONFIG_KEYS]
+    for level, key, path in places:
+        raw = said_config(level.get(key), f"{where}: {path}")
+        if raw is not None:
+            return raw, f"{where}: {path}"
+    return None, f"{where}: {_CONFIG_KEYS[0]}"
+
+
+def _found(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    raw, where = config_in(config, str(folder / CONFIG))
     if raw is None:
         for name in QUANTIZE_CONFIGS:
             if (folder / name).exists():
-                raw, where = read_separate_config(folder, name), str(folder / name)
-                break
+                place = str(folder / name)
+                raw = said_config(read_separate_config(folder, name), place)
+                if raw is not None:
+                    return raw, place
     return raw, where
 
 

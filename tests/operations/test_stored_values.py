@@ -380,17 +380,67 @@ def test_quantised_tensors_without_a_config_are_named_by_every_command(
     assert "not declared" in str(described)
     (failed,) = (check for check in verify(folder, device="cpu").checks if check.status == "failed")
     assert note in failed.detail
-    attempts: list[Callable[[], object]] = [
-        lambda: load(folder, device="cpu"),
-        lambda: convert(folder, tmp_path / "out", target_format="gptq"),
-        lambda: convert(folder, tmp_path / "out", target_format="dense", allow_loss=True),
-        lambda: quantize(folder, tmp_path / "out", recipe=RECIPE.replace(method="rtn"), device="cpu"),
-        lambda: rotate(folder, tmp_path / "out", device="cpu"),
-    ]
-    for attempt in attempts:
+    for attempt in every_command(folder, tmp_path / "out"):
         with pytest.raises(CheckpointError, match=re.escape(note)):
             attempt()
     assert not (tmp_path / "out").exists()
+
+
+def every_command(folder: Path, out: Path) -> list[Callable[[], object]]:
+    """Calls of every command that reads a folder's weights; those that write one write ``out``."""
+    return [
+        lambda: load(folder, device="cpu"),
+        lambda: convert(folder, out, target_format="gptq"),
+        lambda: convert(folder, out, target_format="dense", allow_loss=True),
+        lambda: quantize(folder, out, recipe=RECIPE.replace(method="rtn"), device="cpu"),
+        lambda: rotate(folder, out, device="cpu"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("quantization_config", [], "expected an object, found []; remove it if"),
+        ("quantization_config", False, "expected an object, found False"),
+        ("quantization_config", "fp8", "expected an object, found 'fp8'"),
+        ("compression_config", 0, "expected an object, found 0"),
+        ("text_config.quantization_config", "", "expected an object, found ''"),
+        ("quantization_config", {"group_size": 128}, "quant_method: expected one of auto-round, awq, "),
+    ],
+)
+def test_what_is_no_config_is_refused_by_every_command(
+    tmp_path: Path, path: str, value: Any, says: str
+) -> None:
+    """Half a config may be what is left of a quantised model's."""
+    folder = save_tiny("llama", tmp_path / "model", blocks=1)
+    config = json.loads((folder / "config.json").read_text())
+    outer, _, key = path.rpartition(".")
+    (config.setdefault(outer, {}) if outer else config)[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    message = f"{folder / 'config.json'}: {path}: {says}"
+    for attempt in (*every_command(folder, tmp_path / "out"), lambda: inspect(folder)):
+        with pytest.raises(CheckpointError, match=re.escape(message)) as raised:
+            attempt()
+        assert "\n" not in str(raised.value)
+    (failed,) = (check for check in verify(folder, device="cpu").checks if check.status == "failed")
+    assert message in failed.detail
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [None, {}])
+def test_null_and_an_empty_object_are_no_config(tmp_path: Path, value: Any) -> None:
+    """Exports of unquantised models have both; a config at another place still counts."""
+    folder = save_tiny("llama", tmp_path / "model", blocks=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": value}))
+    assert inspect(folder).format is None
+    load(folder, device="cpu")
+    quantize(folder, tmp_path / "out", recipe=RECIPE.replace(method="rtn"), device="cpu")
+    made = json.loads((tmp_path / "out" / "config.json").read_text())
+    made |= {"quantization_config": value, "compression_config": made["quantization_config"]}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(made))
+    (tmp_path / "out" / "quantize_config.json").unlink(missing_ok=True)
+    assert inspect(tmp_path / "out").format == "gptq"
 
 
 @pytest.mark.parametrize("suffix", ["scales", "g_idx"])

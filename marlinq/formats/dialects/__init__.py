@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from marlinq.core.errors import ConversionRefused, UnsupportedError
+from marlinq.core.errors import CheckpointError, ConversionRefused, UnsupportedError
 from marlinq.formats.dialects.auto_round import AutoRoundDialect
 from marlinq.formats.dialects.awq import AWQDialect
 from marlinq.formats.dialects.compressed_tensors import CompressedTensorsDialect
@@ -46,15 +46,23 @@ def dialect_of(raw: Mapping[str, Any], where: str) -> Dialect:
 
     Raises:
         UnsupportedError: marlinq does not read its ``quant_method``.
+        CheckpointError: it has none, and other keys don't tell.
     """
     method = raw.get("quant_method")
+    known = sorted(name for dialect in DIALECTS.values() for name in dialect.quant_methods)
     if method is None:
-        marked = (dialect for dialect in DIALECTS.values() if any(mark in raw for mark in dialect.marks))
-        return next(marked, DIALECTS["gptq"])
+        for dialect in DIALECTS.values():
+            if any(mark in raw for mark in dialect.marks):
+                return dialect
+        if "bits" in raw:
+            return DIALECTS["gptq"]
+        raise CheckpointError(
+            f"{where}: quant_method: expected one of {', '.join(known)}, found none; restore it from the "
+            "original, or remove the config if the model is not quantised"
+        )
     for dialect in DIALECTS.values():
         if method in dialect.quant_methods:
             return dialect
-    known = sorted(name for dialect in DIALECTS.values() for name in dialect.quant_methods)
     raise UnsupportedError(
         f"{where}: quant_method {method!r} is not supported; marlinq reads {', '.join(known)}"
     )

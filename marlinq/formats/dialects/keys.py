@@ -59,15 +59,15 @@ class Keys:
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """An object; an empty one where the key is absent."""
-        value = self.raw.get(name) or {}
+        """An object; an empty one where the key is absent or null."""
+        value = {} if self.raw.get(name) is None else self.raw[name]
         if not isinstance(value, dict):
-            raise CheckpointError(f"{self.where}: {name}: expected an object, found {type(value).__name__}")
+            raise CheckpointError(f"{self.where}: {name}: expected an object, found {value!r}")
         return value
 
     def names(self, name: str) -> list[str]:
-        """A list of module names; an empty one where the key is absent."""
-        value = self.raw.get(name) or []
+        """A list of module names; an empty one where the key is absent or null."""
+        value = [] if self.raw.get(name) is None else self.raw[name]
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise CheckpointError(f"{self.where}: {name}: expected a list of module names, found {value!r}")
         return value

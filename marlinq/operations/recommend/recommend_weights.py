@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from marlinq.checkpoint.quantization_config import config_in
+from marlinq.checkpoint.reader import CONFIG
 from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.progress import Progress, shows_progress
 from marlinq.core.safe_text import escaped
@@ -102,24 +104,21 @@ def recommend(
         until=until,
         advice=(
             *_advice(candidates, choice, until, batch, found, servers),
-            *_quantised(config),
+            *_quantised(config, model),
             *_not_counted(shape),
             *_too_long(shape, context),
         ),
     )
 
 
-def _quantised(config: Mapping[str, Any]) -> list[str]:
+def _quantised(config: Mapping[str, Any], model: str) -> list[str]:
     """Advice on a checkpoint whose weights are quantised already."""
-    for part in (config, config.get("text_config")):
-        said = part.get("quantization_config") if isinstance(part, Mapping) else None
-        method = said.get("quant_method") if isinstance(said, Mapping) else None
-        if isinstance(method, str):
-            already = f"the model is quantised already ({escaped(method)})"
-            return [
-                f"{already}: more bits than its own gain nothing, the KL of fewer comes on top of its own"
-            ]
-    return []
+    said, _ = config_in(config, f"{model}/{CONFIG}")
+    method = None if said is None else said.get("quant_method")
+    if not isinstance(method, str):
+        return []
+    already = f"the model is quantised already ({escaped(method)})"
+    return [f"{already}: more bits than its own gain nothing, the KL of fewer comes on top of its own"]
 
 
 def _not_counted(shape: ModelShape) -> list[str]:

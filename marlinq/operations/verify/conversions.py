@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlinq.checkpoint import MANIFEST, read_quantization_config
+from marlinq.checkpoint import MANIFEST, parse_quantization_config
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.scheme import Scheme
@@ -35,9 +35,9 @@ def sources_of(folder: Path) -> tuple[QuantizationConfig, ...]:
         return ()
     found = []
     for level in _conversions(read_json(folder, MANIFEST)):
-        raw = level.get("source_quantization_config")
+        raw, where = level.get("source_quantization_config"), _place(folder)
         with suppress(MarlinqError):
-            found.append(read_quantization_config(folder, {"quantization_config": raw}))
+            found.append(parse_quantization_config(raw, where))
     return tuple(config for config in found if config is not None)
 
 
@@ -65,11 +65,11 @@ def dequantized_modules(folder: Path) -> dict[str, Scheme]:
         skipped, raw = level.get("skipped"), level.get("source_quantization_config")
         if not isinstance(skipped, dict) or not skipped:
             continue
-        where = f"{folder / MANIFEST}: source_quantization_config"
+        where = _place(folder)
         try:
-            config = read_quantization_config(folder, {"quantization_config": raw})
+            config = parse_quantization_config(raw, where)
         except MarlinqError as error:
-            raise CheckpointError(f"{where}: can't be read: {error}") from None
+            raise CheckpointError(str(error)) from None
         for module in skipped:
             scheme = None if config is None else config.rules.scheme(module)
             if scheme is None:
@@ -78,6 +78,10 @@ def dequantized_modules(folder: Path) -> dict[str, Scheme]:
                 )
             schemes.setdefault(module, scheme)
     return schemes
+
+
+def _place(folder: Path) -> str:
+    return f"{folder / MANIFEST}: source_quantization_config"
 
 
 def _conversions(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -15,7 +15,7 @@ from marlinq.checkpoint import (
     dtype_contradiction,
     model_dtype,
     own_head,
-    read_quantization_config,
+    parse_quantization_config,
     says_tied,
     without_quantization_config,
 )
@@ -68,7 +68,7 @@ def check_config(view: QuantizedCheckpoint) -> Check:
         seen.append(name)
         try:
             raw = read_separate_config(path, name)
-            other = read_quantization_config(path, {"quantization_config": raw})
+            other = parse_quantization_config(raw, str(path / name))
         except MarlinqError as error:
             findings.failures.append(str(error))
             continue

@@ -81,7 +81,7 @@ def test_a_manifest_that_does_not_say_how(folders, tmp_path):
     (copy / MANIFEST).write_text(json.dumps(manifest))
     check = row(verify(copy, against=original))
     assert check.status == "failed"
-    assert "source_quantization_config: can't be read" in check.problems[0]
+    assert "marlinq.json: source_quantization_config: quant_method 'nonsense' is not" in check.problems[0]
 
 
 def test_a_stray_value_in_a_kept_tensor_still_fails(folders, tmp_path):
