@@ -11,10 +11,13 @@ The model's own head makes logits of h', and h' takes the place of h for the tok
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 _BLOCK = re.compile(r"\.layers\.(\d+)$")
+_NUMBER = re.compile(r"\.(\d{1,9})\.")
+_BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,19 @@ def find_draft_head(names: Collection[str]) -> DraftHead | None:
     number, layer = numbered[0]
     norms = (f"{layer}.enorm", f"{layer}.hnorm", f"{layer}.shared_head.norm")
     return DraftHead(f"{layer}.", f"{layer}.eh_proj", *norms, number)
+
+
+def is_of_draft_head(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether ``name``, of a tensor, is one of a draft head, given the number of blocks in ``config``."""
+    return "mtp" in name.split(".") or beyond_blocks(name, config)
+
+
+def beyond_blocks(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether the number in ``name`` is of no block that ``config`` counts: a draft head lies behind the
+    last."""
+    inner = config.get("text_config")
+    levels = (config, inner if isinstance(inner, dict) else {})
+    block_counts = (level.get(key) for level in levels for key in _BLOCK_COUNTS)
+    counts = [count for count in block_counts if isinstance(count, int)]
+    block = _NUMBER.search(name)
+    return bool(counts) and block is not None and int(block[1]) >= max(counts)

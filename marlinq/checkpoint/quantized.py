@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from marlinq.checkpoint.draft_head import beyond_blocks
 from marlinq.checkpoint.quantization_config import config_place, read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
 from marlinq.checkpoint.stacked import with_parts
-from marlinq.checkpoint.undeclared import check_declared
+from marlinq.checkpoint.undeclared import bare_codes, check_declared
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, ConversionRefused, MarlinqError, UnsupportedError
 from marlinq.core.rules import Keep
@@ -28,8 +29,6 @@ _CODE_DTYPES = ("int32", "float8_e4m3fn", "float8_e5m2")
 """Dtypes of matrices that can only be codes."""
 
 _LINEAR = re.compile(r"(?:^|\.)(?:[^.]*proj[^.]*|dense\w*|fc\d|c_attn|c_fc|wo|wqkv|w\d|query_key_value)$")
-_BLOCK = re.compile(r"\.(\d{1,9})\.")
-_BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 _EXPERTS = "experts"
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
 
@@ -104,6 +103,9 @@ class QuantizedCheckpoint:
                     f"{checkpoint.path}: tensor {name} is {info.dtype} {list(info.shape)} and no part of a "
                     f"{form.name} linear; stacked experts and other packings are not supported"
                 )
+            reason = bare_codes(checkpoint, name)
+            if reason is not None:
+                raise CheckpointError(reason)
         return cls(checkpoint, config, form, modules, layouts, passthrough)
 
     def mismatch(self, module: str) -> str | None:
@@ -211,12 +213,7 @@ class QuantizedCheckpoint:
     def beyond_blocks(self, name: str) -> bool:
         """Whether the number in ``name`` is of no block that the config counts: a draft head (multi-token
         prediction) lies behind the last."""
-        inner = self.checkpoint.config.get("text_config")
-        levels = (self.checkpoint.config, inner if isinstance(inner, dict) else {})
-        block_counts = (level.get(key) for level in levels for key in _BLOCK_COUNTS)
-        counts = [count for count in block_counts if isinstance(count, int)]
-        block = _BLOCK.search(name)
-        return bool(counts) and block is not None and int(block[1]) >= max(counts)
+        return beyond_blocks(name, self.checkpoint.config)
 
     def unquantized_linears(self) -> list[str]:
         """Linears that are not quantised (:func:`floating_linears`), with lm_head, which has no tensor if it

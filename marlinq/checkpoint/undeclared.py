@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from marlinq.checkpoint.bitmasks import BITMASK_FORMAT, has_bitmask
+from marlinq.checkpoint.draft_head import is_of_draft_head
 from marlinq.checkpoint.header import TensorInfo
 from marlinq.checkpoint.reader import Checkpoint
+from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError
 from marlinq.core.scheme import ELEMENTS
 from marlinq.formats import FORMATS, LAYOUTS, Format, Layout
 from marlinq.formats.dialects import DIALECTS
+from marlinq.formats.layouts.layout import UNQUANTIZED
 from marlinq.formats.stacks import is_stack
+
+_CODES = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""Dtypes that no buffer of a model has."""
+_PLAIN = (*FLOATS, "float64")
 
 
 class UndeclaredError(CheckpointError):
@@ -22,10 +29,15 @@ def check_declared(checkpoint: Checkpoint) -> None:
     """Check that a checkpoint without ``quantization_config`` has no tensors that need one.
 
     Raises:
-        UndeclaredError: it has; the message names one, the formats that have such, and the missing settings.
+        UndeclaredError: it has; the message names one, the formats that have such, and the missing settings;
+            or that scales are missing too.
     """
     found = _first_undeclared(checkpoint)
     if found is None:
+        for name in checkpoint.tensors:
+            reason = bare_codes(checkpoint, name)
+            if reason is not None:
+                raise UndeclaredError(reason)
         return
     name, formats = found
     ways = [f"quant_method {method} with {settings}" for method, settings in dict(formats.values()).items()]
@@ -33,6 +45,30 @@ def check_declared(checkpoint: Checkpoint) -> None:
         f"{checkpoint.path}: tensors such as {name} look like {' or '.join(formats)}, but config.json has no "
         f"quantization_config; restore it: {'; or '.join(ways)}"
     )
+
+
+def bare_codes(checkpoint: Checkpoint, name: str) -> str | None:
+    """What is wrong with the tensor ``name``, of no quantised linear, if it holds codes without scales.
+
+    None if it holds none, and for draft heads: text goes on without one that is damaged.
+    """
+    info = checkpoint.tensors[name]
+    if not _holds_codes(info) or is_of_draft_head(name, checkpoint.config):
+        return None
+    return (
+        f"{checkpoint.path}: {name}: expected floating point {list(info.shape)}, found {info.dtype} without "
+        "scales; copy the checkpoint again, or take the unquantised model"
+    )
+
+
+def _holds_codes(info: TensorInfo) -> bool:
+    """Whether a tensor is codes: by its dtype, or by the name of a parameter. Buffers may be integers, and
+    GPT-2 calls its mask of bytes ``attn.bias``."""
+    if info.dtype in _CODES:
+        return True
+    module, _, suffix = info.name.rpartition(".")
+    parameter = suffix == UNQUANTIZED or (suffix == "bias" and len(info.shape) == 1)
+    return info.dtype not in _PLAIN and (parameter or module.endswith("experts"))
 
 
 def _first_undeclared(checkpoint: Checkpoint) -> tuple[str, dict[str, tuple[str, str]]] | None:

@@ -26,6 +26,7 @@ from marlinq.operations.rotate import rotate
 from marlinq.operations.verify import verify
 from marlinq.runtime import load
 from tests.testing import faults
+from tests.testing.draft_heads import add_draft_head
 from tests.testing.foreign_floats import with_four_bit_inputs
 from tests.testing.layouts import INTEGERS
 from tests.testing.mixtures import save_mixture
@@ -441,6 +442,47 @@ def test_null_and_an_empty_object_are_no_config(tmp_path: Path, value: Any) -> N
     (tmp_path / "out" / "config.json").write_text(json.dumps(made))
     (tmp_path / "out" / "quantize_config.json").unlink(missing_ok=True)
     assert inspect(tmp_path / "out").format == "gptq"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (f"{VICTIM}.weight", torch.int8),
+        (f"{VICTIM}.weight", torch.float8_e4m3fn),
+        ("model.norm.weight", torch.int32),
+        ("model.embed_tokens.weight", torch.uint8),
+    ],
+)
+def test_codes_without_scales_or_config_are_refused_by_every_command(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """``load`` would have taken the codes for weights."""
+    folder = save_tiny("llama", tmp_path / "model", blocks=1)
+    edit_tensors(folder, lambda tensors: tensors.update({name: (tensors[name] * 20).to(dtype)}))
+    (note,) = inspect(folder).notes
+    assert re.match(rf"{name}: expected floating point \[.*\], found {str(dtype)[6:]} without scales;", note)
+    (failed,) = (check for check in verify(folder, device="cpu").checks if check.status == "failed")
+    assert note in failed.detail
+    for attempt in every_command(folder, tmp_path / "out"):
+        with pytest.raises(CheckpointError, match=re.escape(note)):
+            attempt()
+    assert not (tmp_path / "out").exists()
+
+
+def test_codes_without_scales_beside_quantised_linears_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_quantized(folder, tiny_model("llama"), "gptq", random_quantizer())
+    add_draft_head(folder, 0, "mtp")
+    edit_tensors(folder, lambda tensors: tensors.update({"mtp.fc.weight": tensors["mtp.fc.weight"].char()}))
+    load(folder, device="cpu")
+    inspect(folder)
+    name = "model.embed_tokens.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({name: (tensors[name] * 20).char()}))
+    for attempt in (*every_command(folder, tmp_path / "out"), lambda: inspect(folder)):
+        with pytest.raises(CheckpointError, match=rf"{name}: expected floating point .* found int8 without"):
+            attempt()
+    (failed,) = (check for check in verify(folder, device="cpu").checks if check.status == "failed")
+    assert name in failed.detail
 
 
 @pytest.mark.parametrize("suffix", ["scales", "g_idx"])
