@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from marlinq.checkpoint.draft_head import beyond_blocks
+from marlinq.checkpoint.draft_head import beyond_blocks, is_of_draft_head
 from marlinq.checkpoint.quantization_config import config_place, read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
 from marlinq.checkpoint.stacked import with_parts
@@ -29,6 +29,7 @@ _CODE_DTYPES = ("int32", "float8_e4m3fn", "float8_e5m2")
 """Dtypes of matrices that can only be codes."""
 
 _LINEAR = re.compile(r"(?:^|\.)(?:[^.]*proj[^.]*|dense\w*|fc\d|c_attn|c_fc|wo|wqkv|w\d|query_key_value)$")
+_BLOCK = re.compile(r"\.(\d{1,9})\.")
 _EXPERTS = "experts"
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
 
@@ -209,6 +210,33 @@ class QuantizedCheckpoint:
             return self.beyond_blocks(module) or not (is_head(module) or _LINEAR.search(module))
 
         return [module for module in self.modules if doubtful(module)]
+
+    def doubtful_tensors(self) -> list[str]:
+        """Unquantised tensors that may have no place in the model, which only building the model can tell.
+
+        Their module is not in every block that the config counts, or its name is unusual outside of blocks.
+        """
+        blocks: dict[str, set[int]] = {}
+        places: dict[str, str] = {}
+        for name in self.checkpoint.tensors:
+            module = name.rpartition(".")[0]
+            block = _BLOCK.search(f"{module}.")
+            if block is not None:
+                places[name] = f"{module[: block.start()]}.{module[block.end() :]}"
+                blocks.setdefault(places[name], set()).add(int(block[1]))
+        every = {number for numbers in blocks.values() for number in numbers}
+
+        def doubtful(name: str) -> bool:
+            if is_of_draft_head(name, self.checkpoint.config):
+                return False
+            module, _, suffix = name.rpartition(".")
+            if suffix not in (UNQUANTIZED, "bias"):
+                return True
+            if name in places:
+                return blocks[places[name]] != every
+            return not any(mark in module.rpartition(".")[2] for mark in (*_EMBEDDING_MARKS, "head", "ln_f"))
+
+        return [name for name in self.passthrough if doubtful(name)]
 
     def beyond_blocks(self, name: str) -> bool:
         """Whether the number in ``name`` is of no block that the config counts: a draft head (multi-token

@@ -485,6 +485,27 @@ def test_codes_without_scales_beside_quantised_linears_are_refused(tmp_path: Pat
     assert name in failed.detail
 
 
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.extra.weight", "model.extra.weight", "extra"])
+def test_a_tensor_that_the_model_has_not_is_shown_by_inspect(
+    tmp_path: Path, name: str, quantised: bool
+) -> None:
+    """``load`` refuses it."""
+    folder = tmp_path / "model"
+    if quantised:
+        save_quantized(folder, tiny_model("llama"), "gptq", random_quantizer())
+    else:
+        save_tiny("llama", folder)
+    assert not inspect(folder).notes
+    edit_tensors(folder, lambda tensors: tensors.update({name: torch.ones(64, 64)}))
+    described = inspect(folder)
+    (note,) = described.notes
+    assert note.startswith(f"tensor {name!r} (1 such) has no place in LlamaForCausalLM")
+    assert [verdict.loads for verdict in described.servers[:1]] == [False] * quantised
+    with pytest.raises(CheckpointError, match=re.escape(note)):
+        load(folder, device="cpu")
+
+
 @pytest.mark.parametrize("suffix", ["scales", "g_idx"])
 def test_a_tensor_with_the_name_of_a_part_is_refused_before_quantising(tmp_path: Path, suffix: str) -> None:
     """Two tensors of one name would have made a file that nobody reads."""

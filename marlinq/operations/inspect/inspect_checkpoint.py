@@ -18,9 +18,10 @@ from marlinq.checkpoint import (
     own_head,
     says_tied,
     with_dense_weights,
+    without_quantization_config,
 )
 from marlinq.core.display import counted
-from marlinq.core.errors import CheckpointError, UsageError
+from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
 from marlinq.core.progress import Progress, shows_progress
 from marlinq.core.scheme import Scheme
 from marlinq.core.schemes import named_scheme
@@ -121,17 +122,37 @@ def inspect(
 
 
 def _strangers(quantized: QuantizedCheckpoint) -> tuple[str | None, str | None]:
-    """(a sentence about a quantised module that is no linear of the model, why that can't be decided); each
-    is None where it does not apply."""
-    if not quantized.doubtful_linears():
+    """(a sentence about a tensor that is none of the model's, why that can't be decided); each is None where
+    it does not apply."""
+    linears = quantized.doubtful_linears()
+    if not linears and not quantized.doubtful_tensors():
         return None, None
     # Imports torch and transformers, which takes seconds and is avoided for other checkpoints.
     from marlinq.models import check_linears
 
     try:
-        return None, check_linears(quantized)
+        unknown = check_linears(quantized) if linears else None
     except CheckpointError as refusal:
         return str(refusal).removeprefix(f"{quantized.checkpoint.path}: "), None
+    return (None, unknown) if unknown else (_mismatch(quantized.checkpoint, quantized), None)
+
+
+def _mismatch(checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) -> str | None:
+    """Why ``load`` refuses the names or shapes of the tensors; None if it does not, or the model can't be
+    built."""
+    from marlinq.models import build_blueprint
+    from marlinq.runtime.loading import match_tensors
+
+    config = without_quantization_config(checkpoint.config)
+    try:
+        blueprint = build_blueprint(config, source=str(checkpoint.path), tensors=checkpoint.tensors)
+    except MarlinqError:
+        return None
+    try:
+        match_tensors(blueprint, checkpoint, quantized)
+    except MarlinqError as refusal:
+        return str(refusal).removeprefix(f"{checkpoint.path}: ")
+    return None
 
 
 def planned_verdicts(planned: QuantizedCheckpoint, *, tensor_parallel: int = 1) -> tuple[ServerVerdict, ...]:
@@ -160,6 +181,7 @@ def _unquantized(opened: Checkpoint, undeclared: str | None) -> Inspection:
         raise CheckpointError(
             f"{opened.path}: its safetensors files hold no weights; copy the checkpoint again"
         )
+    note = undeclared or _mismatch(opened, None)
     return Inspection(
         checkpoint=str(opened.path),
         format=None,
@@ -181,7 +203,7 @@ def _unquantized(opened: Checkpoint, undeclared: str | None) -> Inspection:
         model_bits=8 * opened.nbytes / parameters,
         tensor_parallel=1,
         servers=(),
-        notes=() if undeclared is None else (undeclared,),
+        notes=() if note is None else (note,),
         undeclared=undeclared is not None,
     )
 
