@@ -4,6 +4,7 @@ runs."""
 from __future__ import annotations
 
 from marlinq.models.blueprint import Block, Blueprint, build_blueprint, describe
+from marlinq.models.building import parse_config
 from marlinq.models.conversion import Conversion, ConvertedTensors, converted, find_conversions
 from marlinq.models.fused_experts import Experts, ExpertTokens, expert_inputs, tapped_layer
 from marlinq.models.instance import ModelInstance
@@ -33,6 +34,7 @@ __all__ = [
     "find_conversions",
     "fused_experts",
     "linears_in_memory",
+    "parse_config",
     "quantized_linears",
     "shared_inputs",
     "streams_at",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, UnsupportedError
@@ -41,6 +41,50 @@ def build_on_meta(
         CheckpointError: transformers does not know the architecture, or rejects the config.
         UnsupportedError: the model's code comes with the checkpoint and is not trusted.
     """
+    plain = _checked(config, source, trust_remote_code, tensors)
+    with boundaries.model_config(source, plain["model_type"]):
+        parsed = _parsed(plain, source, trust_remote_code)
+        auto = auto_class(parsed, plain, source)
+        if tensors is not None:
+            with bounded(tensors, source):
+                auto.from_config(deepcopy(parsed), dtype=dtype, trust_remote_code=trust_remote_code)
+        with parameters_on_meta():
+            model = auto.from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
+        model.eval()
+        model.requires_grad_(False)
+    check_latent_heads(model, source)
+    result: PreTrainedModel = model
+    return result
+
+
+def parse_config(
+    config: Mapping[str, Any],
+    *,
+    source: str,
+    trust_remote_code: bool,
+    tensors: Mapping[str, StoredTensor],
+) -> PretrainedConfig:
+    """``config`` with every setting that its class has, also those that the file leaves at their defaults.
+
+    Args:
+        config, source, trust_remote_code, tensors: as for :func:`build_on_meta`.
+
+    Raises:
+        CheckpointError: transformers does not know the architecture, or rejects the config.
+        UnsupportedError: the model's code comes with the checkpoint and is not trusted.
+    """
+    plain = _checked(config, source, trust_remote_code, tensors)
+    with boundaries.model_config(source, plain["model_type"]):
+        return _parsed(plain, source, trust_remote_code)
+
+
+def _checked(
+    config: Mapping[str, Any],
+    source: str,
+    trust_remote_code: bool,
+    tensors: Mapping[str, StoredTensor] | None,
+) -> dict[str, Any]:
+    """``config`` without its quantisation and with plain numbers, as far as it can be checked unparsed."""
     plain = {key: _plain(value) for key, value in config.items() if key != "quantization_config"}
     if not plain.get("model_type"):
         raise CheckpointError(f"{source}/config.json: no model_type; expected the config of a language model")
@@ -55,24 +99,16 @@ def build_on_meta(
         )
     if tensors is not None:
         check_counts(plain, tensors, source)
-    with boundaries.model_config(source, plain["model_type"]):
-        if "auto_map" in plain and trust_remote_code:
-            parsed = AutoConfig.from_pretrained(source, trust_remote_code=True)
-            if getattr(parsed, "quantization_config", None) is not None:
-                del parsed.quantization_config
-        else:
-            parsed = speaking_config(AutoConfig.for_model(**plain))
-        auto = auto_class(parsed, plain, source)
-        if tensors is not None:
-            with bounded(tensors, source):
-                auto.from_config(deepcopy(parsed), dtype=dtype, trust_remote_code=trust_remote_code)
-        with parameters_on_meta():
-            model = auto.from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
-        model.eval()
-        model.requires_grad_(False)
-    check_latent_heads(model, source)
-    result: PreTrainedModel = model
-    return result
+    return plain
+
+
+def _parsed(plain: Mapping[str, Any], source: str, trust_remote_code: bool) -> PretrainedConfig:
+    if "auto_map" not in plain or not trust_remote_code:
+        return speaking_config(AutoConfig.for_model(**plain))
+    parsed: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=True)
+    if getattr(parsed, "quantization_config", None) is not None:
+        del parsed.quantization_config
+    return parsed
 
 
 @contextmanager

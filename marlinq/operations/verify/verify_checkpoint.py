@@ -24,6 +24,7 @@ from marlinq.operations.verify.kernel_check import check_kernels
 from marlinq.operations.verify.logits import check_logits
 from marlinq.operations.verify.masks import Masks
 from marlinq.operations.verify.round_trip import RoundTrip
+from marlinq.operations.verify.settings import check_settings
 from marlinq.operations.verify.structure import (
     check_config,
     check_coverage,
@@ -155,6 +156,7 @@ class _Run:
         yield check_coverage(self.view, blueprint)
         yield check_loads(self.view, blueprint, self._trust_remote_code)
         if self._original is not None:
+            yield check_settings(self.view.checkpoint, self._original, self._trust_remote_code)
             self._comparison = Comparison(self.view, self._original, blueprint, self._device)
         elif manifest.status != "passed":
             yield Check(

@@ -1,0 +1,136 @@
+"""Checks that a checkpoint's config and tokenizer are its original's.
+
+Tensors alone don't make a model: with another activation, another base of the rotary embedding or other
+numbers of the tokens the same weights compute something else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from marlinq.checkpoint import Checkpoint, without_quantization_config
+from marlinq.core.errors import MarlinqError
+from marlinq.models import parse_config
+from marlinq.operations.verify.verification_report import Check, Findings
+from marlinq.runtime.loading import read_tokenizer
+
+_IRRELEVANT = re.compile(
+    r"architectures|auto_map|.*dtype|transformers_version|_.*|.*dropout.*|.*initializer.*|init_std|"
+    r"use_cache|output_.*|return_dict.*|id2label|label2id|num_labels|problem_type|pretraining_tp|"
+    r"tie_word_embeddings|torchscript|use_bfloat16|.*loss.*|chunk_size_.*|.*layerdrop|quantization_config"
+)
+"""Settings that don't change what a model computes, or that other checks judge (types, ties)."""
+_LIMITS = re.compile(r"max_position_embeddings|(bos|eos|pad|sep)_token_id")
+"""Settings of where text begins and ends, which some makers correct."""
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt",
+    "added_tokens.json", "special_tokens_map.json",
+)  # fmt: skip
+_PROBE = "The quick brown fox, 12345.67 na\u00efve \u4f60\u597d\n\tfor (i = 0; i < n; ++i) { }  <b>x</b>"
+_SHOWN = 60
+
+
+def check_settings(checkpoint: Checkpoint, original: Checkpoint, trust_remote_code: bool) -> Check:
+    """Compares the settings in ``config.json``, and the tokenizer, with the original's."""
+    findings = Findings("settings")
+    _compare_configs(checkpoint, original, trust_remote_code, findings)
+    _compare_tokenizers(checkpoint, original, trust_remote_code, findings)
+    return findings.result("config.json and tokenizer are the original's, as far as they change the model")
+
+
+def _compare_configs(
+    checkpoint: Checkpoint, original: Checkpoint, trust_remote_code: bool, findings: Findings
+) -> None:
+    mine, theirs = (without_quantization_config(each.config) for each in (checkpoint, original))
+    if mine == theirs:
+        return
+    known: set[str] | None = None
+    try:
+        parsed = [
+            parse_config(
+                raw, source=str(each.path), trust_remote_code=trust_remote_code, tensors=each.tensors
+            )
+            for raw, each in ((mine, checkpoint), (theirs, original))
+        ]
+        if parsed[0].model_type != parsed[1].model_type:
+            # A text model that was taken out of its wrapper is compared with the model inside.
+            parsed = [each.get_text_config() for each in parsed]
+        mine, theirs = (each.to_dict() for each in parsed)
+        known = _parameters(type(parsed[0]))
+    except MarlinqError:
+        # The row "loads" has the reason; without transformers' defaults only what both files say counts.
+        pass
+    for key, ours, others in _differences(mine, theirs):
+        text = f"config.json: {key} is {_short(ours)}, the original's is {_short(others)}"
+        foreign = known is not None and key.partition(".")[0] not in known
+        slight = foreign or _LIMITS.fullmatch(key.rpartition(".")[2])
+        (findings.warnings if slight else findings.failures).append(text)
+
+
+def _parameters(config_class: type) -> set[str]:
+    """Names of the settings that a class of configs knows; any other key of the file changes nothing."""
+    own = {name for base in config_class.__mro__ for name in vars(base).get("__annotations__", ())}
+    renamed = getattr(config_class, "attribute_map", {})
+    return own | set(inspect.signature(config_class).parameters) | {"model_type", *renamed}
+
+
+def _differences(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value, the original's value) of what differs. A key of a whole config that only one file
+    has is another version's, or a user's own."""
+    keys = mine.keys() & theirs.keys() if "model_type" in mine else mine.keys() | theirs.keys()
+    for key in sorted(keys, key=str):
+        if _IRRELEVANT.fullmatch(str(key)):
+            continue
+        ours, others = _listed(mine.get(key)), _listed(theirs.get(key))
+        if isinstance(ours, Mapping) and isinstance(others, Mapping):
+            yield from _differences(ours, others, f"{prefix}{key}.")
+        elif ours != others:
+            yield f"{prefix}{key}", ours, others
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _short(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _compare_tokenizers(
+    checkpoint: Checkpoint, original: Checkpoint, trust_remote_code: bool, findings: Findings
+) -> None:
+    if _same_files(checkpoint.path, original.path):
+        return
+    try:
+        mine, theirs = (read_tokenizer(each, trust_remote_code) for each in (checkpoint, original))
+    except MarlinqError:
+        # The row "loads" has the reason, or the original has none that can be read.
+        return
+    if mine is None or theirs is None:
+        if theirs is not None:
+            findings.warnings.append("tokenizer: missing; the original has one")
+        return
+    ours, others = mine.get_vocab(), theirs.get_vocab()
+    moved = [token for token, number in others.items() if ours.get(token, number) != number]
+    if moved:
+        token = min(moved, key=others.__getitem__)
+        findings.failures.append(
+            f"tokenizer: {len(moved)} tokens have other numbers than the original's; {_short(token)} is "
+            f"{ours[token]}, the original's is {others[token]}"
+        )
+    elif mine(_PROBE)["input_ids"] != theirs(_PROBE)["input_ids"]:
+        findings.warnings.append("tokenizer: splits text into other tokens than the original's")
+
+
+def _same_files(mine: Path, theirs: Path) -> bool:
+    def content(path: Path) -> bytes | None:
+        return path.read_bytes() if path.is_file() else None
+
+    return all(content(mine / name) == content(theirs / name) for name in _TOKENIZER_FILES)

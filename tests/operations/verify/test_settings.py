@@ -1,0 +1,98 @@
+"""A config or tokenizer that is not the original's: the same weights then compute something else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marlinq.operations.verify import verify
+from marlinq.operations.verify.verification_report import Check
+from tests.testing.runnable_folders import save_tokenizer
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def edited(folder: Path, out: Path, changes: Mapping[str, Any]) -> Path:
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    config = {key: value for key, value in {**config, **changes}.items() if value is not ...}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def row(folder: Path, original: Path) -> Check:
+    report = verify(folder, against=original, device="cpu")
+    return next(check for check in report.checks if check.name == "settings")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', the original's is 'silu'"),
+        ({"rms_norm_eps": 0.1}, "rms_norm_eps"),
+        ({"num_attention_heads": 8, "head_dim": 16, "num_key_value_heads": 4}, "num_attention_heads is 8"),
+        ({"rope_parameters": {**ROPE, "rope_theta": 500.0}}, "rope_parameters.rope_theta is 500.0"),
+        (
+            {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 8.0}},
+            "rope_parameters.factor is 8.0",
+        ),
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "model_type is 'mistral'"),
+    ],
+    ids=lambda value: value.partition(" ")[0] if isinstance(value, str) else "",
+)
+def test_other_settings_of_the_model_fail(
+    original: Path, quantized: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    check = row(edited(quantized("gptq"), tmp_path / "out", changes), original)
+    assert check.status == "failed"
+    assert any(named in problem for problem in check.problems or (check.detail,))
+
+
+@pytest.mark.parametrize("changes", [{"max_position_embeddings": 32}, {"eos_token_id": 3}])
+def test_limits_of_the_text_are_warnings(
+    original: Path, quantized: Callable[..., Path], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    assert row(edited(quantized("gptq"), tmp_path / "out", changes), original).status == "warning"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"transformers_version": "4.0.0", "use_cache": False, "attention_dropout": 0.5},
+        # Other versions of transformers spell these otherwise, or leave defaults out.
+        {"rope_parameters": ..., "rope_theta": 10000.0, "head_dim": ..., "mlp_bias": ...},
+        {"made_by": "somebody"},
+    ],
+)
+def test_what_changes_no_output_passes(
+    original: Path, quantized: Callable[..., Path], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    assert row(edited(quantized("gptq"), tmp_path / "out", changes), original).status == "passed"
+
+
+def test_a_tokenizer_with_other_numbers_fails(
+    original: Path, quantized: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(original, model)
+    shutil.copytree(quantized("gptq"), out)
+    for folder in (model, out):
+        save_tokenizer(folder)
+    assert row(out, model).status == "passed"
+    tokenizer = json.loads((out / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    first, second = sorted(words, key=words.__getitem__)[-2:]
+    words[first], words[second] = words[second], words[first]
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer))
+    check = row(out, model)
+    assert check.status == "failed"
+    assert "2 tokens have other numbers" in check.detail
+    (out / "tokenizer.json").unlink()
+    (out / "tokenizer_config.json").unlink(missing_ok=True)
+    assert row(out, model).status == "warning"
