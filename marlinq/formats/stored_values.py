@@ -83,9 +83,14 @@ def _magnitudes_fault(
     if low == 0:
         return f"{int((scales.float() == 0).sum())} of {scales.numel()} scales are zero"
     if high * factor > IMPOSSIBLE and (typical := _median(scales) * factor) > IMPOSSIBLE:
-        return (
-            f"half of the scales reach weights of {typical:.3g}; are they reciprocals, or another module's?"
-        )
+        if scales.dtype == torch.float8_e8m0fnu:
+            # Rounded up to a power of two, so codes may end at half of the element's range.
+            typical = float(_largest_weights(weight()).median())
+        if typical > IMPOSSIBLE:
+            return (
+                f"half of the scales reach weights of {typical:.3g}; are they reciprocals, or another "
+                "module's?"
+            )
     if low * factor < VANISHING and _median(scales) * factor < VANISHING:
         # The scale of zeros may be anything, so those of other weights decide.
         whole = weight()
@@ -163,7 +168,23 @@ def _used_scales(q: QuantizedWeight) -> Tensor:
     """bool [G, P], whether a weight under the scale is not zero."""
     used = torch.zeros(q.groups, q.out_features, dtype=torch.int32, device=q.codes.device)
     used.index_add_(0, q.g_idx.long(), q.used().to(torch.int32))
-    columns = torch.arange(q.out_features, device=used.device)
-    columns //= q.granularity.outputs_per_group(q.out_features)
+    columns = _columns(q)
     by_scale = torch.zeros(q.scales.shape, dtype=torch.int32, device=used.device)
     return by_scale.index_add_(1, columns, used) > 0
+
+
+def _largest_weights(q: QuantizedWeight) -> Tensor:
+    """float32 [G, P], magnitude of the largest weight under each scale of a weight without a second level."""
+    values = q.element.decode(q.codes).abs()
+    shape = (q.groups, q.out_features)
+    rows = q.g_idx.long()[:, None].expand_as(values)
+    by_output = values.new_zeros(shape).scatter_reduce_(0, rows, values, "amax")
+    columns = _columns(q).expand(shape)
+    by_scale = values.new_zeros(q.scales.shape).scatter_reduce_(1, columns, by_output, "amax")
+    return by_scale * q.scales.float().abs()
+
+
+def _columns(q: QuantizedWeight) -> Tensor:
+    """int64 [N], the column of scales of each output channel."""
+    columns = torch.arange(q.out_features, device=q.codes.device)
+    return columns // q.granularity.outputs_per_group(q.out_features)

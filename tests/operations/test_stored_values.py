@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import marlinq
-from marlinq.checkpoint import Checkpoint
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.convert import convert
@@ -504,6 +504,34 @@ def test_a_tensor_that_the_model_has_not_is_shown_by_inspect(
     assert [verdict.loads for verdict in described.servers[:1]] == [False] * quantised
     with pytest.raises(CheckpointError, match=re.escape(note)):
         load(folder, device="cpu")
+
+
+def test_scales_rounded_up_to_powers_of_two_are_judged_by_their_weights(tmp_path: Path) -> None:
+    """Weights of 6e4 have the scale 256, with which codes could reach 1.1e5."""
+    folder = save_tiny("llama", tmp_path / "model", blocks=1)
+    name = f"{VICTIM}.weight"
+    edit_tensors(
+        folder, lambda tensors: tensors.update({name: tensors[name] / tensors[name].abs().max() * 6e4})
+    )
+    recipe = Recipe(method="rtn", scheme="fp8-block", format="deepseek-v4")
+    quantize(folder, tmp_path / "out", recipe=recipe, device="cpu")
+    view = QuantizedCheckpoint.of(Checkpoint.open(tmp_path / "out"))
+    assert view is not None
+    stored = view.load(VICTIM)
+    assert float(stored.scales.float().max()) == 256
+    assert 5.9e4 < float(stored.dequantize().abs().max()) <= 2**16
+    assert verify(tmp_path / "out", against=folder, device="cpu").ok
+    assert not inspect(tmp_path / "out").notes
+    # The next power of two is beyond every model's weights.
+    scale = f"{VICTIM}.scale"
+    edit_tensors(
+        tmp_path / "out",
+        lambda tensors: tensors.update({scale: (tensors[scale].float() * 2).to(torch.float8_e8m0fnu)}),
+    )
+    says = r"half of the scales reach weights of 1\.2"
+    with pytest.raises(CheckpointError, match=says):
+        load(tmp_path / "out", device="cpu")
+    assert re.search(says, inspect(tmp_path / "out").notes[0])
 
 
 @pytest.mark.parametrize("suffix", ["scales", "g_idx"])
