@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER = "adapter_config.json"
 MANIFEST = "marlinq.json"
 QUANTIZE_CONFIGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 EVALUATION = "evaluation.json"
@@ -83,6 +84,7 @@ class Checkpoint:
         files: dict[str, SourceFile] = {}
         config = _read_kept(folder, CONFIG, files)
         tensors = _read_tensors(folder, files)
+        _check_one_model(folder, config, files)
         return cls(folder, config, tensors, _side_files(folder), files)
 
     @property
@@ -280,6 +282,31 @@ def _read_tensors(folder: Path, files: dict[str, SourceFile]) -> dict[str, Tenso
             f"({len(missing)} such tensors)"
         )
     return tensors
+
+
+def _check_one_model(folder: Path, config: Mapping[str, Any], files: Mapping[str, SourceFile]) -> None:
+    """Checks that transformers reads the same weights from the folder as marlinq does.
+
+    Raises:
+        CheckpointError: it holds several models, and transformers takes another.
+    """
+    shards = [name for name in files if name not in (CONFIG, INDEX)]
+    if (folder / SINGLE).exists() and shards != [SINGLE]:
+        raise CheckpointError(
+            f"{folder}: holds {SINGLE} beside the {len(shards)} files of {INDEX}; transformers reads the "
+            "former and most servers the latter; remove what is stale"
+        )
+    named, own = config.get("transformers_weights"), INDEX if INDEX in files else shards[0]
+    if named is not None and named != own:
+        raise CheckpointError(
+            f"{folder / CONFIG}: transformers_weights names other weights than {own}, which servers read; "
+            "keep those that you mean, and remove transformers_weights"
+        )
+    if (folder / ADAPTER).exists():
+        raise CheckpointError(
+            f"{folder / ADAPTER}: an adapter beside the weights, which transformers adds to them and marlinq "
+            "does not; merge it into the weights (PEFT's merge_and_unload), or move it away"
+        )
 
 
 def _read_index(folder: Path, files: dict[str, SourceFile]) -> dict[str, str] | None:

@@ -162,6 +162,8 @@ class Source(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
             hint = "pass the folder of a Hugging Face checkpoint"
             if folder.name.endswith(".partial"):
                 hint = "it is the unfinished output of a run; repeat that run to continue it"
+            elif (folder / "adapter_config.json").exists():
+                hint = "it is an adapter; merge it into its model (PEFT's merge_and_unload) and save that"
             raise CheckpointError(f"{folder}: holds no config.json; {hint}")
         return str(value)
 

@@ -132,6 +132,17 @@ def unlisted(folder: Path) -> None:
     indexed({"a": "one.safetensors", "b": "two.safetensors"})(folder)
 
 
+def stale_single(folder: Path) -> None:
+    single = (folder / SINGLE).read_bytes()
+    sharded(folder)
+    indexed({"a": "one.safetensors", "b": "two.safetensors"})(folder)
+    (folder / SINGLE).write_bytes(single)
+
+
+def adapted(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+
+
 def config(text: str | bytes) -> Harm:
     def harm(folder: Path) -> None:
         (folder / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -208,6 +219,13 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
     "index to a number": (indexed({"a": 7}), "not to a safetensors file"),
     "index a list": (indexed(["a"]), "non-empty weight_map"),
     "index empty": (indexed({}), "non-empty weight_map"),
+    # transformers would take other weights than marlinq and the servers.
+    "weights beside other weights' index": (stale_single, "remove what is stale"),
+    "other weights named": (
+        config('{"model_type": "llama", "transformers_weights": "other.safetensors"}'),
+        "transformers_weights names other weights than model.safetensors",
+    ),
+    "an adapter beside the weights": (adapted, "merge it into the weights"),
     "weights linked out": (outside_link(SINGLE), "symbolic link that leads out"),
     "config linked out": (outside_link("config.json"), "symbolic link that leads out"),
     "tokenizer linked out": (outside_link("tokenizer.json"), "symbolic link that leads out"),
@@ -237,6 +255,15 @@ def test_hostile_folders_are_refused_in_one_line(folder: Path, name: str) -> Non
     assert says in message
     assert "\n" not in message
     assert len(message) < 1000
+
+
+def test_weights_may_be_named_and_the_index_may_name_one_file(folder: Path) -> None:
+    indexed({"a": SINGLE, "b": SINGLE})(folder)
+    config(json.dumps({"model_type": "llama", "transformers_weights": INDEX}))(folder)
+    assert Checkpoint.open(folder).shards == [SINGLE]
+    (folder / INDEX).unlink()
+    config(json.dumps({"model_type": "llama", "transformers_weights": SINGLE}))(folder)
+    assert Checkpoint.open(folder).shards == [SINGLE]
 
 
 def test_the_fixture_itself_reads_back(folder: Path) -> None:

@@ -37,13 +37,15 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with one checkpoint folder, one empty folder and one file."""
+    """A current folder with one checkpoint folder, one empty folder, one adapter and one file."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "file").write_text("")
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
     return tmp_path
 
 
@@ -67,6 +69,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("verify model --against ./nosuch", 3, "./nosuch: not a folder"),
         ("inspect models", 3, "models: holds no config.json; pass the folder of a Hugging Face checkpoint"),
         ("inspect out.partial", 3, "out.partial: holds no config.json; it is the unfinished output of a run"),
+        ("quantize lora out", 3, "lora: holds no config.json; it is an adapter; merge it into its model"),
         ("quantize ./nosuch out", 3, "./nosuch: not a folder"),
         ("rotate ./nosuch out", 3, "./nosuch: not a folder"),
         ("rotate model model", 9, "model: already exists"),
