@@ -534,6 +534,27 @@ def test_scales_rounded_up_to_powers_of_two_are_judged_by_their_weights(tmp_path
     assert re.search(says, inspect(tmp_path / "out").notes[0])
 
 
+def test_weights_that_rounding_moves_beyond_float16_are_not_written(tmp_path: Path) -> None:
+    """A float16 model that reads them multiplies by infinity."""
+    folder = save_tiny("llama", tmp_path / "model", blocks=1)
+    name = f"{VICTIM}.weight"
+
+    def scaled(tensors: dict[str, torch.Tensor], largest: float) -> None:
+        tensors[name] *= largest / tensors[name].abs().max()
+
+    recipe = Recipe(method="rtn", scheme="mxfp4", format="compressed-tensors")
+    config = json.loads((folder / "config.json").read_text())
+    for dtype, largest in (("bfloat16", 6e4), ("float16", 4.5e4)):
+        (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+        edit_tensors(folder, lambda tensors, largest=largest: scaled(tensors, largest))  # type: ignore[misc]
+        quantize(folder, tmp_path / dtype, recipe=recipe, device="cpu")
+    convert(tmp_path / "float16", tmp_path / "dense", target_format="dense", allow_loss=True)
+    edit_tensors(folder, lambda tensors: scaled(tensors, 6e4))
+    says = rf"{VICTIM}: a weight is rounded to 65536, which overflows the model's float16"
+    with pytest.raises(NumericsError, match=says):
+        quantize(folder, tmp_path / "out", recipe=recipe, device="cpu")
+
+
 @pytest.mark.parametrize("suffix", ["scales", "g_idx"])
 def test_a_tensor_with_the_name_of_a_part_is_refused_before_quantising(tmp_path: Path, suffix: str) -> None:
     """Two tensors of one name would have made a file that nobody reads."""

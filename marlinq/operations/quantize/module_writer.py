@@ -7,12 +7,13 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from marlinq.checkpoint import CheckpointWriter, WriteBehind
+from marlinq.checkpoint import CheckpointWriter, WriteBehind, model_dtype
 from marlinq.core.errors import NumericsError
 from marlinq.core.weight import QuantizedWeight
-from marlinq.formats.stored_values import scales_fault
+from marlinq.formats.stored_values import largest_weight, scales_fault
 from marlinq.models import ModelInstance
 from marlinq.operations.quantize.batches_of_modules import in_module_batches
 from marlinq.operations.quantize.planned_module import PlannedModule, module_note
@@ -65,7 +66,7 @@ class ModuleWriter:
         note = {module_note(planned): asdict(report)}
         if not self._ranks.first:
             return note
-        self._waiting |= packed(planned, solved)
+        self._waiting |= packed(self._plan, planned, solved)
         if sum(tensor.nbytes for tensor in self._waiting.values()) > _BYTES_AT_ONCE:
             self.commit({})
         return note
@@ -85,20 +86,37 @@ class ModuleWriter:
         return self._ranks.share_weight(stored, planned.spec, 0)
 
 
-def packed(planned: PlannedModule, solved: QuantizedWeight) -> dict[str, Tensor]:
+def packed(plan: OutputPlan, planned: PlannedModule, solved: QuantizedWeight) -> dict[str, Tensor]:
     """The tensors of a module by their names in the output.
 
     Raises:
         NumericsError: a scale breaks a rule of :mod:`marlinq.formats.stored_values`, so that no command would
-            read the result.
+            read the result; or a weight overflows the model's dtype.
     """
-    fault = scales_fault(solved, lambda: solved.codes)
+    fault = scales_fault(solved, lambda: solved.codes) or _overflow(solved, model_dtype(plan.config))
     if fault is not None:
         raise NumericsError(
             f"{planned.projection.name}: {fault}; check the source checkpoint, or skip it with an override"
         )
     tensors = planned.layout.pack(solved, planned.spec.scheme)
     return {f"{planned.stored}.{suffix}": tensor for suffix, tensor in tensors.items()}
+
+
+def _overflow(solved: QuantizedWeight, dtype: str | None) -> str | None:
+    """What is wrong with a weight of a float16 model that rounding moved beyond float16; or None."""
+    if dtype != "float16":
+        # The others hold every weight that scales_fault lets pass.
+        return None
+    second = 1.0 if solved.tensor_scale is None else float(solved.tensor_scale)
+    reach = largest_weight(solved.element, second, divides=solved.tensor_scale_divides)
+    if solved.scheme.stores_zeros:
+        reach = solved.element.codes - 1
+    if float(solved.scales.float().abs().max()) * reach <= torch.finfo(torch.float16).max:
+        return None
+    stored = solved.dequantize()
+    if bool(stored.to(torch.float16).isfinite().all()):
+        return None
+    return f"a weight is rounded to {float(stored.abs().max()):.6g}, which overflows the model's float16"
 
 
 def install(instance: ModelInstance, planned: PlannedModule, quantized: QuantizedWeight) -> None:

@@ -255,7 +255,7 @@ class TuningRun:
                 after = student.weights[name].quantized()
                 changed += int((after.codes != before[name].codes.to(after.codes.device)).sum())
                 count += after.codes.numel()
-                tensors |= packed(planned, after)
+                tensors |= packed(self._plan, planned, after)
         vectors = {}
         for name, vector in student.vectors.items():
             if bool(vector.change.any()):
