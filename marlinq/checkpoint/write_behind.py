@@ -11,6 +11,7 @@ Tensors on a GPU are copied on a stream of their own.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint.reader import Checkpoint
 from marlinq.checkpoint.writer import CheckpointWriter
+from marlinq.core.dtypes import FLOATS, torch_dtype
+from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 
 if TYPE_CHECKING:
@@ -127,12 +130,20 @@ class CopyBehind:
         writer: writer with the tensors in its plan, under the same names, dtypes and shapes.
         names: tensors to copy; those already written are left out.
         progress: called by :meth:`finish`.
+        finite: refuse weights that are NaN or infinite.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, writer: CheckpointWriter, names: Iterable[str], progress: ReportProgress
+        self,
+        checkpoint: Checkpoint,
+        writer: CheckpointWriter,
+        names: Iterable[str],
+        progress: ReportProgress,
+        *,
+        finite: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
+        self._finite = finite
         self._writer = writer
         self._progress = progress
         self._missing = [name for name in names if name not in writer.written]
@@ -149,10 +160,17 @@ class CopyBehind:
         # The writer's files are closed after this.
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def check(self) -> None:
+        """Raise the error of a copy that has failed already, as :meth:`finish` does at the end."""
+        for copy in self._copies:
+            if copy.done():
+                copy.result()
+
     def finish(self) -> None:
         """Wait until everything is copied, and commit it.
 
         Raises:
+            NumericsError: a tensor that should be finite is not.
             CheckpointError: the source was changed.
             OutputError: something could not be written.
         """
@@ -163,9 +181,28 @@ class CopyBehind:
 
     def _copy(self, name: str) -> None:
         info = self._checkpoint.tensors[name]
+        seen = 0
+
+        def look(values: Tensor) -> None:
+            # Before the tensor counts as written, lest a resumed run takes it as it is.
+            nonlocal seen
+            seen += values.numel()
+            bad = values.numel() - int(torch.isfinite(values).sum())
+            if bad:
+                of = "" if seen == math.prod(info.shape) else "the first "
+                raise NumericsError(
+                    f"{name}: {bad} of {of}{seen} weights are NaN or infinite; check the source checkpoint"
+                )
+
+        looks = self._finite and info.dtype in FLOATS
         if self._checkpoint.computes(name):
-            self._writer.write(name, self._checkpoint.tensor(name))
+            tensor = self._checkpoint.tensor(name)
+            if looks:
+                look(tensor)
+            self._writer.write(name, tensor)
         else:
-            self._writer.copy(name, self._checkpoint.files[info.shard], info.offset)
+            dtype = torch_dtype(info.dtype)
+            pieces = (lambda piece: look(torch.frombuffer(piece, dtype=dtype))) if looks else None
+            self._writer.copy(name, self._checkpoint.files[info.shard], info.offset, pieces)
         if info.nbytes >= _COMMIT_BYTES:
             self._writer.commit()

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from marlinq.checkpoint import Checkpoint, CheckpointWriter, CopyBehind, TensorPlan, WriteBehind
-from marlinq.core.errors import CheckpointError, OutputError
+from marlinq.core.errors import CheckpointError, NumericsError, OutputError
 from marlinq.core.progress import no_progress
 
 CPU = torch.device("cpu")
@@ -210,3 +211,25 @@ def test_threads_commit_beside_each_other(writer: CheckpointWriter, source: Chec
         copying.finish()
     assert writer.written == set(TENSORS)
     check(writer.finish(config={}, manifest={}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_copies_that_should_be_finite_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    monkeypatch.setattr("marlinq.checkpoint.writer._COPY_BYTES", 64)
+    tensors = {"a": torch.ones(50, dtype=torch.bfloat16), "n": torch.arange(9), "z": torch.zeros(0)}
+    tensors["a"][[3, 40]] = value
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    save_file(tensors, source / "model.safetensors")
+    checkpoint = Checkpoint.open(source)
+    plans = [TensorPlan(name, info.dtype, info.shape) for name, info in checkpoint.tensors.items()]
+    for finite in (False, True):
+        with CheckpointWriter(tmp_path / f"out-{finite}", plans, fingerprint="x") as writer:
+            copying = CopyBehind(checkpoint, writer, tensors, no_progress, finite=finite)
+            refused = pytest.raises(NumericsError, match=r"a: 1 of the first 32 weights are NaN or infinite")
+            with refused if finite else nullcontext(), copying:
+                copying.finish()
+            assert ("a" in writer.written) is not finite

@@ -17,7 +17,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -324,7 +324,9 @@ class FollowingWriter(CheckpointWriter):
     def write(self, name: str, tensor: Tensor) -> None:
         """Nothing: the first rank writes."""
 
-    def copy(self, name: str, source: SourceFile, offset: int) -> None:
+    def copy(
+        self, name: str, source: SourceFile, offset: int, look: Callable[[memoryview], None] | None = None
+    ) -> None:
         """Nothing: the first rank writes."""
 
     def commit(self, notes: Mapping[str, Any] | None = None) -> None:

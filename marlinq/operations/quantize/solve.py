@@ -56,13 +56,20 @@ def solve(
                 token_budget=TOKEN_BUDGET[decisions.device.type],
                 pad=not decisions.blueprint.routed,
             )
+        watch = Watch(progress, message, writer)
+
+        def watched(stage: str, done: int, total: int) -> None:
+            # A source that can't be copied ends the run now and not after its last block.
+            output.copying.check()
+            watch(stage, done, total)
+
         BlockQuantizer(
             prepared.instance,
             decisions.plan,
             writer,
             batches,
             decisions.recipe,
-            Watch(progress, message, writer),
+            watched,
             ranks,
             decisions.products,
         ).run()

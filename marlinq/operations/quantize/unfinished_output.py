@@ -67,7 +67,7 @@ def open_output(
     state = share_state(writer, ranks)
     writer = writer or FollowingWriter(out, state)
     copied = plan.copied if ranks.first else ()
-    with writer, CopyBehind(plan.carried, writer, copied, progress) as copying:
+    with writer, CopyBehind(plan.carried, writer, copied, progress, finite=True) as copying:
         if resume and ranks.first and not writer.resumed:
             warnings.warn(f"{writer.partial}: no unfinished run to resume; starting afresh", stacklevel=4)
         by_block = [members for block in blueprint.blocks if (members := plan.members(block))]

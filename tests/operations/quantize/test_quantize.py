@@ -336,6 +336,15 @@ def test_nan_and_infinity_are_named(tmp_path: Path, tensor: str, value: float, m
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("tensor", ["lm_head.weight", "model.norm.weight"])
+def test_what_no_solve_reads_is_finite_too(tmp_path: Path, tensor: str) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    spoil(source, tensor, float("nan"))
+    for resume in (False, True):
+        with pytest.raises(NumericsError, match=f"{tensor}: 1 of [0-9]+ weights are NaN or infinite"):
+            quantize(source, tmp_path / "out", recipe=READ.replace(method="rtn"), device="cpu", resume=resume)
+
+
 def test_shapes_that_do_not_fit_are_refused_before_any_work(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     with pytest.raises(
