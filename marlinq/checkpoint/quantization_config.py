@@ -86,22 +86,23 @@ def _found(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any] | No
     if raw is None:
         for name in QUANTIZE_CONFIGS:
             if (folder / name).exists():
-                place = str(folder / name)
-                raw = said_config(read_separate_config(folder, name), place)
+                raw = read_separate_config(folder, name)
                 if raw is not None:
-                    return raw, place
+                    return raw, str(folder / name)
     return raw, where
 
 
-def read_separate_config(folder: Path, name: str) -> dict[str, Any]:
-    """The config object of a file beside config.json; in ModelOpt's file it is below a key.
+def read_separate_config(folder: Path, name: str) -> dict[str, Any] | None:
+    """The config of a file beside config.json, below a key in ModelOpt's file; None if it says nothing.
 
     Raises:
-        CheckpointError: as :func:`marlinq.checkpoint.reader.read_json`.
+        CheckpointError: as :func:`marlinq.checkpoint.reader.read_json`, or as :func:`said_config`.
     """
-    raw = read_json(folder, name)
-    inner = raw.get("quantization")
-    return {"quant_method": "modelopt", **inner} if isinstance(inner, dict) else raw
+    place, raw = str(folder / name), read_json(folder, name)
+    if "quantization" not in raw:
+        return said_config(raw, place)
+    inner = said_config(raw["quantization"], f"{place}: quantization")
+    return None if inner is None else {"quant_method": "modelopt", **inner}
 
 
 def without_quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -485,6 +485,35 @@ def test_codes_without_scales_beside_quantised_linears_are_refused(tmp_path: Pat
     assert name in failed.detail
 
 
+@pytest.mark.parametrize("name", ["quantize_config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize(("value", "says"), [(None, ""), ({}, ""), ([], "found []"), (False, "found False")])
+def test_configs_beside_config_json_keep_the_same_rule(
+    tmp_path: Path, name: str, value: Any, says: str
+) -> None:
+    folder = save_tiny("llama", tmp_path / "model", blocks=1)
+    (folder / name).write_text(json.dumps({"quantization": value}))
+    if not says:
+        assert inspect(folder).format is None
+        return
+    message = f"{folder / name}: quantization: expected an object, {says}"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        inspect(folder)
+
+
+def test_rotate_refuses_and_quantize_tells_a_tensor_that_the_model_has_not(tmp_path: Path) -> None:
+    """Both copied it, and ``load`` refused the result."""
+    folder = save_tiny("llama", tmp_path / "model", blocks=1)
+    edit_tensors(folder, lambda tensors: tensors.update({"score.weight": torch.ones(2, 64)}))
+    says = r"tensor 'score.weight' \(1 such\) has no place in LlamaForCausalLM"
+    with pytest.raises(CheckpointError, match=says):
+        rotate(folder, tmp_path / "rotated", device="cpu")
+    assert not (tmp_path / "rotated").exists()
+    with pytest.warns(UserWarning, match=rf"{says}.*; marlinq will not load the output either"):
+        quantize(folder, tmp_path / "out", recipe=RECIPE.replace(method="rtn"), device="cpu")
+    with pytest.raises(CheckpointError, match=says):
+        load(tmp_path / "out", device="cpu")
+
+
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.extra.weight", "model.extra.weight", "extra"])
 def test_a_tensor_that_the_model_has_not_is_shown_by_inspect(

@@ -19,7 +19,7 @@ import torch
 from marlinq.checkpoint import MANIFEST, Checkpoint, check_place, dequantized, with_dense_weights
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.devices import beside, start_beside
-from marlinq.core.errors import UsageError
+from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.models import (
     Blueprint,
@@ -48,6 +48,7 @@ from marlinq.operations.quantize.solves import try_solver
 from marlinq.operations.quantize.spelling import spelled
 from marlinq.operations.quantize.tuning import TuningSettings, check_head, settings_that_fit
 from marlinq.operations.quantize.unused_settings import changed_settings
+from marlinq.runtime.loading import match_tensors
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,11 @@ def plan_run(
         bits, nbytes = check_allocation(checkpoint, blueprint, recipe, plan)
         # Bits and bytes are counted again: an allocation read from an interrupted run may hold other values.
         allocation = allocation and replace(allocation, bits=bits, nbytes=nbytes)
-    notes = [*_notes(checkpoint, blueprint, recipe, plan), *loader_notes(checkpoint, recipe, plan, plan_of)]
+    notes = [
+        *_strangers(stored, blueprint),
+        *_notes(checkpoint, blueprint, recipe, plan),
+        *loader_notes(checkpoint, recipe, plan, plan_of),
+    ]
     for note in notes:
         warnings.warn(note, stacklevel=3)
     texts = planned_text(recipe, checkpoint, blueprint, device) if plan.method.calibrated else []
@@ -302,6 +307,15 @@ def _check_overrides(blueprint: Blueprint, recipe: Recipe) -> None:
             f"override {override.pattern!r}: matches no linear of the model, whose names are like "
             f"{linears[0]}; correct it or leave it out"
         )
+
+
+def _strangers(stored: Checkpoint, blueprint: Blueprint) -> list[str]:
+    """A warning about tensors that the model does not have, which a run copies."""
+    try:
+        match_tensors(blueprint, stored, None)
+    except CheckpointError as refusal:
+        return [f"{refusal}; marlinq will not load the output either"]
+    return []
 
 
 def _notes(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: OutputPlan) -> list[str]:

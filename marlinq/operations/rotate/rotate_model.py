@@ -40,6 +40,7 @@ from marlinq.operations.rotate.rotation import (
     rotation_matrix,
 )
 from marlinq.operations.rotate.rotation_report import RotationReport
+from marlinq.runtime.loading import match_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +90,7 @@ def rotate(
     Raises:
         UnsupportedError: the model is quantised, or its structure is not Llama's.
         NumericsError: the rotated model computes other values, or a weight is not finite in its dtype.
-        CheckpointError: the source is damaged.
+        CheckpointError: the source is damaged, or has a tensor that the model does not have.
         OutputError: ``out`` exists or can't be written.
     """
     assert not isinstance(progress, bool)  # the decorator made it a function
@@ -112,6 +113,8 @@ def rotate(
     errors = _compare(checkpoint, blueprint, plan, turn)
     names = TensorNames(blueprint, checkpoint.tensors.keys(), source=name)
     owners = _owners(checkpoint, blueprint, plan, names)
+    # A tensor that the model does not have may read the stream, and would not be rotated.
+    match_tensors(blueprint, checkpoint, None)
     tensors = [TensorPlan(info.name, info.dtype, info.shape) for info in checkpoint.tensors.values()]
     if plan.head not in owners.values():
         table = checkpoint.tensors[names.require(plan.embedding)]

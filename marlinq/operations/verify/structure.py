@@ -72,6 +72,8 @@ def check_config(view: QuantizedCheckpoint) -> Check:
         except MarlinqError as error:
             findings.failures.append(str(error))
             continue
+        if raw is None:
+            continue
         for key in sorted(set(raw) & set(view.config.raw)):
             if raw[key] != view.config.raw[key]:
                 findings.failures.append(
