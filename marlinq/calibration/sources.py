@@ -3,7 +3,7 @@
 The syntax of a source is
 
     FILE                                any text in UTF-8
-    TABLE[#COLUMN]                      .jsonl, .json (a list of rows), .parquet or .csv
+    TABLE[#COLUMN]                      .jsonl (or .ndjson), .json (a list of rows), .parquet or .csv
     NAME[:CONFIG][@SPLIT][#COLUMN]      a dataset: a folder of such files, or a name on the Hub
 
 A source is read as a stream and never held in memory or in a cache. Python reads ``.txt`` and ``.jsonl``
@@ -46,7 +46,11 @@ class Unusable:
 Row = str | list[int] | Chat
 """A text, its token ids, or a conversation."""
 
-_TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_LINES = (".jsonl", ".ndjson")
+_TABLES = {**dict.fromkeys(_LINES, "json"), ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+"""Endings of files that ``datasets`` decompresses; the one before says what they hold."""
+_BYTE_ORDER_MARK = "\ufeff"
 _NAMED = ("input_ids", "text", "messages", "conversations")
 _DATASET = re.compile(
     r"(?P<name>[^:@#]+)(?::(?P<config>[^:@#]+))?(?:@(?P<split>[^:@#]+))?(?:#(?P<column>[^:@#]+))?"
@@ -105,7 +109,8 @@ class Source:
 
     @classmethod
     def _file(cls, spelling: str, path: Path, column: str | None) -> Source:
-        kind = _TABLES.get(path.suffix)
+        packed = path.suffix.lower() in _COMPRESSED
+        kind = _TABLES.get(Path(path.stem if packed else path.name).suffix.lower())
         if kind is None and column is not None:
             raise UsageError(f"text {path}: a text file has no column {column!r}")
         if path.stat().st_size == 0:
@@ -183,11 +188,12 @@ def _may_be_on_the_hub(name: str) -> bool:
 
 
 def _lines(source: Source) -> Iterator[str]:
-    """The lines of a plain text file, with their line ends."""
+    """The lines of a plain text file, with their line ends and without a byte order mark."""
     path = Path(source.spelling)
-    if path.suffix == ".txt":
-        return _own_lines(path)
-    return (row["text"] for row in _stream(source, None))
+    own = path.suffix.lower() == ".txt"
+    lines = _own_lines(path) if own else (row["text"] for row in _stream(source, None))
+    for number, line in enumerate(lines):
+        yield line if number else line.removeprefix(_BYTE_ORDER_MARK)
 
 
 def _own_lines(path: Path) -> Iterator[str]:
@@ -214,7 +220,7 @@ def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
 
 def _rows(source: Source, seed: int | None) -> Iterator[Row | Unusable]:
     column = source.column
-    own = Path(source.request.get("data_files", [""])[0]).suffix == ".jsonl"
+    own = Path(source.request.get("data_files", [""])[0]).suffix.lower() in _LINES
     for row in _own_rows(source) if own else _stream(source, seed):
         if isinstance(row, Unusable):
             yield row
@@ -228,7 +234,9 @@ def _own_rows(source: Source) -> Iterator[dict[str, Any] | Unusable]:
     path = Path(source.spelling if source.column is None else source.spelling.rpartition("#")[0])
     try:
         with path.open("rb") as file:
-            for line in file:
+            for number, line in enumerate(file):
+                if not number:
+                    line = line.removeprefix(_BYTE_ORDER_MARK.encode())
                 if not line.strip():
                     continue
                 try:
@@ -247,7 +255,7 @@ def _read_cell(row: Mapping[str, Any], column: str) -> Row | Unusable:
         return _encodable(cell, cell, column)
     if isinstance(cell, list):
         if column == "input_ids" and all(type(item) is int for item in cell):
-            return cell
+            return _unpadded(cell, row.get("attention_mask"))
         if (chat := read_chat(cell)) is not None:
             return _encodable(chat, json.dumps(cell, ensure_ascii=False, default=str), column)
     found = "nothing" if cell is None else type(cell).__name__
@@ -255,6 +263,15 @@ def _read_cell(row: Mapping[str, Any], column: str) -> Row | Unusable:
         f"column {column!r} holds {found}, expected text, chat messages (role and content) or, as input_ids, "
         f"token ids; name another of {', '.join(row)} as #COLUMN"
     )
+
+
+def _unpadded(ids: list[int], mask: object) -> Row | Unusable:
+    """The token ids without those that an ``attention_mask`` beside them leaves out."""
+    if mask is None:
+        return ids
+    if not isinstance(mask, list) or len(mask) != len(ids):
+        return Unusable("column 'attention_mask' has another length than 'input_ids'")
+    return [token for token, seen in zip(ids, mask, strict=True) if seen]
 
 
 def _encodable(row: Row, text: str, column: str) -> Row | Unusable:

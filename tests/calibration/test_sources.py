@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import socket
@@ -67,6 +68,44 @@ def test_rows_are_the_same_for_both(tmp_path: Path) -> None:
     assert paragraphs(path) == passages(path) == [[1, 2]]
     path = jsonl(tmp_path / "c.jsonl", {"id": "x", "messages": [{"role": "user", "content": "hi"}]})
     assert paragraphs(path) == passages(path) == [Chat(({"role": "user", "content": "hi"},))]
+
+
+ROWS = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.JSONL", ROWS),
+        ("a.ndjson", ROWS),
+        ("a.jsonl", b"\xef\xbb\xbf" + ROWS),
+        ("a.jsonl.gz", gzip.compress(ROWS)),
+        ("a.CSV", b"text\none\ntwo\n"),
+        ("a.csv.gz", gzip.compress(b"text\none\ntwo\n")),
+        ("a.JSON", b'[{"text": "one"}, {"text": "two"}]'),
+        ("a.txt", b"\xef\xbb\xbfone\n\ntwo"),
+        ("a.TXT", b"one\n\ntwo"),
+        ("a.txt.gz", gzip.compress(b"one\n\ntwo")),
+    ],
+)
+def test_tables_are_recognised_however_they_are_stored(tmp_path: Path, name: str, content: bytes) -> None:
+    # Taken for plain text, the rows of a table would be one document with all their punctuation.
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert paragraphs(path) == ["one", "two"]
+
+
+def test_token_ids_that_a_mask_leaves_out_are_left_out(tmp_path: Path) -> None:
+    path = jsonl(
+        tmp_path / "a.jsonl",
+        {"input_ids": [7, 7, 1, 2], "attention_mask": [0, 0, 1, 1]},
+        {"input_ids": [3, 4], "attention_mask": [1, 1]},
+        {"input_ids": [5, 6], "attention_mask": None},
+        {"input_ids": [5, 6], "attention_mask": [1]},
+    )
+    *rows, last = paragraphs(path)
+    assert rows == [[1, 2], [3, 4], [5, 6]]
+    assert "'attention_mask' has another length" in getattr(last, "reason", "")
 
 
 def test_cells_of_a_csv_are_text_as_they_stand(tmp_path: Path) -> None:
