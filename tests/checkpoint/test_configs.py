@@ -20,7 +20,7 @@ from marlinq.checkpoint import (
     read_quantization_config,
     replace_quantization_config,
 )
-from marlinq.core.errors import ConversionRefused, UnsupportedError
+from marlinq.core.errors import CheckpointError, ConversionRefused, UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT8
 from marlinq.formats import FORMATS, ModuleSpec
@@ -30,6 +30,7 @@ from tests.testing.original_folders import save_tiny
 from tests.testing.schemes import scheme
 
 FOLDER = Path("checkpoint")
+AUTO_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
 INNER = [f"self_attn.{part}_proj" for part in "qkvo"] + [
     f"mlp.{part}_proj" for part in ("gate", "up", "down")
 ]
@@ -276,3 +277,18 @@ def test_transformers_takes_no_shared_experts_for_routed_ones() -> None:
             assert found.rules.outcome(name).element == spec.scheme.element
     only = write("compressed-tensors", routed, [])["config_groups"]
     assert [group["targets"] for group in only.values()] == [["Linear"]]
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({**AUTO_GPTQ, "dynamic": False}, "dynamic: expected an object, found False"),
+        ({**AUTO_GPTQ, "dynamic": []}, r"dynamic: expected an object, found \[\]"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ""}, "expected a list of module names, found ''"),
+    ],
+)
+def test_values_of_another_type_are_not_taken_for_absent_ones(raw: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        read_quantization_config(FOLDER, {"quantization_config": raw})
+    key = next(key for key, value in raw.items() if not value)
+    assert read_quantization_config(FOLDER, {"quantization_config": {**raw, key: None}}) is not None

@@ -156,7 +156,7 @@ def test_experts_are_shared_too(tmp_path: Path) -> None:
     run = json.loads((tmp_path / "two" / "marlinq.json").read_text())["run"]
     starved = run["module model.layers.0.mlp.experts.3.gate_proj"]
     assert starved["tokens"] == 0
-    assert starved["fallback"].startswith("0 tokens, fewer than 40: Hessian blended")
+    assert starved["fallback"].startswith("0 tokens, fewer than 40 tokens: Hessian blended")
 
 
 @pytest.mark.slow
