@@ -225,11 +225,12 @@ def test_the_last_values_are_kept_where_they_help(
     assert ("stopped at a mean KL of 4.1000; a lower --tune-rate may help" in result.render()) == astray
 
 
-def test_worse_held_out_text_halves_the_rates_from_the_best_values(
+def test_text_worse_than_before_tuning_halves_the_rates_from_the_best_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe
 ) -> None:
     source = save_tiny("llama", tmp_path / "model", blocks=1)
-    looks = iter((1.0, 1.1, 1.2, 0.9, 1.1, 1.0, 1.0))
+    # The fourth step's is 1.22 times the least, but below 1.15 times the first: it falls by itself.
+    looks = iter((1.0, 1.1, 1.2, 0.9, 1.1, 1.16, 1.0))
     rates: list[float] = []
     moved: list[bool] = []
     step = loop.Loop._step
@@ -250,10 +251,10 @@ def test_worse_held_out_text_halves_the_rates_from_the_best_values(
     assert report is not None
     assert (report["halvings"], report["kept_step"], report["astray"]) == (2, 3, None)
     assert "the rates halved 2 times, since held-out text got worse" in result.render()
-    # Steps 3 and 5 begin at the best values. Step 4 does, too, since the third step's are the best.
-    assert moved == [False, True, False, False, False, True]
+    # Steps 3 and 6 begin at the best values. Step 4 does, too, since the third step's are the best.
+    assert moved == [False, True, False, False, True, False]
     fallen = [0.5 * (1 + math.cos(math.pi * number / 6)) for number in range(6)]
-    shares = [1 / 2, 1, 1 / 4, 1 / 2, 1 / 8, 1 / 4]
+    shares = [1 / 2, 1, 1 / 4, 1 / 2, 1 / 2, 1 / 8]
     expected = [recipe.tune_rate * share * part for share, part in zip(shares, fallen, strict=True)]
     assert rates == pytest.approx(expected)
 
@@ -296,7 +297,7 @@ def test_lines_say_how_tuning_stands(
 def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     best = Recipe().replace(quality="best", tune_steps=7)
     assert (best.tune_steps, best.tune_codes) == (7, True)
-    assert best.quality_record() == {"name": "best", "version": 17, "changed": ["tune_steps"]}
+    assert best.quality_record() == {"name": "best", "version": 18, "changed": ["tune_steps"]}
     assert Recipe.from_dict(best.to_dict()) == best
     assert best.replace(quality="fast") == Recipe().replace(quality="fast")
     source = save_tiny("llama", tmp_path / "model")
