@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
@@ -44,6 +45,7 @@ class ModuleWriter:
         self._ranks = ranks
         self._behind = WriteBehind(writer, instance.device)
         self._waiting: dict[str, Tensor] = {}
+        self._coarse: list[str] = []
 
     def __enter__(self) -> ModuleWriter:
         self._behind.__enter__()
@@ -56,6 +58,14 @@ class ModuleWriter:
         trace: TracebackType | None,
     ) -> None:
         self._behind.__exit__(kind, error, trace)
+        if self._coarse and error is None:
+            more = f" and {len(self._coarse) - 1} more" if len(self._coarse) > 1 else ""
+            warnings.warn(
+                f"{self._coarse[0]}{more}: weights are too small for scales in float16, and lost "
+                "precision; take --format compressed-tensors and a model in bfloat16, or skip them "
+                "with an override",
+                stacklevel=2,
+            )
 
     def add(self, planned: PlannedModule, solved: QuantizedWeight, report: ModuleReport) -> dict[str, Any]:
         """Packs a module on the first rank, and returns the note to commit with it.
@@ -67,6 +77,8 @@ class ModuleWriter:
         if not self._ranks.first:
             return note
         self._waiting |= packed(self._plan, planned, solved)
+        if _has_coarse_scales(solved):
+            self._coarse.append(planned.projection.name)
         if sum(tensor.nbytes for tensor in self._waiting.values()) > _BYTES_AT_ONCE:
             self.commit({})
         return note
@@ -100,6 +112,14 @@ def packed(plan: OutputPlan, planned: PlannedModule, solved: QuantizedWeight) ->
         )
     tensors = planned.layout.pack(solved, planned.spec.scheme)
     return {f"{planned.stored}.{suffix}": tensor for suffix, tensor in tensors.items()}
+
+
+def _has_coarse_scales(solved: QuantizedWeight) -> bool:
+    """Whether most scales are the smallest of float16 that is written
+    (:func:`~marlinq.methods.grid.storable_scales`), instead of the smaller ones that the weights need."""
+    if solved.scheme.scale_dtype != "float16":
+        return False
+    return bool((solved.scales.abs() <= torch.finfo(torch.float16).tiny).float().mean() > 0.5)
 
 
 def _overflow(solved: QuantizedWeight, dtype: str | None) -> str | None:

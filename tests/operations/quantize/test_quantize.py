@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -343,6 +344,23 @@ def test_what_no_solve_reads_is_finite_too(tmp_path: Path, tensor: str) -> None:
     for resume in (False, True):
         with pytest.raises(NumericsError, match=f"{tensor}: 1 of [0-9]+ weights are NaN or infinite"):
             quantize(source, tmp_path / "out", recipe=READ.replace(method="rtn"), device="cpu", resume=resume)
+
+
+def test_weights_too_small_for_their_scales_are_named(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    for name in ("up_proj", "gate_proj"):
+        tensors[f"model.layers.1.mlp.{name}.weight"] *= 1e-3
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    named = r"model\.layers\.1\.mlp\.gate_proj and 1 more: weights are too small for scales in float16"
+    with pytest.warns(UserWarning, match=named):
+        run(source, tmp_path / "out", method="rtn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(source, tmp_path / "wide", method="rtn", format="compressed-tensors")
 
 
 def test_shapes_that_do_not_fit_are_refused_before_any_work(tmp_path: Path) -> None:
