@@ -19,7 +19,7 @@ from marlinq.checkpoint.read_ahead import ReadAhead, lock_ring_early
 from marlinq.checkpoint.reader import EVALUATION, MANIFEST, Checkpoint
 from marlinq.checkpoint.stacked import StackingWriter, check_stacks
 from marlinq.checkpoint.tying import own_head, same_values, says_tied, says_untied, untied_config
-from marlinq.checkpoint.undeclared import UndeclaredError
+from marlinq.checkpoint.undeclared import UndeclaredError, damaged_draft
 from marlinq.checkpoint.write_behind import CopyBehind, WriteBehind
 from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter, check_place, kept_json
 
@@ -43,6 +43,7 @@ __all__ = [
     "WriteBehind",
     "check_place",
     "check_stacks",
+    "damaged_draft",
     "dequantized",
     "dtype_contradiction",
     "find_draft_head",

@@ -61,6 +61,19 @@ def bare_codes(checkpoint: Checkpoint, name: str) -> str | None:
     )
 
 
+def damaged_draft(checkpoint: Checkpoint, names: Iterable[str]) -> str | None:
+    """A sentence about the first of ``names``, of no quantised linear, by which a draft head holds codes
+    without scales; None without such."""
+    for name in names:
+        info = checkpoint.tensors[name]
+        if _holds_codes(info) and is_of_draft_head(name, checkpoint.config):
+            return (
+                f"{name}: expected floating point {list(info.shape)}, found {info.dtype} without scales; the "
+                "draft head is damaged, which makes text slower and no other"
+            )
+    return None
+
+
 def _holds_codes(info: TensorInfo) -> bool:
     """Whether a tensor is codes: by its dtype, or by the name of a parameter. Buffers may be integers, and
     GPT-2 calls its mask of bytes ``attn.bias``."""

@@ -475,7 +475,10 @@ def test_codes_without_scales_beside_quantised_linears_are_refused(tmp_path: Pat
     add_draft_head(folder, 0, "mtp")
     edit_tensors(folder, lambda tensors: tensors.update({"mtp.fc.weight": tensors["mtp.fc.weight"].char()}))
     load(folder, device="cpu")
-    inspect(folder)
+    told = "mtp.fc.weight: expected floating point [64, 128], found int8 without scales; the draft head"
+    assert inspect(folder).notes[0].startswith(told)
+    (warned,) = (check for check in verify(folder, device="cpu").checks if check.status == "warning")
+    assert warned.detail.startswith(told)
     name = "model.embed_tokens.weight"
     edit_tensors(folder, lambda tensors: tensors.update({name: (tensors[name] * 20).char()}))
     for attempt in (*every_command(folder, tmp_path / "out"), lambda: inspect(folder)):
@@ -483,6 +486,16 @@ def test_codes_without_scales_beside_quantised_linears_are_refused(tmp_path: Pat
             attempt()
     (failed,) = (check for check in verify(folder, device="cpu").checks if check.status == "failed")
     assert name in failed.detail
+
+
+def test_a_draft_head_of_codes_is_told_in_an_unquantised_folder(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "model", blocks=1)
+    add_draft_head(folder, 0, "mtp")
+    assert not inspect(folder).notes
+    name = "mtp.layers.0.mlp.up_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({name: tensors[name].char()}))
+    (note,) = inspect(folder).notes
+    assert note.startswith(f"{name}: expected floating point [128, 64], found int8 without scales; the draft")
 
 
 @pytest.mark.parametrize("name", ["quantize_config.json", "hf_quant_config.json"])

@@ -13,6 +13,7 @@ from marlinq.checkpoint import (
     Checkpoint,
     QuantizedCheckpoint,
     UndeclaredError,
+    damaged_draft,
     find_draft_head,
     floating_linears,
     own_head,
@@ -181,7 +182,7 @@ def _unquantized(opened: Checkpoint, undeclared: str | None) -> Inspection:
         raise CheckpointError(
             f"{opened.path}: its safetensors files hold no weights; copy the checkpoint again"
         )
-    note = undeclared or _mismatch(opened, None)
+    notes = [undeclared or _mismatch(opened, None), damaged_draft(opened, opened.tensors)]
     return Inspection(
         checkpoint=str(opened.path),
         format=None,
@@ -203,7 +204,7 @@ def _unquantized(opened: Checkpoint, undeclared: str | None) -> Inspection:
         model_bits=8 * opened.nbytes / parameters,
         tensor_parallel=1,
         servers=(),
-        notes=() if note is None else (note,),
+        notes=tuple(note for note in notes if note is not None),
         undeclared=undeclared is not None,
     )
 
@@ -369,6 +370,10 @@ def _notes(
 
 def _draft_notes(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -> Iterable[str]:
     """Note on how loaders treat a draft head (multi-token prediction)."""
+    damaged = damaged_draft(quantized.checkpoint, quantized.passthrough)
+    if damaged is not None:
+        yield damaged
+        return
     head = find_draft_head(quantized.checkpoint.tensors)
     if head is not None and (head.layer is None or quantized.beyond_blocks(head.block)):
         yield "marlinq drafts with the checkpoint's draft head (`marlinq generate --speculate mtp`)"

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from marlinq.checkpoint import (
     Checkpoint,
     QuantizedCheckpoint,
+    damaged_draft,
     dtype_contradiction,
     model_dtype,
     own_head,
@@ -132,6 +133,8 @@ def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Chec
                 f"{module}: scales are {spec.scheme.scale_dtype}; loaders of {layout.name} cast them "
                 f"to {wanted}"
             )
+    if (damaged := damaged_draft(view.checkpoint, view.passthrough)) is not None:
+        findings.warnings.append(damaged)
     if isinstance(blueprint, str):
         findings.warnings.append("parameters can't be compared with the model's own, which can't be built")
         return findings.result("")
