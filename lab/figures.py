@@ -297,20 +297,6 @@ def quality_schemes_table() -> str:
     return _table(table)
 
 
-def quality_texts_table() -> str:
-    """KL divergence of two models on four kinds of text, groups of 64."""
-    models = {"SmolLM2": result("quality-smollm2")["texts"], "Gemma": result("quality-models")["models"][0]}
-    rows = [["model: method", "novels", "C4", "documentation", "source"]]
-    for name, found in models.items():
-        # AutoRound's rows there lack the start token, which handicaps it on these models.
-        rows += [
-            [f"{name}: {row['method']}", *(f"{kl:.4f}" for kl, _ in row["measured"])]
-            for row in found["rows"]
-            if row["package"] == _OURS
-        ]
-    return _table(rows)
-
-
 def quality_worst_table() -> str:
     """KL divergence of ``default`` over AutoRound's on five kinds of text, by model."""
     found = result("quality-worst-h200")
@@ -333,10 +319,10 @@ def quality_ratios_table() -> str:
     for model in dict.fromkeys(run["model"] for run in runs):
         of_model = [run for run in runs if run["model"] == model]
         sizes = " and ".join(map(str, sorted({run["group_size"] for run in of_model})))
-        best = [run for run in of_model if "best" in run["rows"]]
-        plain = [run for run in of_model if "default" in run["rows"]]
-        of_default, of_best = _span(plain, "default", _PEER), _span(best, "best", _PEER)
-        tuned = " and ".join(map(str, sorted({run["group_size"] for run in best})))
+        of_default, of_best = _span(of_model, "default", _PEER), _span(of_model, "best", _PEER)
+        tuned = " and ".join(
+            map(str, sorted({run["group_size"] for run in of_model if "best" in run["rows"]}))
+        )
         rows.append([f"{model}, groups of {sizes}", of_default, f"{of_best} (groups of {tuned})"])
         for peer, words in ((_OTHER_RUN, "better run"), (_STRONG_PEER, "strongest setting")):
             other = [run for run in of_model if peer in run["rows"]]
@@ -344,17 +330,19 @@ def quality_ratios_table() -> str:
                 cells = [f"**{_span(other, ours, peer)}**" for ours in ("default", "best")]
                 rows.append([f"the same, over AutoRound's {words}", *cells])
     scaled = [run for run in result("quality-worst-h200")["runs"] if run["scaled"]]
-    made = _span((run for run in scaled if "default" in run["rows"]), "default", _PEER)
-    made_best = [run for run in scaled if "best" in run["rows"]]
-    of_tuned = _span(made_best, "best", _PEER) if made_best else "not measured"
-    rows.append(["SmolLM2 and Qwen, channels scaled", made, of_tuned])
+    made = (_span(scaled, ours, _PEER) for ours in ("default", "best"))
+    rows.append(["SmolLM2 and Qwen, channels scaled", *made])
+    made = (f"**{_span(scaled, ours, _STRONG_PEER)}**" for ours in ("default", "best"))
+    rows.append(["Qwen, channels scaled, over AutoRound's strongest setting", *made])
     return _table(rows)
 
 
 def _span(runs: Iterable[dict[str, Any]], ours: str, peer: str) -> str:
-    """Smallest and largest divergence of ``ours`` over the peer's on a text."""
-    pairs = [(run["rows"][ours]["kl"], run["rows"][peer]["kl"]) for run in runs]
-    ratios = [a / b for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True)]
+    """Smallest and largest divergence of ``ours`` over the peer's on a text, of the runs with both."""
+    both = [run["rows"] for run in runs if ours in run["rows"] and peer in run["rows"]]
+    if not both:
+        return "not measured"
+    ratios = [a / b for rows in both for a, b in zip(rows[ours]["kl"], rows[peer]["kl"], strict=True)]
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
@@ -473,7 +461,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": experts_table,
     "quality": quality_table,
     "quality-schemes": quality_schemes_table,
-    "quality-texts": quality_texts_table,
     "quality-worst": quality_worst_table,
     "quality-ratios": quality_ratios_table,
     "quality-sparse": quality_sparse_table,
