@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from marlinq.calibration.tokens import moved_tokens, same_tokenizer_files
 from marlinq.core import boundaries
 from marlinq.core.display import Block, Facts, Shown, Table, counted, lines
 from marlinq.core.errors import CheckpointError, NumericsError, UsageError
@@ -321,6 +322,12 @@ def _check_pair(loaded: LoadedModel, original: LoadedModel | None, length: int) 
             f"{loaded.path} has a vocabulary of {sizes[0]}, {original.path} one of {sizes[1]}; "
             "only models with the same tokens can be compared"
         )
+    if loaded.tokenizer is None or original.tokenizer is None:
+        return
+    if not same_tokenizer_files(loaded.path, original.path):
+        moved = moved_tokens(loaded.tokenizer, original.tokenizer)
+        if moved is not None:
+            raise UsageError(f"{loaded.path}: {moved}; only models with the same tokens can be compared")
 
 
 def _text(

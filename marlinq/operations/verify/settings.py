@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from marlinq.calibration.tokens import moved_tokens, same_tokenizer_files
 from marlinq.checkpoint import Checkpoint, without_quantization_config
 from marlinq.core.errors import MarlinqError
 from marlinq.models import parse_config
@@ -26,10 +26,6 @@ _IRRELEVANT = re.compile(
 """Settings that don't change what a model computes, or that other checks judge (types, ties)."""
 _LIMITS = re.compile(r"max_position_embeddings|(bos|eos|pad|sep)_token_id")
 """Settings of where text begins and ends, which some makers correct."""
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt",
-    "added_tokens.json", "special_tokens_map.json",
-)  # fmt: skip
 _PROBE = "The quick brown fox, 12345.67 na\u00efve \u4f60\u597d\n\tfor (i = 0; i < n; ++i) { }  <b>x</b>"
 _SHOWN = 60
 
@@ -48,6 +44,12 @@ def _compare_configs(
     mine, theirs = (without_quantization_config(each.config) for each in (checkpoint, original))
     if mine == theirs:
         return
+    ours, others = mine.get("architectures"), theirs.get("architectures")
+    if ours and others and ours != others:
+        findings.warnings.append(
+            f"config.json: architectures is {_short(ours)}, the original's is {_short(others)}; servers "
+            "choose the model's code by it"
+        )
     known: set[str] | None = None
     try:
         parsed = [
@@ -106,7 +108,7 @@ def _short(value: Any) -> str:
 def _compare_tokenizers(
     checkpoint: Checkpoint, original: Checkpoint, trust_remote_code: bool, findings: Findings
 ) -> None:
-    if _same_files(checkpoint.path, original.path):
+    if same_tokenizer_files(checkpoint.path, original.path):
         return
     try:
         mine, theirs = (read_tokenizer(each, trust_remote_code) for each in (checkpoint, original))
@@ -117,20 +119,7 @@ def _compare_tokenizers(
         if theirs is not None:
             findings.warnings.append("tokenizer: missing; the original has one")
         return
-    ours, others = mine.get_vocab(), theirs.get_vocab()
-    moved = [token for token, number in others.items() if ours.get(token, number) != number]
-    if moved:
-        token = min(moved, key=others.__getitem__)
-        findings.failures.append(
-            f"tokenizer: {len(moved)} tokens have other numbers than the original's; {_short(token)} is "
-            f"{ours[token]}, the original's is {others[token]}"
-        )
+    if (moved := moved_tokens(mine, theirs)) is not None:
+        findings.failures.append(f"tokenizer: {moved}")
     elif mine(_PROBE)["input_ids"] != theirs(_PROBE)["input_ids"]:
         findings.warnings.append("tokenizer: splits text into other tokens than the original's")
-
-
-def _same_files(mine: Path, theirs: Path) -> bool:
-    def content(path: Path) -> bytes | None:
-        return path.read_bytes() if path.is_file() else None
-
-    return all(content(mine / name) == content(theirs / name) for name in _TOKENIZER_FILES)

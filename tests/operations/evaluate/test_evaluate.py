@@ -177,6 +177,20 @@ def test_unusable_text_is_named(
         evaluate(original, text=str(path), length=32, device="cpu")
 
 
+def test_only_models_with_the_same_tokens_are_compared(original: Path, quantized: Path, text: Path) -> None:
+    # Text was split by the original's tokenizer alone, so a wrong one beside the model looked harmless.
+    save_tokenizer(quantized)
+    evaluate(quantized, against=original, text=str(text), length=32, device="cpu")
+    path = quantized / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    words = tokenizer["model"]["vocab"]
+    first, second = sorted(words, key=words.__getitem__)[-2:]
+    words[first], words[second] = words[second], words[first]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(UsageError, match="2 tokens have other numbers than the original's"):
+        evaluate(quantized, against=original, text=str(text), length=32, device="cpu")
+
+
 def test_models_that_cannot_be_compared(original: Path, quantized: Path, text: Path, tmp_path: Path) -> None:
     from tests.testing.tiny_models import tiny_model
 

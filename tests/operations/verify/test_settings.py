@@ -53,8 +53,11 @@ def test_other_settings_of_the_model_fail(
     assert any(named in problem for problem in check.problems or (check.detail,))
 
 
-@pytest.mark.parametrize("changes", [{"max_position_embeddings": 32}, {"eos_token_id": 3}])
-def test_limits_of_the_text_are_warnings(
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_position_embeddings": 32}, {"eos_token_id": 3}, {"architectures": ["GPT2LMHeadModel"]}],
+)
+def test_limits_of_the_text_and_names_are_warnings(
     original: Path, quantized: Callable[..., Path], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     assert row(edited(quantized("gptq"), tmp_path / "out", changes), original).status == "warning"
