@@ -14,7 +14,7 @@ from marlinq.checkpoint.quantization_config import (
     replace_quantization_config,
     without_quantization_config,
 )
-from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears, misplaced
+from marlinq.checkpoint.quantized import QuantizedCheckpoint, doubtful_tensors, floating_linears, misplaced
 from marlinq.checkpoint.read_ahead import ReadAhead, lock_ring_early
 from marlinq.checkpoint.reader import EVALUATION, MANIFEST, Checkpoint
 from marlinq.checkpoint.stacked import StackingWriter, check_stacks
@@ -45,6 +45,7 @@ __all__ = [
     "check_stacks",
     "damaged_draft",
     "dequantized",
+    "doubtful_tensors",
     "dtype_contradiction",
     "find_draft_head",
     "floating_linears",

@@ -211,33 +211,6 @@ class QuantizedCheckpoint:
 
         return [module for module in self.modules if doubtful(module)]
 
-    def doubtful_tensors(self) -> list[str]:
-        """Unquantised tensors that may have no place in the model, which only building the model can tell.
-
-        Their module is not in every block that the config counts, or its name is unusual outside of blocks.
-        """
-        blocks: dict[str, set[int]] = {}
-        places: dict[str, str] = {}
-        for name in self.checkpoint.tensors:
-            module = name.rpartition(".")[0]
-            block = _BLOCK.search(f"{module}.")
-            if block is not None:
-                places[name] = f"{module[: block.start()]}.{module[block.end() :]}"
-                blocks.setdefault(places[name], set()).add(int(block[1]))
-        every = {number for numbers in blocks.values() for number in numbers}
-
-        def doubtful(name: str) -> bool:
-            if is_of_draft_head(name, self.checkpoint.config):
-                return False
-            module, _, suffix = name.rpartition(".")
-            if suffix not in (UNQUANTIZED, "bias"):
-                return True
-            if name in places:
-                return blocks[places[name]] != every
-            return not any(mark in module.rpartition(".")[2] for mark in (*_EMBEDDING_MARKS, "head", "ln_f"))
-
-        return [name for name in self.passthrough if doubtful(name)]
-
     def beyond_blocks(self, name: str) -> bool:
         """Whether the number in ``name`` is of no block that the config counts: a draft head (multi-token
         prediction) lies behind the last."""
@@ -250,6 +223,35 @@ class QuantizedCheckpoint:
         if not any(is_head(name) for name in (*floating, *self.modules)):
             floating.append("lm_head")
         return floating
+
+
+def doubtful_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
+    """Those of ``names``, of unquantised tensors, that may have no place in the model, which only building
+    the model can tell.
+
+    Their module is not in every block, or their name is unusual outside of blocks.
+    """
+    blocks: dict[str, set[int]] = {}
+    places: dict[str, str] = {}
+    for name in checkpoint.tensors:
+        module = name.rpartition(".")[0]
+        block = _BLOCK.search(f"{module}.")
+        if block is not None:
+            places[name] = f"{module[: block.start()]}.{module[block.end() :]}"
+            blocks.setdefault(places[name], set()).add(int(block[1]))
+    every = {number for numbers in blocks.values() for number in numbers}
+
+    def doubtful(name: str) -> bool:
+        if is_of_draft_head(name, checkpoint.config):
+            return False
+        module, _, suffix = name.rpartition(".")
+        if suffix not in (UNQUANTIZED, "bias"):
+            return True
+        if name in places:
+            return blocks[places[name]] != every
+        return not any(mark in module.rpartition(".")[2] for mark in (*_EMBEDDING_MARKS, "head", "ln_f"))
+
+    return [name for name in names if doubtful(name)]
 
 
 def misplaced(name: str, form: Format, layouts: Mapping[str, Layout]) -> str | None:

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from marlinq.cli import COMMANDS, main
 from marlinq.core import errors, progress
 from marlinq.core.progress import no_progress
 from tests.testing import forks
+from tests.testing.original_folders import save_tiny
 
 HEAVY = ("torch", "transformers", "datasets", "cupy", "gguf", "accelerate")
 HELPS = [[], *([name] for name in COMMANDS), *(["bench", name] for name in ("kernels", "experts", "decode"))]
@@ -34,6 +36,19 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     run = forks.run(code, modules=forks.COMMANDS)
     assert run.stderr.strip() == ""
     assert run.stdout.startswith("Usage:")
+
+
+def test_inspect_of_an_ordinary_folder_imports_nothing_heavy(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "model", blocks=2)
+    code = (
+        "import sys\n"
+        "from marlinq.cli import cli\n"
+        f"cli.main(['inspect', {str(folder)!r}], standalone_mode=False)\n"
+        f"sys.exit(','.join(name for name in {HEAVY!r} if name in sys.modules) or 0)\n"
+    )
+    run = forks.run(code, modules=forks.COMMANDS)
+    assert run.stderr.strip() == ""
+    assert "not quantised" in run.stdout
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])

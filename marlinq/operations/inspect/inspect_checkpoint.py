@@ -14,6 +14,7 @@ from marlinq.checkpoint import (
     QuantizedCheckpoint,
     UndeclaredError,
     damaged_draft,
+    doubtful_tensors,
     find_draft_head,
     floating_linears,
     own_head,
@@ -126,7 +127,7 @@ def _strangers(quantized: QuantizedCheckpoint) -> tuple[str | None, str | None]:
     """(a sentence about a tensor that is none of the model's, why that can't be decided); each is None where
     it does not apply."""
     linears = quantized.doubtful_linears()
-    if not linears and not quantized.doubtful_tensors():
+    if not linears and not doubtful_tensors(quantized.checkpoint, quantized.passthrough):
         return None, None
     # Imports torch and transformers, which takes seconds and is avoided for other checkpoints.
     from marlinq.models import check_linears
@@ -182,7 +183,9 @@ def _unquantized(opened: Checkpoint, undeclared: str | None) -> Inspection:
         raise CheckpointError(
             f"{opened.path}: its safetensors files hold no weights; copy the checkpoint again"
         )
-    notes = [undeclared or _mismatch(opened, None), damaged_draft(opened, opened.tensors)]
+    # Building the model takes seconds.
+    mismatch = _mismatch(opened, None) if doubtful_tensors(opened, opened.tensors) else None
+    notes = [undeclared or mismatch, damaged_draft(opened, opened.tensors)]
     return Inspection(
         checkpoint=str(opened.path),
         format=None,
