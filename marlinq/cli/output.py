@@ -15,7 +15,7 @@ import click
 
 from marlinq.core import progress
 from marlinq.core.display import Block, plain
-from marlinq.core.errors import MarlinqError
+from marlinq.core.errors import MarlinqError, OutputError
 from marlinq.core.safe_text import encodable, json_text, one_line, prose
 
 INTERRUPTED_CODE = 130
@@ -59,7 +59,7 @@ def print_report(report: Report, *, as_json: bool, more: Sequence[Block] = ()) -
     """
     if as_json:
         print_json(_plain(report.to_dict()), indent=2)
-    elif sys.stdout.isatty():
+    elif sys.stdout is not None and sys.stdout.isatty():
         from rich.console import Console
 
         from marlinq.cli.terminal import draw
@@ -68,17 +68,33 @@ def print_report(report: Report, *, as_json: bool, more: Sequence[Block] = ()) -
             sys.stdout.reconfigure(errors="backslashreplace")
         draw([*report.display(), *more], Console(markup=False, highlight=False, emoji=False))
     else:
-        click.echo(encodable(plain([*report.display(), *more]), sys.stdout))
+        _print(plain([*report.display(), *more]))
 
 
 def print_json(value: dict[str, Any], *, indent: int | None = None) -> None:
     """Print one JSON object on stdout."""
-    click.echo(json_text(value, sys.stdout, indent=indent))
+    if sys.stdout is not None:
+        _print(json_text(value, sys.stdout, indent=indent))
 
 
 def print_piece(text: str) -> None:
     """Print a piece of text that a model wrote on stdout, without a line break."""
-    click.echo(encodable(prose(text), sys.stdout), nl=False)
+    _print(prose(text), end=False)
+
+
+def _print(text: str, *, end: bool = True) -> None:
+    """Print text on stdout, if that is open, with a line break at its ``end``."""
+    if sys.stdout is None:
+        return
+    try:
+        click.echo(encodable(text, sys.stdout), nl=end)
+    except BrokenPipeError:
+        # The reader wanted no more; click ends the command.
+        raise
+    except OSError as error:
+        # What is still in the buffer would fail once more when Python ends.
+        sys.stdout = None
+        raise OutputError(f"stdout: {error.strerror or error}; the result was not printed whole") from None
 
 
 def print_line(text: str, file: TextIO | None = None) -> None:
@@ -96,10 +112,13 @@ def print_message(line: str) -> None:
 def print_error(error: MarlinqError, *, as_json: bool) -> int:
     """Print ``error`` as one line on stderr, or as a JSON object on stdout; returns its exit code."""
     message = str(error)
-    if as_json:
-        print_json({"error": message, "class": type(error).__name__, "exit_code": error.exit_code})
-    else:
-        print_line(f"error: {message}")
+    if as_json and sys.stdout is not None:
+        try:
+            print_json({"error": message, "class": type(error).__name__, "exit_code": error.exit_code})
+            return error.exit_code
+        except OutputError as full:
+            print_line(f"error: {full}")
+    print_line(f"error: {message}")
     return error.exit_code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,31 @@ def test_report_as_text_and_as_json(marlinq: Callable, operation: Callable) -> N
     operation("marlinq.operations.inspect", "inspect")
     assert marlinq("inspect", "folder").out == "one line of report\n"
     assert json.loads(marlinq("inspect", "folder", "--json").out) == {"value": 1, "unbounded": None}
+
+
+class Full(StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_result_that_cannot_be_printed_is_one_line(
+    marlinq: Callable,
+    operation: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    json_too: list[str],
+    closed: bool,
+) -> None:
+    operation("marlinq.operations.inspect", "inspect")
+    for folder, code in (("folder", 0 if closed else 9), ("./nosuch", 3)):
+        # A disk that is full; or no stdout, as with >&-.
+        monkeypatch.setattr(sys, "stdout", None if closed else Full())
+        outcome = marlinq("inspect", folder, *json_too)
+        assert outcome.code == code
+        lines = outcome.err.splitlines()
+        assert all(line.startswith("error: ") for line in lines)
+        assert (code == 9 or bool(json_too and not closed)) == ("No space left on device" in outcome.err)
 
 
 def test_reasons_for_kernels_are_printed_on_request(

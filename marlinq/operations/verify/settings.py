@@ -21,7 +21,7 @@ from marlinq.runtime.loading import read_tokenizer
 _IRRELEVANT = re.compile(
     r"architectures|auto_map|.*dtype|transformers_version|_.*|.*dropout.*|.*initializer.*|init_std|"
     r"use_cache|output_.*|return_dict.*|id2label|label2id|num_labels|problem_type|pretraining_tp|"
-    r"tie_word_embeddings|torchscript|use_bfloat16|.*loss.*|chunk_size_.*|.*layerdrop|quantization_config"
+    r"tie_word_embeddings|tokenizer_class|name_or_path|torchscript|use_bfloat16|.*loss.*|chunk_size_.*|.*layerdrop|quantization_config"
 )
 """Settings that don't change what a model computes, or that other checks judge (types, ties)."""
 _LIMITS = re.compile(r"max_position_embeddings|(bos|eos|pad|sep)_token_id")
