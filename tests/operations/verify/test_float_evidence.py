@@ -183,6 +183,30 @@ def test_tiny_weights_that_a_method_moved_fail_nothing(name: str, tokens: int, t
     assert not any(finding.fails for finding in found.findings)
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens", "every", "rest"), [("nvfp4", 4, 2, 0.0), ("nvfp4", 4, 2, 1e-4), ("nvfp4", 64, 4, 0.0)]
+)
+def test_zeros_within_groups_do_not_tell_how_the_others_were_rounded(
+    name: str, tokens: int, every: int, rest: float
+) -> None:
+    """GPTQ moves zeros by whole steps or not at all, and few weights besides keep a piece near them."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(64, 128, generator=generator) * 0.02
+    w[:, torch.arange(128) % every != 0] *= rest
+    inputs = torch.randn(tokens, 128, generator=generator)
+    hessian = inputs.t() @ inputs / tokens
+    hessian = 0.65 * hessian + 0.35 * hessian.diagonal().diag()
+    stored, _ = solve_gptq(w, hessian, SCHEMES[name], GPTQOptions())
+    assert not any(finding.fails for finding in find_float_faults(w, stored).findings)
+    rounded = round_to_nearest(w, SCHEMES[name])
+    codes = rounded.codes.clone()
+    codes[:, :12] = 0
+    found = find_float_faults(w, replace(rounded, codes=codes))
+    assert found.rounded
+    assert len(found.findings) == 12 * 8
+    assert all(finding.fails for finding in found.findings)
+
+
 @pytest.mark.parametrize("channels", [slice(0, 80), slice(80, 160)])
 def test_damage_beside_tiny_weights_is_found(channels: slice) -> None:
     w = weight()

@@ -37,6 +37,8 @@ are within the bound. Damage moves a code by a step or more: 0.25 or less. GPTQ'
 more."""
 _TINY = 4
 """Ratio of an output channel's largest piece to a piece above which that piece counts as tiny."""
+_TELLING = 8
+"""Ratio of the smallest half step to a weight above which its distance does not tell how it was rounded."""
 _STANDS_OUT = 4.0
 """Ratio of a piece's root mean square error to the module's 99.9 % quantile above which it is a warning, in
 modules that were not rounded to nearest."""
@@ -54,17 +56,19 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
     w, size = weight.t(), min(q.channels_per_group, _PIECE)
     pieces = -(-q.in_features // size)
     shape = (pieces, q.out_features)
-    beyond, unrounded, squares, sizes = (torch.zeros(shape, device=w.device) for _ in range(4))
+    beyond, far, unrounded, squares, sizes, telling = (torch.zeros(shape, device=w.device) for _ in range(6))
     piece = torch.arange(q.in_features, device=w.device) // size
     # An activation order would mix scales within a piece, but not distances.
     for start in range(0, q.in_features, _ROWS):
         rows = slice(start, start + _ROWS)
-        r = _half_steps(w[rows], q, rows)
+        r, tells = _half_steps(w[rows], q, rows)
         tested = (
             (beyond, r > _BEYOND),
-            (unrounded, r > _NEAREST),
+            (far, (r > _BEYOND) & tells),
+            (unrounded, (r > _NEAREST) & tells),
             (squares, r.square()),
             (sizes, w[rows].abs()),
+            (telling, tells),
         )
         for total, values in tested:
             total.index_add_(0, piece[rows], values.float())
@@ -73,33 +77,40 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
     # Corrections of large weights' errors move tiny weights by many steps, and those of tiny ones move no
     # large weight: each alone could pass for a module that is rounded and in parts damaged.
     large = live & (sizes >= sizes.amax(dim=0) / _TINY)
-    rounded = all(_rounded(unrounded[judged], beyond[judged]) for judged in (live, large))
+    rounded = all(
+        _rounded(unrounded[judged], far[judged], float(telling[judged].mean()) / size)
+        for judged in (live, large)
+    )
     findings = _damage(beyond, size) if rounded else _outliers(squares, size)
     return Evidence(tuple(findings), 0, 0, 0.0, 1.0, len(findings), values=weight.numel(), rounded=rounded)
 
 
-def _rounded(unrounded: Tensor, beyond: Tensor) -> bool:
+def _rounded(unrounded: Tensor, far: Tensor, telling: float) -> bool:
     """Whether most pieces were rounded to nearest, of which some may be damaged since.
 
     Args:
         unrounded: values above :data:`_NEAREST` of each piece.
-        beyond: values above :data:`_BEYOND` of each piece.
+        far: values above :data:`_BEYOND` of each piece.
+        telling: share of the pieces' weights that these counts are of.
     """
     share = float((unrounded == 0).float().mean())
     if share < _ROUNDED_SHARE:
         return False
-    far, little_far = float(beyond.sum()), float((unrounded - beyond).sum())
-    if share < _CLEARLY_ROUNDED and little_far > _LITTLE_OVER_BEYOND * far:
+    little_far = float((unrounded - far).sum())
+    # Pieces with zeros keep the bound more often; the power makes the share that of pieces without.
+    clearly = share ** (1 / max(telling, 1 / _PIECE)) >= _CLEARLY_ROUNDED
+    if not clearly and little_far > _LITTLE_OVER_BEYOND * float(far.sum()):
         return False
     # GPTQ on inputs that hardly go together moves few weights, most of them little past half a step; damage
     # moves a code by a step or more.
-    little = int(((unrounded > 0) & (beyond == 0)).sum())
-    return little <= int((beyond > 0).sum())
+    little = int(((unrounded > 0) & (far == 0)).sum())
+    return little <= int((far > 0).sum())
 
 
-def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> Tensor:
+def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> tuple[Tensor, Tensor]:
     """Distance of each weight from its code's value, in half steps between values there, float32 as ``w``; 0
-    for a weight beyond the element's largest value that has this value."""
+    for a weight beyond the element's largest value that has this value. And whether the distance tells how
+    the weight was rounded: zero, and what is far below half a step, moves by whole steps or not at all."""
     groups = q.g_idx[rows].long()
     scales = q.per_output(q.scales.float())[groups]
     if q.tensor_scale is not None:
@@ -112,7 +123,8 @@ def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> Tensor:
     bounds, halves = (part.to(w.device) for part in _steps(q.element))
     # The step between the two values around the farther one.
     far = torch.where(values.abs() > place.abs(), values, place)
-    return (place - values).abs_().div_(halves[torch.bucketize(far.contiguous(), bounds)])
+    tells = place.abs() > halves.min() / _TELLING
+    return (place - values).abs_().div_(halves[torch.bucketize(far.contiguous(), bounds)]), tells
 
 
 @lru_cache(maxsize=16)
