@@ -32,6 +32,7 @@ _LINEAR = re.compile(r"(?:^|\.)(?:[^.]*proj[^.]*|dense\w*|fc\d|c_attn|c_fc|wo|wq
 _BLOCK = re.compile(r"\.(\d{1,9})\.")
 _EXPERTS = "experts"
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
+_BLOCK_MARKS = ("norm", "ln_", "gate", "router")
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ def doubtful_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
     """Those of ``names``, of unquantised tensors, that may have no place in the model, which only building
     the model can tell.
 
-    Their module is not in every block, or their name is unusual outside of blocks.
+    Their module is not in every block, or their name is unusual.
     """
     blocks: dict[str, set[int]] = {}
     places: dict[str, str] = {}
@@ -247,9 +248,11 @@ def doubtful_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
         module, _, suffix = name.rpartition(".")
         if suffix not in (UNQUANTIZED, "bias"):
             return True
+        last = module.rpartition(".")[2]
         if name in places:
-            return blocks[places[name]] != every
-        return not any(mark in module.rpartition(".")[2] for mark in (*_EMBEDDING_MARKS, "head", "ln_f"))
+            usual = _LINEAR.search(module) or any(mark in last for mark in _BLOCK_MARKS)
+            return blocks[places[name]] != every or not usual
+        return not any(mark in last for mark in (*_EMBEDDING_MARKS, "head", "ln_f"))
 
     return [name for name in names if doubtful(name)]
 

@@ -548,6 +548,20 @@ def test_a_tensor_that_the_model_has_not_is_shown_by_inspect(
         load(folder, device="cpu")
 
 
+@pytest.mark.parametrize("changes", ["added", "removed"])
+def test_tensors_of_every_block_or_missing_ones_are_shown_by_inspect(tmp_path: Path, changes: str) -> None:
+    folder = save_tiny("llama", tmp_path / "model", blocks=2)
+    if changes == "added":
+        extra = {f"model.layers.{block}.mlp.extra.weight": torch.ones(4, 64) for block in (0, 1)}
+        edit_tensors(folder, lambda tensors: tensors.update(extra))
+    else:
+        edit_tensors(folder, lambda tensors: tensors.pop(f"{VICTIM}.weight"))
+    (note,) = inspect(folder).notes
+    assert re.search(r"mlp.extra.weight' \(2 such\)|expected a tensor '.*up_proj.weight'", note)
+    with pytest.raises(CheckpointError, match=re.escape(note)):
+        load(folder, device="cpu")
+
+
 def test_scales_rounded_up_to_powers_of_two_are_judged_by_their_weights(tmp_path: Path) -> None:
     """Weights of 6e4 have the scale 256, with which codes could reach 1.1e5."""
     folder = save_tiny("llama", tmp_path / "model", blocks=1)
