@@ -43,12 +43,14 @@ from marlinq.operations.verify.conversions import (
 from marlinq.operations.verify.masks import misplaced_channels
 from marlinq.operations.verify.statistics.evidence import Evidence, find_faults
 from marlinq.operations.verify.statistics.finding import RunSize, SuspectPlace
-from marlinq.operations.verify.statistics.float_weights import find_float_faults
+from marlinq.operations.verify.statistics.float_weights import find_float_faults, whole_module_faults
 from marlinq.operations.verify.tuned import too_far, tuned_vectors
 from marlinq.operations.verify.verification_report import Check, Findings
 
 FAR_ABOVE_RTN = 5.0
 ABOVE_RTN = 3.0
+_WORTH_A_LOOK = 1.2
+"""ratio of a float module's error to round-to-nearest's above which all its scales may be wrong"""
 
 _SHOWN_FAULTS = 5
 
@@ -188,6 +190,8 @@ class Comparison:
         rtn = self._rtn_error(ordered, coarsest_scheme(self._sources, name, q.scheme), norm)
         self.errors[name] = (mine, rtn)
         self._judge_error(name, mine, rtn, q.element, self._weights)
+        if q.element.table is not None and rtn is not None and mine > _WORTH_A_LOOK * rtn:
+            self._places.failures += [f"{name}: {fault}" for fault in whole_module_faults(weight, q)]
         if q.sparsity is not None and (apart := misplaced_channels(weight, q)) is not None:
             self._weights.failures.append(f"{name}: {apart}")
 

@@ -15,6 +15,8 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.verify.statistics import find_float_faults
+from marlinq.operations.verify.statistics.float_weights import whole_module_faults
+from tests.testing.realistic_layers import realistic_layer
 
 SCHEMES = {
     "fp8 channel": Scheme(E4M3, Granularity.channel(), "none", "float32"),
@@ -75,6 +77,38 @@ def test_one_scale_of_many_is_found(rounded: QuantizedWeight, factor: float) -> 
     last = rounded.granularity.outputs_per_group(rounded.out_features)
     for finding in found:
         assert int(finding.what.partition("output channel ")[2].partition(":")[0]) >= 96 - last
+
+
+@pytest.mark.parametrize("away", [-0.05, 0.05])
+def test_scales_wrong_by_one_factor_are_found(rounded: QuantizedWeight, away: float) -> None:
+    # No piece stands out, so that the module counted as one that was not rounded to nearest. Half a step of 4
+    # bits is a larger part of a value, and so must the factor be.
+    factor = 1 + away * (1 if rounded.element is E4M3 else 3)
+    (fault,) = whole_module_faults(weight() / factor, rounded)
+    assert float(fault.split()[4]) == pytest.approx(1 / factor, abs=0.03)
+
+
+@pytest.mark.parametrize("step", [1, -1])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_shifted_scales_are_found(rounded: QuantizedWeight, axis: int, step: int) -> None:
+    if rounded.scales.shape[axis] == 1:
+        pytest.skip("nothing to shift")
+    size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[rounded.scales.dtype.itemsize]
+    scales = rounded.scales.view(size).roll(step, axis).view(rounded.scales.dtype)
+    damaged = replace(rounded, scales=scales)
+    what = ("group", "channel")[axis]
+    assert f"scales are shifted by one {what}" in whole_module_faults(weight(), damaged)
+
+
+@pytest.mark.parametrize("scheme", [each for each in SCHEMES if each not in ("fp8 tensor", "fp8 block")])
+def test_no_module_as_a_method_left_it_has_wrong_scales(scheme: str) -> None:
+    assert whole_module_faults(weight(), round_to_nearest(weight(), SCHEMES[scheme])) == []
+    for seed in range(3):
+        layer, hessian = realistic_layer(256, 96, seed)
+        solved, _ = solve_gptq(layer, hessian, SCHEMES[scheme], GPTQOptions())
+        assert whole_module_faults(layer, solved) == []
+        flat = torch.full((96, 160), 0.37)
+        assert whole_module_faults(flat, round_to_nearest(flat, SCHEMES[scheme])) == []
 
 
 def test_two_exchanged_scales_are_found(rounded: QuantizedWeight) -> None:

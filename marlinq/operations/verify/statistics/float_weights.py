@@ -10,6 +10,7 @@ itself: pieces are reported whose error stands out.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -44,6 +45,15 @@ _STANDS_OUT = 4.0
 modules that were not rounded to nearest."""
 _PIECE = 128
 _ROWS = 512
+_FAR_FACTOR = 0.03
+"""Distance from 1 of the factor that fits a module's values to the original best, above which it can be
+damage. GPTQ's MXFP4 values have factors of 0.93 to 1, others 0.98 to 1.01."""
+_EXPLAINED = 0.85
+"""Ratio of the error with the best factor to the error as stored below which the factor is damage; in sound
+modules it is 0.97 and more."""
+_SHIFTED = 0.7
+"""Ratio of the error with shifted scales to the error as stored below which the scales were shifted; in sound
+modules any shift adds to the error."""
 
 
 def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
@@ -83,6 +93,32 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
     )
     findings = _damage(beyond, size) if rounded else _outliers(squares, size)
     return Evidence(tuple(findings), 0, 0, 0.0, 1.0, len(findings), values=weight.numel(), rounded=rounded)
+
+
+def whole_module_faults(weight: Tensor, q: QuantizedWeight) -> list[str]:
+    """Faults of all scales of a module at once, which leave no piece that stands out from the others.
+
+    Args:
+        weight: original, float32 [N, K].
+        q: stored weight, its scales finite, on the device of ``weight``.
+    """
+    values = q.dequantize().float()
+    error = float((weight - values).norm())
+    factor = float((weight * values).sum() / values.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
+    rest = float((weight - factor * values).norm())
+    faults = []
+    if abs(factor - 1) > _FAR_FACTOR and rest < _EXPLAINED * error:
+        faults.append(
+            f"all values should be {factor:.3g} times the stored ones, so scales are another weight's"
+        )
+    for axis, what in enumerate(("group", "channel")):
+        for step in (1, -1) if q.scales.shape[axis] > 1 else ():
+            # Not every operation knows 8-bit floats.
+            same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[q.scales.dtype.itemsize]
+            moved = replace(q, scales=q.scales.view(same_size).roll(step, axis).view(q.scales.dtype))
+            if float((weight - moved.dequantize().float()).norm()) < _SHIFTED * error:
+                faults.append(f"scales are shifted by one {what}")
+    return faults
 
 
 def _rounded(unrounded: Tensor, far: Tensor, telling: float) -> bool:
