@@ -263,8 +263,8 @@ def note_text(writer: CheckpointWriter, recipe: Recipe, text: CalibrationText) -
         writer.commit({"calibration": identity})
     elif noted != identity:
         raise OutputError(
-            f"{writer.partial}: the interrupted run calibrated on {noted['tokens']} tokens, "
-            f"{noted['source']} now gives {identity['tokens']}; restore it, or remove the folder"
+            f"{writer.partial}: {noted['source']} gives other text than the interrupted run had "
+            f"({noted['tokens']} tokens then, {identity['tokens']} now); restore it, or remove the folder"
         )
 
 
