@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from marlinq.checkpoint.draft_head import is_of_draft_head
 from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor
 from marlinq.checkpoint.hub_download import WANTED, download
 from marlinq.checkpoint.source import SourceFile, reading
@@ -84,7 +85,7 @@ class Checkpoint:
         files: dict[str, SourceFile] = {}
         config = _read_kept(folder, CONFIG, files)
         tensors = _read_tensors(folder, files)
-        _check_one_model(folder, config, files)
+        _check_one_model(folder, config, files, tensors)
         return cls(folder, config, tensors, _side_files(folder), files)
 
     @property
@@ -284,23 +285,34 @@ def _read_tensors(folder: Path, files: dict[str, SourceFile]) -> dict[str, Tenso
     return tensors
 
 
-def _check_one_model(folder: Path, config: Mapping[str, Any], files: Mapping[str, SourceFile]) -> None:
+def _check_one_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    files: Mapping[str, SourceFile],
+    tensors: Mapping[str, TensorInfo],
+) -> None:
     """Checks that transformers reads the same weights from the folder as marlinq does.
 
+    Where :data:`SINGLE` exists, transformers reads it and no index. It needs no draft head, which some makers
+    put in a file beside it.
+
     Raises:
-        CheckpointError: it holds several models, and transformers takes another.
+        CheckpointError: the folder holds several models, and transformers takes another.
     """
     shards = [name for name in files if name not in (CONFIG, INDEX)]
-    if (folder / SINGLE).exists() and shards != [SINGLE]:
+    others = [info.name for info in tensors.values() if info.shard != SINGLE]
+    only_drafts = SINGLE in files and all(is_of_draft_head(name, config) for name in others)
+    if (folder / SINGLE).exists() and not only_drafts:
         raise CheckpointError(
             f"{folder}: holds {SINGLE} beside the {len(shards)} files of {INDEX}; transformers reads the "
             "former and most servers the latter; remove what is stale"
         )
-    named, own = config.get("transformers_weights"), INDEX if INDEX in files else shards[0]
-    if named is not None and named != own:
+    named = config.get("transformers_weights")
+    same = [name for name in (INDEX, SINGLE) if name in files] or shards
+    if named is not None and named not in same:
         raise CheckpointError(
-            f"{folder / CONFIG}: transformers_weights names other weights than {own}, which servers read; "
-            "keep those that you mean, and remove transformers_weights"
+            f"{folder / CONFIG}: transformers_weights names other weights than {same[0]}, which servers "
+            "read; keep those that you mean, and remove transformers_weights"
         )
     if (folder / ADAPTER).exists():
         raise CheckpointError(

@@ -259,11 +259,24 @@ def test_hostile_folders_are_refused_in_one_line(folder: Path, name: str) -> Non
 
 def test_weights_may_be_named_and_the_index_may_name_one_file(folder: Path) -> None:
     indexed({"a": SINGLE, "b": SINGLE})(folder)
-    config(json.dumps({"model_type": "llama", "transformers_weights": INDEX}))(folder)
-    assert Checkpoint.open(folder).shards == [SINGLE]
+    for named in (INDEX, SINGLE):
+        config(json.dumps({"model_type": "llama", "transformers_weights": named}))(folder)
+        assert Checkpoint.open(folder).shards == [SINGLE]
     (folder / INDEX).unlink()
     config(json.dumps({"model_type": "llama", "transformers_weights": SINGLE}))(folder)
     assert Checkpoint.open(folder).shards == [SINGLE]
+
+
+@pytest.mark.parametrize("name", ["mtp.fc.weight", "model.layers.2.eh_proj.weight"])
+def test_a_draft_head_may_be_in_a_file_beside_the_weights(folder: Path, name: str) -> None:
+    save_file({name: torch.ones(2, 2)}, folder / "model_extra_tensors.safetensors")
+    indexed({"a": SINGLE, "b": SINGLE, name: "model_extra_tensors.safetensors"})(folder)
+    config(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))(folder)
+    assert name in Checkpoint.open(folder).tensors
+    config(json.dumps({"model_type": "llama", "num_hidden_layers": 3}))(folder)
+    if not name.startswith("mtp"):
+        with pytest.raises(CheckpointError, match="remove what is stale"):
+            Checkpoint.open(folder)
 
 
 def test_the_fixture_itself_reads_back(folder: Path) -> None:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from marlinq.calibration.tokens import moved_tokens, same_tokenizer_files
 from marlinq.checkpoint import Checkpoint, without_quantization_config
 from marlinq.core.errors import MarlinqError
@@ -21,11 +23,14 @@ from marlinq.runtime.loading import read_tokenizer
 _IRRELEVANT = re.compile(
     r"architectures|auto_map|.*dtype|transformers_version|_.*|.*dropout.*|.*initializer.*|init_std|"
     r"use_cache|output_.*|return_dict.*|id2label|label2id|num_labels|problem_type|pretraining_tp|"
-    r"tie_word_embeddings|tokenizer_class|name_or_path|torchscript|use_bfloat16|.*loss.*|chunk_size_.*|.*layerdrop|quantization_config"
+    r"tie_word_embeddings|tokenizer_class|name_or_path|torchscript|use_bfloat16|.*loss.*|chunk_size_.*|"
+    r".*layerdrop|.*jitter_noise|use_mamba_kernels|quantization_config"
 )
 """Settings that don't change what a model computes, or that other checks judge (types, ties)."""
-_LIMITS = re.compile(r"max_position_embeddings|(bos|eos|pad|sep)_token_id")
-"""Settings of where text begins and ends, which some makers correct."""
+_SLIGHT = re.compile(r"max_position_embeddings|(bos|eos|pad|sep)_token_id|num_nextn_predict_layers|.*mtp.*")
+"""Settings of where text begins and ends, which some makers correct, and of draft heads, which some drop."""
+_OLD_ROPE_TYPES = {"mrope": "default", "su": "longrope"}
+"""Today's names of kinds of rotary embeddings, by older names, which transformers replaces when it saves."""
 _PROBE = "The quick brown fox, 12345.67 na\u00efve \u4f60\u597d\n\tfor (i = 0; i < n; ++i) { }  <b>x</b>"
 _SHOWN = 60
 
@@ -50,7 +55,7 @@ def _compare_configs(
             f"config.json: architectures is {_short(ours)}, the original's is {_short(others)}; servers "
             "choose the model's code by it"
         )
-    known: set[str] | None = None
+    known: PretrainedConfig | None = None
     try:
         parsed = [
             parse_config(
@@ -62,15 +67,24 @@ def _compare_configs(
             # A text model that was taken out of its wrapper is compared with the model inside.
             parsed = [each.get_text_config() for each in parsed]
         mine, theirs = (each.to_dict() for each in parsed)
-        known = _parameters(type(parsed[0]))
+        known = parsed[0]
     except MarlinqError:
         # The row "loads" has the reason; without transformers' defaults only what both files say counts.
         pass
-    for key, ours, others in _differences(mine, theirs):
+    for key, ours, others in _differences(mine, theirs, complete=known is not None):
         text = f"config.json: {key} is {_short(ours)}, the original's is {_short(others)}"
-        foreign = known is not None and key.partition(".")[0] not in known
-        slight = foreign or _LIMITS.fullmatch(key.rpartition(".")[2])
+        foreign = known is not None and not _knows(known, key)
+        slight = foreign or _SLIGHT.fullmatch(key.rpartition(".")[2])
         (findings.warnings if slight else findings.failures).append(text)
+
+
+def _knows(config: PretrainedConfig, key: str) -> bool:
+    """Whether the class of ``config``, or of the config in it that the dotted ``key`` leads to, has it."""
+    first, _, rest = key.partition(".")
+    inner = getattr(config, first, None)
+    if rest and isinstance(inner, PretrainedConfig):
+        return _knows(inner, rest)
+    return first in _parameters(type(config))
 
 
 def _parameters(config_class: type) -> set[str]:
@@ -81,19 +95,35 @@ def _parameters(config_class: type) -> set[str]:
 
 
 def _differences(
-    mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "", *, complete: bool
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value, the original's value) of what differs. A key of a whole config that only one file
-    has is another version's, or a user's own."""
-    keys = mine.keys() & theirs.keys() if "model_type" in mine else mine.keys() | theirs.keys()
+    """(dotted key, value, the original's value) of what differs.
+
+    A key that only one of two whole configs has is another version's, or a user's own; below them it counts,
+    unless defaults are left out because the configs are not ``complete``.
+    """
+    if "rope" in prefix:
+        mine, theirs = _with_rope_type(mine), _with_rope_type(theirs)
+    both = "model_type" in mine or not complete
+    keys = mine.keys() & theirs.keys() if both else mine.keys() | theirs.keys()
     for key in sorted(keys, key=str):
         if _IRRELEVANT.fullmatch(str(key)):
             continue
         ours, others = _listed(mine.get(key)), _listed(theirs.get(key))
         if isinstance(ours, Mapping) and isinstance(others, Mapping):
-            yield from _differences(ours, others, f"{prefix}{key}.")
+            yield from _differences(ours, others, f"{prefix}{key}.", complete=complete)
         elif ours != others:
             yield f"{prefix}{key}", ours, others
+
+
+def _with_rope_type(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a rotary embedding, its kind under ``rope_type`` only; older files have ``type``, or
+    both."""
+    kind = rope.get("rope_type", rope.get("type"))
+    if not isinstance(kind, str):
+        return rope
+    rest = {key: value for key, value in rope.items() if key != "type"}
+    return {**rest, "rope_type": _OLD_ROPE_TYPES.get(kind, kind)}
 
 
 def _listed(value: Any) -> Any:

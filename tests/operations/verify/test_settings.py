@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from marlinq.checkpoint import Checkpoint
 from marlinq.operations.verify import verify
+from marlinq.operations.verify.settings import check_settings
 from marlinq.operations.verify.verification_report import Check
 from tests.testing.runnable_folders import save_tokenizer
 
@@ -77,6 +80,77 @@ def test_what_changes_no_output_passes(
     original: Path, quantized: Callable[..., Path], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     assert row(edited(quantized("gptq"), tmp_path / "out", changes), original).status == "passed"
+
+
+ATTENTION = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e6}
+VISION = {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4}
+QWEN_VL = {"model_type": "qwen2_vl", **ATTENTION, "vision_config": VISION}
+GEMMA = {"model_type": "gemma3_text", "hidden_size": 64}
+
+
+def compared(original: Path, ours: Mapping[str, Any], others: Mapping[str, Any]) -> Check:
+    checkpoint = Checkpoint.open(original)
+    mine, theirs = (replace(checkpoint, config=dict(each), tensors={}) for each in (ours, others))
+    return check_settings(mine, theirs, False)
+
+
+@pytest.mark.parametrize(
+    ("ours", "others"),
+    [
+        (
+            {"model_type": "llama", "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 8.0}},
+            {"model_type": "llama", "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        ),
+        (
+            {
+                **QWEN_VL,
+                "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [2, 3, 3]},
+            },
+            {**QWEN_VL, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+        ),
+        # No code for the model: what only one of the files says may be a default.
+        (
+            {"model_type": "absent", "rope_scaling": {"type": "yarn", "rope_type": "yarn"}},
+            {"model_type": "absent", "rope_scaling": {"type": "yarn"}},
+        ),
+        (
+            {"model_type": "absent", "vision_config": {"depth": 2, "hidden_act": "gelu"}},
+            {"model_type": "absent", "vision_config": {"depth": 2}},
+        ),
+        ({"model_type": "jamba", "use_mamba_kernels": False}, {"model_type": "jamba"}),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.01}, {"model_type": "mixtral"}),
+    ],
+    ids=["linear", "mrope", "yarn unparsed", "nested unparsed", "kernels", "noise"],
+)
+def test_other_spellings_of_the_same_settings_pass(
+    original: Path, ours: dict[str, Any], others: dict[str, Any]
+) -> None:
+    assert compared(original, ours, others).status == "passed"
+    assert compared(original, others, ours).status == "passed"
+
+
+def test_what_differs_in_older_spellings_fails(original: Path) -> None:
+    ropes = [{"type": "mrope", "mrope_section": section} for section in ([2, 3, 3], [4, 2, 2])]
+    check = compared(original, *({**QWEN_VL, "rope_scaling": rope} for rope in ropes))
+    assert check.status == "failed"
+    assert "mrope_section" in check.detail
+    kinds = [{"model_type": "absent", "rope_scaling": {"type": kind}} for kind in ("yarn", "linear")]
+    assert "rope_scaling.rope_type is 'yarn'" in compared(original, *kinds).detail
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [("deepseek_v4", "num_nextn_predict_layers"), ("gemma3", "text_config.made_by")],
+)
+def test_a_draft_head_left_out_and_unknown_settings_are_warnings(
+    original: Path, model: str, key: str
+) -> None:
+    inner, _, last = key.rpartition(".")
+    both = [{last: number} for number in (0, 1)]
+    configs = [{"model_type": model, **({inner: {**GEMMA, **each}} if inner else each)} for each in both]
+    check = compared(original, *configs)
+    assert check.status == "warning"
+    assert key in check.detail
 
 
 def test_a_tokenizer_with_other_numbers_fails(
