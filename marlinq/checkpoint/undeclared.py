@@ -75,11 +75,11 @@ def damaged_draft(checkpoint: Checkpoint, names: Iterable[str]) -> str | None:
 
 
 def _holds_codes(info: TensorInfo) -> bool:
-    """Whether a tensor is codes: by its dtype, or by the name of a parameter. Buffers may be integers, and
-    GPT-2 calls its mask of bytes ``attn.bias``."""
-    if info.dtype in _CODES:
-        return True
+    """Whether a tensor is codes: by its dtype, or by the name of a parameter. Buffers may be integers, GPT-2
+    calls its mask of bytes ``attn.bias``, and zero points of activations and caches are int8 or FP8."""
     module, _, suffix = info.name.rpartition(".")
+    if info.dtype in _CODES:
+        return not suffix.endswith("zero_point")
     parameter = suffix == UNQUANTIZED or (suffix == "bias" and len(info.shape) == 1)
     return info.dtype not in _PLAIN and (parameter or module.endswith("experts"))
 

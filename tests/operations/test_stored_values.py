@@ -488,6 +488,17 @@ def test_codes_without_scales_beside_quantised_linears_are_refused(tmp_path: Pat
     assert name in failed.detail
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_zero_points_of_activations_are_no_codes(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = tmp_path / "model"
+    save_quantized(folder, tiny_model("llama"), "gptq", random_quantizer())
+    name = "model.layers.0.self_attn.k_proj.output_zero_point"
+    edit_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(1).to(dtype)}))
+    view = QuantizedCheckpoint.of(Checkpoint.open(folder))
+    assert view is not None
+    assert name in view.passthrough
+
+
 def test_a_draft_head_of_codes_is_told_in_an_unquantised_folder(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "model", blocks=1)
     add_draft_head(folder, 0, "mtp")

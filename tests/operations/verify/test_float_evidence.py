@@ -100,6 +100,15 @@ def test_shifted_scales_are_found(rounded: QuantizedWeight, axis: int, step: int
     assert f"scales are shifted by one {what}" in whole_module_faults(weight(), damaged)
 
 
+def test_two_groups_with_each_others_scales_are_one_fault() -> None:
+    w = weight()[:, :32]
+    w[:, 16:] *= 8
+    stored = round_to_nearest(w, SCHEMES["nvfp4"])
+    scales = stored.scales.view(torch.uint8).flip(0).view(stored.scales.dtype)
+    faults = whole_module_faults(w, replace(stored, scales=scales))
+    assert faults.count("scales are shifted by one group") == 1
+
+
 @pytest.mark.parametrize("scheme", [each for each in SCHEMES if each not in ("fp8 tensor", "fp8 block")])
 def test_no_module_as_a_method_left_it_has_wrong_scales(scheme: str) -> None:
     assert whole_module_faults(weight(), round_to_nearest(weight(), SCHEMES[scheme])) == []

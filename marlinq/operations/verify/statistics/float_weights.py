@@ -112,7 +112,8 @@ def whole_module_faults(weight: Tensor, q: QuantizedWeight) -> list[str]:
             f"all values should be {factor:.3g} times the stored ones, so scales are another weight's"
         )
     for axis, what in enumerate(("group", "channel")):
-        for step in (1, -1) if q.scales.shape[axis] > 1 else ():
+        # Of one scale no shift changes anything; of two both shifts are the same.
+        for step in (1, -1)[: q.scales.shape[axis] - 1]:
             # Not every operation knows 8-bit floats.
             same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[q.scales.dtype.itemsize]
             moved = replace(q, scales=q.scales.view(same_size).roll(step, axis).view(q.scales.dtype))
