@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -130,7 +130,7 @@ class CopyBehind:
         writer: writer with the tensors in its plan, under the same names, dtypes and shapes.
         names: tensors to copy; those already written are left out.
         progress: called by :meth:`finish`.
-        finite: refuse weights that are NaN or infinite.
+        finite: those of ``names`` whose values must not be NaN or infinite.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class CopyBehind:
         names: Iterable[str],
         progress: ReportProgress,
         *,
-        finite: bool = False,
+        finite: Collection[str] = (),
     ) -> None:
         self._checkpoint = checkpoint
-        self._finite = finite
+        self._finite = frozenset(finite)
         self._writer = writer
         self._progress = progress
         self._missing = [name for name in names if name not in writer.written]
@@ -194,7 +194,7 @@ class CopyBehind:
                     f"{name}: {bad} of {of}{seen} weights are NaN or infinite; check the source checkpoint"
                 )
 
-        looks = self._finite and info.dtype in FLOATS
+        looks = name in self._finite and info.dtype in FLOATS
         if self._checkpoint.computes(name):
             tensor = self._checkpoint.tensor(name)
             if looks:

@@ -14,9 +14,16 @@ def left_out(blueprint: Blueprint, names: Collection[str]) -> Callable[[str], bo
 
     Its class ignores the tensor, or it belongs to a draft head in a layer behind the model's last.
     """
-    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in blueprint.ignored))
+    unread = unread_names(blueprint)
     head = find_draft_head(names)
     if head is None or head.layer in range(len(blueprint.blocks)):
-        return lambda name: ignored.search(name) is not None
+        return unread
     parts = (head.block, *(f"{part}." for part in head.outside))
-    return lambda name: name.startswith(parts) or ignored.search(name) is not None
+    return lambda name: name.startswith(parts) or unread(name)
+
+
+def unread_names(blueprint: Blueprint) -> Callable[[str], bool]:
+    """A function that says whether the model's class ignores a stored tensor of a name: masks and frequencies
+    that old checkpoints hold, whatever their values."""
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in blueprint.ignored))
+    return lambda name: ignored.search(name) is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 from marlinq.checkpoint import CheckpointWriter, CopyBehind, StackingWriter
 from marlinq.checkpoint.manifest import fingerprint_of
 from marlinq.core.progress import ReportProgress
+from marlinq.models.left_out import unread_names
 from marlinq.operations.quantize.allocation.stored_allocation import keep_allocation
 from marlinq.operations.quantize.journal_notes import check_notes, check_planned
 from marlinq.operations.quantize.prepare import PreparedRun
@@ -67,7 +68,9 @@ def open_output(
     state = share_state(writer, ranks)
     writer = writer or FollowingWriter(out, state)
     copied = plan.copied if ranks.first else ()
-    with writer, CopyBehind(plan.carried, writer, copied, progress, finite=True) as copying:
+    unread = unread_names(blueprint)
+    finite = [name for name in copied if not unread(name)]
+    with writer, CopyBehind(plan.carried, writer, copied, progress, finite=finite) as copying:
         if resume and ranks.first and not writer.resumed:
             warnings.warn(f"{writer.partial}: no unfinished run to resume; starting afresh", stacklevel=4)
         by_block = [members for block in blueprint.blocks if (members := plan.members(block))]

@@ -31,7 +31,7 @@ from marlinq.core.progress import ReportProgress
 from marlinq.formats import ModuleSpec, TensorSpec
 from marlinq.formats.dialects import is_head
 from marlinq.models import Blueprint, TensorNames, build_blueprint, converted, without_false_ties
-from marlinq.models.left_out import left_out
+from marlinq.models.left_out import left_out, unread_names
 from marlinq.operations.verify.verification_report import Check, Findings
 from marlinq.runtime.loading import (
     contradictions,
@@ -312,12 +312,18 @@ def check_safetensors(checkpoint: Checkpoint) -> Check:
     return findings.result("opens in the safetensors library too")
 
 
-def check_finite(view: QuantizedCheckpoint, report_progress: ReportProgress) -> Check:
-    """Checks that norms, embeddings and biases are finite; the check of values covers scales."""
+def check_finite(
+    view: QuantizedCheckpoint, blueprint: Blueprint | str, report_progress: ReportProgress
+) -> Check:
+    """Checks that norms, embeddings and biases are finite; the check of values covers scales, and tensors
+    that the model does not read may hold anything."""
     findings = Findings("finite")
     named = model_dtype(view.checkpoint.config) or "float32"
     dtype = torch_dtype(named)
     names = [name for name in view.passthrough if "float" in view.checkpoint.tensors[name].dtype]
+    if not isinstance(blueprint, str):
+        unread = unread_names(blueprint)
+        names = [name for name in names if not unread(name)]
     for done, name in enumerate(names):
         report_progress("looking for NaN and infinity", done, len(names))
         tensor = view.checkpoint.tensor(name)

@@ -19,6 +19,7 @@ from marlinq.core.devices import resolve_device
 from marlinq.core.display import counted
 from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
 from marlinq.core.progress import Progress, ReportProgress, shows_progress
+from marlinq.models import Blueprint
 from marlinq.operations.verify.comparison import Comparison
 from marlinq.operations.verify.kernel_check import check_kernels
 from marlinq.operations.verify.logits import check_logits
@@ -165,10 +166,10 @@ class _Run:
                 "codes and scales were compared with nothing: wrong ones that a quantiser could have written "
                 "pass; compare with the original by --against MODEL",
             )
-        yield from self._module_checks(self.view)
+        yield from self._module_checks(self.view, blueprint)
         yield self._kernels(self.view)
 
-    def _module_checks(self, view: QuantizedCheckpoint) -> Iterable[Check]:
+    def _module_checks(self, view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Iterable[Check]:
         round_trip, values, unreadable = RoundTrip(view), Values(), []
         masks = Masks(view.checkpoint)
         background = nullcontext() if self._comparison is None else self._comparison.background
@@ -197,7 +198,7 @@ class _Run:
         yield from round_trip.results()
         yield from values.results()
         yield from masks.results()
-        yield check_finite(view, self._progress)
+        yield check_finite(view, blueprint, self._progress)
         if self._comparison is not None:
             self._comparison.passthrough()
             yield from self._comparison.results()

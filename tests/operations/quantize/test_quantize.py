@@ -29,6 +29,7 @@ from marlinq.models import build_blueprint
 from marlinq.operations.quantize import QuantizeReport, numerics, plan_quantize, quantize
 from marlinq.operations.quantize.override import Override
 from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.verify import verify
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import READ, RECIPE, ROWS, folder_bytes, save_tiny
 from tests.testing.pairs import slow_but
@@ -344,6 +345,16 @@ def test_what_no_solve_reads_is_finite_too(tmp_path: Path, tensor: str) -> None:
     for resume in (False, True):
         with pytest.raises(NumericsError, match=f"{tensor}: 1 of [0-9]+ weights are NaN or infinite"):
             quantize(source, tmp_path / "out", recipe=READ.replace(method="rtn"), device="cpu", resume=resume)
+
+
+def test_a_mask_that_the_model_does_not_read_may_be_infinite(tmp_path: Path) -> None:
+    """Pythia's files in float16 hold the constant -1e9, which is -inf there."""
+    source, name = save_tiny("gpt_neox", tmp_path / "model"), "gpt_neox.layers.0.attention.masked_bias"
+    tensors = load_file(source / "model.safetensors")
+    tensors[name] = torch.tensor(-torch.inf, dtype=torch.float16)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    run(source, tmp_path / "out", method="rtn")
+    assert verify(tmp_path / "out", against=source, device="cpu").ok
 
 
 def test_weights_too_small_for_their_scales_are_named(tmp_path: Path) -> None:
