@@ -69,7 +69,7 @@ def damaged_draft(checkpoint: Checkpoint, names: Iterable[str]) -> str | None:
         if _holds_codes(info) and is_of_draft_head(name, checkpoint.config):
             return (
                 f"{name}: expected floating point {list(info.shape)}, found {info.dtype} without scales; the "
-                "draft head is damaged, which makes text slower and no other"
+                "draft head is damaged: its drafts are rejected, so text is the same but takes longer"
             )
     return None
 

@@ -183,7 +183,7 @@ class CopyBehind:
         info = self._checkpoint.tensors[name]
         seen = 0
 
-        def look(values: Tensor) -> None:
+        def refuse_not_finite(values: Tensor) -> None:
             # Before the tensor counts as written, lest a resumed run takes it as it is.
             nonlocal seen
             seen += values.numel()
@@ -194,15 +194,19 @@ class CopyBehind:
                     f"{name}: {bad} of {of}{seen} weights are NaN or infinite; check the source checkpoint"
                 )
 
-        looks = name in self._finite and info.dtype in FLOATS
+        is_checked = name in self._finite and info.dtype in FLOATS
         if self._checkpoint.computes(name):
             tensor = self._checkpoint.tensor(name)
-            if looks:
-                look(tensor)
+            if is_checked:
+                refuse_not_finite(tensor)
             self._writer.write(name, tensor)
         else:
             dtype = torch_dtype(info.dtype)
-            pieces = (lambda piece: look(torch.frombuffer(piece, dtype=dtype))) if looks else None
-            self._writer.copy(name, self._checkpoint.files[info.shard], info.offset, pieces)
+
+            def check_piece(piece: memoryview) -> None:
+                refuse_not_finite(torch.frombuffer(piece, dtype=dtype))
+
+            source = self._checkpoint.files[info.shard]
+            self._writer.copy(name, source, info.offset, check_piece if is_checked else None)
         if info.nbytes >= _COMMIT_BYTES:
             self._writer.commit()

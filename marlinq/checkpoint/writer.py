@@ -196,12 +196,16 @@ class CheckpointWriter:
         self._note(name, hashlib.sha256(data).hexdigest())
 
     def copy(
-        self, name: str, source: SourceFile, offset: int, look: Callable[[memoryview], None] | None = None
+        self,
+        name: str,
+        source: SourceFile,
+        offset: int,
+        check_piece: Callable[[memoryview], None] | None = None,
     ) -> None:
         """Write the tensor ``name`` with the bytes of ``source`` from ``offset`` on, as :meth:`write`.
 
         The operating system copies them from file to file if it can; they are read only for their hash, and
-        for ``look``, which is called with each piece of whole values.
+        for ``check_piece``, which is called with each piece of whole values.
 
         Raises:
             CheckpointError: the source ends early, or was changed since it was opened.
@@ -215,8 +219,8 @@ class CheckpointWriter:
             if not source.read_into(piece, offset + start):
                 raise CheckpointError(f"{source.path}: tensor {name} ends early; the file was truncated")
             digest.update(piece)
-            if look is not None:
-                look(piece)
+            if check_piece is not None:
+                check_piece(piece)
             with writing(self.partial / info.shard):
                 _transfer(source.descriptor, offset + start, descriptor, info.offset + start, piece)
         # The copied bytes equal the hashed ones unless the file has changed in between.

@@ -325,7 +325,11 @@ class FollowingWriter(CheckpointWriter):
         """Nothing: the first rank writes."""
 
     def copy(
-        self, name: str, source: SourceFile, offset: int, look: Callable[[memoryview], None] | None = None
+        self,
+        name: str,
+        source: SourceFile,
+        offset: int,
+        check_piece: Callable[[memoryview], None] | None = None,
     ) -> None:
         """Nothing: the first rank writes."""
 
