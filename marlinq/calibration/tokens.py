@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from marlinq.core import boundaries
+
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt",
     "added_tokens.json", "special_tokens_map.json",
@@ -24,8 +26,14 @@ def moved_tokens(mine: Any, theirs: Any) -> str | None:
     """A sentence about tokens that have other numbers in the tokenizer ``mine`` than in ``theirs``, or None.
 
     Tokens that only one of them has don't count.
+
+    Raises:
+        CheckpointError: a tokenizer's own code fails.
     """
-    ours, others = mine.get_vocab(), theirs.get_vocab()
+    with boundaries.tokenizer(mine):
+        ours = mine.get_vocab()
+    with boundaries.tokenizer(theirs):
+        others = theirs.get_vocab()
     moved = [token for token, number in others.items() if ours.get(token, number) != number]
     if not moved:
         return None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from marlinq.checkpoint import Checkpoint
-from marlinq.operations.verify import verify
+from marlinq.operations.verify import settings, verify
 from marlinq.operations.verify.settings import check_settings
 from marlinq.operations.verify.verification_report import Check
 from tests.testing.runnable_folders import save_tokenizer
@@ -151,6 +151,31 @@ def test_a_draft_head_left_out_and_unknown_settings_are_warnings(
     check = compared(original, *configs)
     assert check.status == "warning"
     assert key in check.detail
+
+
+@pytest.mark.parametrize("failing", ["get_vocab", "__call__"])
+def test_a_tokenizer_whose_own_code_fails_is_a_warning(
+    original: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    class Words:
+        name_or_path = "words"
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [1]}
+
+    def fail(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(Words, failing, fail)
+    monkeypatch.setattr(settings, "same_tokenizer_files", lambda mine, theirs: False)
+    monkeypatch.setattr(settings, "read_tokenizer", lambda checkpoint, trust_remote_code: Words())
+    checkpoint = Checkpoint.open(original)
+    check = check_settings(checkpoint, checkpoint, False)
+    assert check.status == "warning"
+    assert check.detail.startswith("tokenizer: can't be compared: words")
 
 
 def test_a_tokenizer_with_other_numbers_fails(
