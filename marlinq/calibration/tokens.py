@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from marlinq.core import boundaries
+from marlinq.core.display import counted
 
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt",
@@ -23,7 +24,7 @@ def same_tokenizer_files(mine: Path, theirs: Path) -> bool:
 
 
 def moved_tokens(mine: Any, theirs: Any) -> str | None:
-    """A sentence about tokens that have other numbers in the tokenizer ``mine`` than in ``theirs``, or None.
+    """A clause about tokens that have other numbers in the tokenizer ``mine`` than in ``theirs``, or None.
 
     Tokens that only one of them has don't count.
 
@@ -39,6 +40,6 @@ def moved_tokens(mine: Any, theirs: Any) -> str | None:
         return None
     token = min(moved, key=others.__getitem__)
     return (
-        f"{len(moved)} tokens have other numbers than the original's; {token[:40]!r} is {ours[token]}, the "
-        f"original's is {others[token]}"
+        f"{counted(len(moved), 'tokens')} with other numbers than the original's, such as {token[:40]!r}: "
+        f"{ours[token]} instead of {others[token]}"
     )

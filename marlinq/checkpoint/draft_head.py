@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _BLOCK = re.compile(r"\.layers\.(\d+)$")
-_NUMBER = re.compile(r"\.(\d{1,9})\.")
+BLOCK_NUMBER = re.compile(r"\.(\d{1,9})\.")
+"""A number in a dotted name; the first is that of a block."""
 _BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
@@ -79,5 +80,5 @@ def beyond_blocks(name: str, config: Mapping[str, Any]) -> bool:
     levels = (config, inner if isinstance(inner, dict) else {})
     block_counts = (level.get(key) for level in levels for key in _BLOCK_COUNTS)
     counts = [count for count in block_counts if isinstance(count, int)]
-    block = _NUMBER.search(name)
+    block = BLOCK_NUMBER.search(name)
     return bool(counts) and block is not None and int(block[1]) >= max(counts)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from marlinq.checkpoint.draft_head import beyond_blocks, is_of_draft_head
+from marlinq.checkpoint.draft_head import BLOCK_NUMBER, beyond_blocks, is_of_draft_head
 from marlinq.checkpoint.quantization_config import config_place, read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
 from marlinq.checkpoint.stacked import with_parts
@@ -29,7 +29,6 @@ _CODE_DTYPES = ("int32", "float8_e4m3fn", "float8_e5m2")
 """Dtypes of matrices that can only be codes."""
 
 _LINEAR = re.compile(r"(?:^|\.)(?:[^.]*proj[^.]*|dense\w*|fc\d|c_attn|c_fc|wo|wqkv|w\d|query_key_value)$")
-_BLOCK = re.compile(r"\.(\d{1,9})\.")
 _EXPERTS = "experts"
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
 _BLOCK_MARKS = ("norm", "ln_", "gate", "router")
@@ -236,7 +235,7 @@ def doubtful_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
     places: dict[str, str] = {}
     for name in checkpoint.tensors:
         module = name.rpartition(".")[0]
-        block = _BLOCK.search(f"{module}.")
+        block = BLOCK_NUMBER.search(f"{module}.")
         if block is not None:
             places[name] = f"{module[: block.start()]}.{module[block.end() :]}"
             blocks.setdefault(places[name], set()).add(int(block[1]))

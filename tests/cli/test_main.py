@@ -27,30 +27,27 @@ HELPS = [[], *([name] for name in COMMANDS), *(["bench", name] for name in ("ker
 ERRORS = [value for value in vars(errors).values() if isinstance(value, type)]
 
 
-@pytest.mark.parametrize("arguments", HELPS, ids=" ".join)
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+def printed_without_heavy_imports(*arguments: str) -> str:
+    """What a command prints on stdout; fails if it imports anything heavy."""
     code = (
         "import sys\n"
         "from marlinq.cli import cli\n"
-        f"cli.main({[*arguments, '--help']!r}, standalone_mode=False)\n"
+        f"cli.main({list(arguments)!r}, standalone_mode=False)\n"
         f"sys.exit(','.join(name for name in {HEAVY!r} if name in sys.modules) or 0)\n"
     )
     run = forks.run(code, modules=forks.COMMANDS)
     assert run.stderr.strip() == ""
-    assert run.stdout.startswith("Usage:")
+    return run.stdout
+
+
+@pytest.mark.parametrize("arguments", HELPS, ids=" ".join)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    assert printed_without_heavy_imports(*arguments, "--help").startswith("Usage:")
 
 
 def test_inspect_of_an_ordinary_folder_imports_nothing_heavy(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "model", blocks=2)
-    code = (
-        "import sys\n"
-        "from marlinq.cli import cli\n"
-        f"cli.main(['inspect', {str(folder)!r}], standalone_mode=False)\n"
-        f"sys.exit(','.join(name for name in {HEAVY!r} if name in sys.modules) or 0)\n"
-    )
-    run = forks.run(code, modules=forks.COMMANDS)
-    assert run.stderr.strip() == ""
-    assert "not quantised" in run.stdout
+    assert "not quantised" in printed_without_heavy_imports("inspect", str(folder))
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])

@@ -184,7 +184,7 @@ def plan_run(
         # Bits and bytes are counted again: an allocation read from an interrupted run may hold other values.
         allocation = allocation and replace(allocation, bits=bits, nbytes=nbytes)
     notes = [
-        *_strangers(stored, blueprint),
+        *_unknown_tensors(stored, blueprint),
         *_notes(checkpoint, blueprint, recipe, plan),
         *loader_notes(checkpoint, recipe, plan, plan_of),
     ]
@@ -309,7 +309,7 @@ def _check_overrides(blueprint: Blueprint, recipe: Recipe) -> None:
         )
 
 
-def _strangers(stored: Checkpoint, blueprint: Blueprint) -> list[str]:
+def _unknown_tensors(stored: Checkpoint, blueprint: Blueprint) -> list[str]:
     """A warning about tensors that the model does not have, which a run copies."""
     try:
         match_tensors(blueprint, stored, None)

@@ -187,7 +187,7 @@ def test_only_models_with_the_same_tokens_are_compared(original: Path, quantized
     first, second = sorted(words, key=words.__getitem__)[-2:]
     words[first], words[second] = words[second], words[first]
     path.write_text(json.dumps(tokenizer))
-    with pytest.raises(UsageError, match="2 tokens have other numbers than the original's"):
+    with pytest.raises(UsageError, match="2 tokens with other numbers than the original's"):
         evaluate(quantized, against=original, text=str(text), length=32, device="cpu")
 
 

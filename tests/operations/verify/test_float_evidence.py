@@ -96,7 +96,8 @@ def test_shifted_scales_are_found(rounded: QuantizedWeight, axis: int, step: int
     size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[rounded.scales.dtype.itemsize]
     scales = rounded.scales.view(size).roll(step, axis).view(rounded.scales.dtype)
     damaged = replace(rounded, scales=scales)
-    what = ("group", "channel")[axis]
+    by_block = rounded.scales.shape[1] < rounded.out_features
+    what = ("group", "block of channels" if by_block else "channel")[axis]
     assert f"scales are shifted by one {what}" in whole_module_faults(weight(), damaged)
 
 

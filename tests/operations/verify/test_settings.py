@@ -194,7 +194,7 @@ def test_a_tokenizer_with_other_numbers_fails(
     (out / "tokenizer.json").write_text(json.dumps(tokenizer))
     check = row(out, model)
     assert check.status == "failed"
-    assert "2 tokens have other numbers" in check.detail
+    assert "2 tokens with other numbers" in check.detail
     (out / "tokenizer.json").unlink()
     (out / "tokenizer_config.json").unlink(missing_ok=True)
     assert row(out, model).status == "warning"

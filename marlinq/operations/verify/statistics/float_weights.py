@@ -111,7 +111,8 @@ def whole_module_faults(weight: Tensor, q: QuantizedWeight) -> list[str]:
         faults.append(
             f"all values should be {factor:.3g} times the stored ones, so scales are another weight's"
         )
-    for axis, what in enumerate(("group", "channel")):
+    by_block = q.scales.shape[1] < q.out_features
+    for axis, what in enumerate(("group", "block of channels" if by_block else "channel")):
         # Of one scale no shift changes anything; of two both shifts are the same.
         for step in (1, -1)[: q.scales.shape[axis] - 1]:
             # Not every operation knows 8-bit floats.
