@@ -31,7 +31,7 @@ from marlinq.core.rules import Keep
 from marlinq.core.scheme import Scheme
 from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.core.weight import Grid
-from marlinq.formats import Format, Layout, ModuleSpec
+from marlinq.formats import FORMATS, Format, Layout, ModuleSpec
 from marlinq.formats.dialects import write_quantization_config
 from marlinq.formats.dialects.name_patterns import FUSED, in_wrapper
 from marlinq.operations.convert.recast import Recast, recast
@@ -234,13 +234,15 @@ def _excluded_shapes(
         others = f" ({len(excluded) - 1} more modules)" if len(excluded) > 1 else ""
         raise ConversionRefused(
             f"{source.checkpoint.path}: {target.name} can't hold {_first(excluded)}{others}; "
-            f"{_way_out(specs, excluded, target)}"
+            f"{_way_out(specs, excluded, source.format, target)}"
         )
     return excluded
 
 
-def _way_out(specs: Mapping[str, ModuleSpec], excluded: Mapping[str, Keep], target: Format) -> str:
-    """Advice for the message that ``target`` can't hold the modules ``excluded``."""
+def _way_out(
+    specs: Mapping[str, ModuleSpec], excluded: Mapping[str, Keep], own: Format, target: Format
+) -> str:
+    """Advice for the message that ``target`` can't hold the modules ``excluded``; ``own`` is the source's."""
     if len(excluded) < len(specs):
         return "--skip-unsupported keeps such modules unquantised"
     scheme = specs[next(iter(excluded))].scheme
@@ -254,7 +256,15 @@ def _way_out(specs: Mapping[str, ModuleSpec], excluded: Mapping[str, Keep], targ
         return "integers and floats are never converted into each other; quantise the original again"
     ways = [named for named in related if named.activations is None or named.activations.dynamic]
     if scheme.element.table is None or not ways:
-        return "no module would stay quantised; choose another format"
+        others = [
+            form.name
+            for form in FORMATS.values()
+            if form not in (own, target)
+            and form.read_only is None
+            and (form.sparsity is None or own.sparsity is not None)
+            and not any(_shape_refusal(form, spec, strict_marlin=False) for spec in specs.values())
+        ]
+        return f"no module would stay quantised; choose --to {' or '.join([*others, 'dense'])}"
     names = " or ".join(named.name for named in ways)
     return f"no module would stay quantised; add --scheme {names}, which {target.name} holds"
 

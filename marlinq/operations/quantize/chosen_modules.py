@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from marlinq.checkpoint import Checkpoint
-from marlinq.core.errors import UnsupportedError
-from marlinq.core.granularity import Granularity
+from marlinq.core.errors import MarlinqError, UnsupportedError
 from marlinq.core.rules import Keep
-from marlinq.formats import Format
+from marlinq.core.schemes import SCHEMES
+from marlinq.formats import FORMATS, Format
+from marlinq.formats.dialects import write_quantization_config
 from marlinq.models import Blueprint, Projection, TensorNames
 from marlinq.operations.inspect.servers import built_plain
 from marlinq.operations.quantize.module_settings import AUTO_GROUP_SIZES, ModuleSettings
@@ -44,33 +46,15 @@ def choose_modules(
         UnsupportedError: the format can't hold a linear, nothing is quantised, or experts of a layer differ.
     """
     chosen, kept = wanted_modules(blueprint, names, recipe)
-    automatic = AutomaticGroups.of(each.in_features for each in _automatic(chosen))
-    modules: dict[str, PlannedModule] = {}
-    refused: list[tuple[str, str]] = []
-    sizes, other = list(_GROUP_SIZES), "--format"
-    for projection, settings in chosen:
-        planned = plan_module(checkpoint, names, form, projection, settings, automatic)
-        if isinstance(planned, str):
-            refused.append((projection.name, planned))
-            other = other if settings.element.table is None else "--scheme or --format"
-            sizes = [
-                size
-                for size in sizes
-                if settings.element.table is None
-                and not isinstance(
-                    plan_module(checkpoint, names, form, projection, _in_groups(settings, size)), str
-                )
-            ]
-        else:
-            modules[projection.name] = planned
+    modules, refused, automatic = _planned(checkpoint, names, form, chosen)
     if refused:
         name, reason = refused[0]
         pattern = name.rpartition(".")[2] + "$"
         others = f" (and {len(refused) - 1} more modules)" if len(refused) > 1 else ""
-        fitting = f"--group-size {' or '.join(map(str, sizes))}, " if sizes else ""
+        ways = [*_fitting(checkpoint, blueprint, names, recipe), f"--override '{pattern}=skip'"]
+        choice = f"choose {', '.join(ways[:-1])}, or keep" if len(ways) > 1 else "keep"
         raise UnsupportedError(
-            f"{name}{others}: {form.name}: {reason}; choose {fitting}another {other}, "
-            f"or keep it unquantised with --override '{pattern}=skip'"
+            f"{name}{others}: {form.name}: {reason}; {choice} it unquantised with {ways[-1]}"
         )
     if not modules:
         first, *rest = (kept or blueprint.kept).items()
@@ -152,8 +136,52 @@ def tied_to(blueprint: Blueprint, head: Projection) -> str | None:
     return shared.get(head.parameter)
 
 
-def _in_groups(settings: ModuleSettings, size: int) -> ModuleSettings:
-    return replace(settings, granularity=Granularity.from_group_size(size))
+def _planned(
+    checkpoint: Checkpoint,
+    names: TensorNames,
+    form: Format,
+    chosen: Sequence[tuple[Projection, ModuleSettings]],
+) -> tuple[dict[str, PlannedModule], list[tuple[str, str]], AutomaticGroups | None]:
+    """(planned linears by name, (name, reason) of those that ``form`` can't hold, automatic group size)."""
+    automatic = AutomaticGroups.of(each.in_features for each in _automatic(chosen))
+    modules: dict[str, PlannedModule] = {}
+    refused: list[tuple[str, str]] = []
+    for projection, settings in chosen:
+        planned = plan_module(checkpoint, names, form, projection, settings, automatic)
+        if isinstance(planned, str):
+            refused.append((projection.name, planned))
+        else:
+            modules[projection.name] = planned
+    return modules, refused, automatic
+
+
+def _fitting(
+    checkpoint: Checkpoint, blueprint: Blueprint, names: TensorNames, recipe: Recipe
+) -> Iterator[str]:
+    """Single changes of ``recipe`` with which the format holds every linear, as options."""
+
+    def fits(**changes: Any) -> bool:
+        try:
+            changed = replace(recipe, **changes)
+            form = FORMATS[changed.format]
+            chosen, _ = wanted_modules(blueprint, names, changed)
+            # One linear of each shape and settings tells of all.
+            different = {(each.in_features, each.out_features, how): (each, how) for each, how in chosen}
+            modules, refused, _ = _planned(checkpoint, names, form, list(different.values()))
+            if form.read_only is None and not refused:
+                write_quantization_config(form, {one.stored: one.spec for one in modules.values()}, [])
+                return True
+        except MarlinqError:
+            pass  # the recipe can't have this value, or the format these settings
+        return False
+
+    integers = SCHEMES[recipe.scheme].element.table is None
+    sizes = [str(size) for size in _GROUP_SIZES if integers and fits(group_size=size)]
+    yield from [f"--group-size {' or '.join(sizes)}"] if sizes else []
+    forms = [name for name in FORMATS if name != recipe.format and fits(format=name)]
+    yield from [f"--format {' or '.join(forms)}"] if forms else []
+    schemes = [name for name in SCHEMES if not sizes and name != recipe.scheme and fits(scheme=name)]
+    yield from [f"--scheme {' or '.join(schemes)}"] if schemes else []
 
 
 def _automatic(chosen: Iterable[tuple[Projection, ModuleSettings]]) -> Iterator[Projection]:

@@ -209,7 +209,11 @@ def test_nothing_left_to_quantise_is_refused(tmp_path: Path) -> None:
     before = write(tmp_path / "before", "gptq", model_tuples(bits=8))
     assert_refused(before, ConversionRefused, "no module", "int8 weights", skip_unsupported=True)
     # Skipping is no way out, so it is not named.
-    assert_refused(before, ConversionRefused, "more modules); no module would stay quantised")
+    assert_refused(
+        before,
+        ConversionRefused,
+        "no module would stay quantised; choose --to gptq-v2 or compressed-tensors or dense",
+    )
     assert_refused(before, ConversionRefused, "integers and floats are never converted", target="fp8")
 
 

@@ -379,11 +379,11 @@ def test_shapes_that_do_not_fit_are_refused_before_any_work(tmp_path: Path) -> N
     with pytest.raises(
         UnsupportedError,
         match=r"q_proj \(and 17 more modules\).*64 is not a multiple of group size 128, but of 64; "
-        "choose --group-size 64 or 32 or -1, another --format, or",
+        "choose --group-size 64 or 32 or -1, or keep",
     ):
         run(source, tmp_path / "out", group_size=128)
     # No group size mends these shapes.
-    says = r"k_proj \(and 5 more modules\): marlin: .*; choose another --format, .*'k_proj\$=skip'"
+    says = r"k_proj \(and 5 more modules\): marlin: .*; choose --format gptq or .*, or keep .*'k_proj\$=skip'"
     with pytest.raises(UnsupportedError, match=says):
         run(source, tmp_path / "out", format="marlin")
     with pytest.raises(ConversionRefused, match="group sizes"):
