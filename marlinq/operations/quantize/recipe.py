@@ -19,13 +19,13 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.plain_values import MAX_YAML_BYTES, load_yaml
 from marlinq.core.rules import Keep, ModuleRules, Rule
 from marlinq.core.scheme import INT4
-from marlinq.core.schemes import SCHEMES, NamedScheme
+from marlinq.core.schemes import SCHEMES
 from marlinq.core.settings import AUTO, NONE, check_settings, kinds
-from marlinq.core.sparsity import SPARSITIES, Sparsity
+from marlinq.core.sparsity import SPARSITIES
 from marlinq.methods import METHODS, MethodOptions, RTNOptions
 from marlinq.operations.quantize.candidates import CANDIDATES, Members, read_allocation
 from marlinq.operations.quantize.module_settings import ModuleSettings
-from marlinq.operations.quantize.override import SHARED, Override, override_of
+from marlinq.operations.quantize.override import DENSE, SHARED, Override, override_of
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe_checks import (
     FROM_RECIPE,
@@ -63,10 +63,11 @@ class Recipe(RecipeSettings):
         group_size: input channels per scale for int4 and int8: 32, 64 or 128; -1 for one scale per output
             channel; "auto" for the largest of 128, 64 and 32 that divides every quantised module's K.
         symmetric: whether zero points are fixed at the middle code.
-        sparsity: name in :data:`marlinq.core.sparsity.SPARSITIES` of the pattern that integer linears are
-            pruned to, or "none".
+        sparsity: name in :data:`marlinq.core.sparsity.SPARSITIES` of the pattern that the decoder's integer
+            linears are pruned to, or "none".
         quantize_head: scheme of the output head, or "none" to leave it unquantised. Its other settings are
-            those of the other modules, or of an override that matches its name.
+            those of the other modules, or of an override that matches its name; only such an override prunes
+            it.
         target_bits: largest mean bits per weight of the decoder's linears, stored scales included, for which
             each module's scheme is chosen (:mod:`marlinq.operations.quantize.allocation`); or "none".
         target_size: largest bytes of all output tensors for which each module's scheme is chosen; or "none".
@@ -159,7 +160,7 @@ class Recipe(RecipeSettings):
             Rule(Members(frozenset(members)), self.candidate_settings(name))
             for name, members in self.allocation.items()
         )
-        rules = self._rules(self.scheme, FROM_RECIPE)
+        rules = self._rules(self.scheme, FROM_RECIPE, self.sparsity)
         return ModuleRules(rules.default, (*rules.ordered, *chosen))
 
     def candidate_settings(self, name: str) -> ModuleSettings | Keep:
@@ -167,30 +168,34 @@ class Recipe(RecipeSettings):
         settings = CANDIDATES[name].settings
         if settings is None:
             return Keep("allocation leaves it unquantised")
-        return self._settings(settings, self.scheme, "allocation")
+        return self._settings(settings, self.scheme, "allocation", self.sparsity)
 
     @cached_property
     def head_rules(self) -> ModuleRules[ModuleSettings]:
         """Settings of the output head by its full dotted name, or why it stays unquantised."""
         if self.quantize_head == UNQUANTIZED:
             return ModuleRules(Keep("output head: its error reaches every logit directly"))
-        return self._rules(self.quantize_head, f"quantize_head {self.quantize_head}")
+        return self._rules(self.quantize_head, f"quantize_head {self.quantize_head}", DENSE)
 
-    def _rules(self, scheme: str, reason: str) -> ModuleRules[ModuleSettings]:
+    def _rules(self, scheme: str, reason: str, sparsity: str) -> ModuleRules[ModuleSettings]:
         return ModuleRules(
-            self._settings({}, scheme, reason),
+            self._settings({}, scheme, reason, sparsity),
             tuple(
                 Rule(
                     override,
                     Keep(f"override {override.pattern!r} skips it")
                     if override.skip
-                    else self._settings(override.settings, scheme, f"override {override.pattern!r}"),
+                    else self._settings(
+                        override.settings, scheme, f"override {override.pattern!r}", sparsity
+                    ),
                 )
                 for override in self.overrides
             ),
         )
 
-    def _settings(self, changes: Mapping[str, Any], scheme: str, reason: str) -> ModuleSettings:
+    def _settings(
+        self, changes: Mapping[str, Any], scheme: str, reason: str, sparsity: str
+    ) -> ModuleSettings:
         own = {key: value for key, value in changes.items() if key not in SHARED}
         named = SCHEMES[changes.get("scheme", scheme)]
         size, symmetric = (changes.get(key, getattr(self, key)) for key in ("group_size", "symmetric"))
@@ -207,7 +212,10 @@ class Recipe(RecipeSettings):
             scale_dtype=named.scale_dtype,
             two_levels=named.two_levels,
             activations=named.activations,
-            sparsity=self._sparsity(changes, named),
+            # A sparsity of the whole recipe is not meant for float elements.
+            sparsity=SPARSITIES.get(
+                changes.get("sparsity", sparsity if named.element.table is None else DENSE)
+            ),
             method=self.method,
             options=replace(self.options, **own),
             reason=reason,
@@ -221,12 +229,6 @@ class Recipe(RecipeSettings):
         # With few code values, a scale that clips the largest weights is usually better.
         options = RTNOptions(clip_search=named.element.bits == INT4.bits)
         return replace(settings, method=rounding, options=options)
-
-    def _sparsity(self, changes: Mapping[str, Any], named: NamedScheme) -> Sparsity | None:
-        """The sparsity after ``changes``; the recipe's own does not apply to float elements."""
-        if named.element.table is not None and "sparsity" not in changes:
-            return None
-        return SPARSITIES.get(changes.get("sparsity", self.sparsity))
 
     def names_module(self, module: str) -> bool:
         """Whether the override that applies to ``module`` needs the last part of its name to match.

@@ -10,6 +10,7 @@ from marlinq.core.errors import UsageError
 from marlinq.core.rules import Keep, ModuleRules
 from marlinq.core.schemes import SCHEMES
 from marlinq.core.settings import AUTO, NONE, kinds
+from marlinq.core.sparsity import SPARSITIES
 from marlinq.formats import FORMATS
 from marlinq.methods import METHODS
 from marlinq.operations.quantize.module_settings import ModuleSettings
@@ -114,7 +115,7 @@ def check_outcome(settings: RecipeSettings, outcome: ModuleSettings | Keep) -> N
             each.name
             for each in FORMATS.values()
             if each.read_only is None
-            and each.sparsity in (None, scheme.sparsity)
+            and each.sparsity in (None, scheme.sparsity, SPARSITIES.get(settings.sparsity))
             and each.scheme_refusal(scheme) is None
         )
         advice = f"choose {spelled('format')} {holding}" if holding else f"choose another {spelled('scheme')}"

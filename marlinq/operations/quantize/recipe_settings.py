@@ -73,7 +73,7 @@ class RecipeSettings:
     sparsity: str = setting(
         DENSE,
         SHARED["sparsity"],
-        "Prune int4 and int8 linears: 2:4 keeps two of every four neighbouring input channels.",
+        "Prune the decoder's int4 and int8 linears: 2:4 keeps two of every four neighbouring channels.",
     )
     quantize_head: str = setting(
         UNQUANTIZED,

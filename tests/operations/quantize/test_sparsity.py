@@ -10,8 +10,10 @@ import pytest
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import UsageError
 from marlinq.core.sparsity import TWO_OF_FOUR
+from marlinq.models import build_blueprint
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.override import Override
+from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.original_folders import READ, save_tiny
 
@@ -45,6 +47,20 @@ def test_pruned_modules_are_sparse_and_said_to_be(tmp_path: Path, method: str) -
     assert len(view.config.raw["config_groups"]) == 1
 
 
+@pytest.mark.parametrize(("overrides", "pruned"), [((), None), (("lm_head=sparsity=2:4",), TWO_OF_FOUR)])
+def test_only_its_own_override_prunes_the_head(
+    tmp_path: Path, overrides: tuple[str, ...], pruned: object
+) -> None:
+    source = Checkpoint.open(save_tiny("llama", tmp_path / "model"))
+    blueprint = build_blueprint(source.config, source="model", tensors=source.tensors)
+    recipe = SPARSE.replace(quantize_head="int4", overrides=tuple(map(Override.parse, overrides)))
+    plan = plan_output(source, blueprint, recipe)
+    assert plan.head is not None
+    assert {name: one.spec.scheme.sparsity for name, one in plan.modules.items()} == {
+        name: pruned if one is plan.head else TWO_OF_FOUR for name, one in plan.modules.items()
+    }
+
+
 def test_the_card_names_no_server_that_lacks_the_layout(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     # Marlin-24 wants N in multiples of 64, which k and v are not.
@@ -62,6 +78,10 @@ def test_the_card_names_no_server_that_lacks_the_layout(tmp_path: Path) -> None:
         (
             {"scheme": "fp8", "method": "rtn", "sparsity": "2:4", "format": "fp8"},
             "fp8 weights are not pruned",
+        ),
+        (
+            {"sparsity": "2:4", "format": "gptq-marlin-24", "quantize_head": "int4"},
+            "can't hold dense weights; .* or marlin-24",
         ),
         ({"method": "imatrix", "sparsity": "2:4"}, "imatrix does not prune"),
         ({"sparsity": "1:4"}, "sparsity: expected one of none, 2:4, found '1:4'"),
