@@ -14,16 +14,14 @@ from marlinq.checkpoint import (
     QuantizedCheckpoint,
     UndeclaredError,
     damaged_draft,
-    doubtful_tensors,
     find_draft_head,
     floating_linears,
     own_head,
     says_tied,
     with_dense_weights,
-    without_quantization_config,
 )
 from marlinq.core.display import counted
-from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
+from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.progress import Progress, shows_progress
 from marlinq.core.scheme import Scheme
 from marlinq.core.schemes import named_scheme
@@ -31,6 +29,7 @@ from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import DIALECTS, is_head
 from marlinq.operations.inspect.eligibility import OWN, ServerVerdict, Whole, verdicts
 from marlinq.operations.inspect.inspection import Inspection, ModuleFacts
+from marlinq.operations.inspect.load_refusal import doubtful_refusal, load_refusal
 from marlinq.operations.inspect.parallel import LinearFacts, experts, unknown_axes
 from marlinq.operations.inspect.servers import servers
 from marlinq.operations.inspect.stored_values import StoredFacts, stored_facts
@@ -127,34 +126,16 @@ def _strangers(quantized: QuantizedCheckpoint) -> tuple[str | None, str | None]:
     """(a sentence about a tensor that is none of the model's, why that can't be decided); each is None where
     it does not apply."""
     linears = quantized.doubtful_linears()
-    if not linears and not doubtful_tensors(quantized.checkpoint, quantized.passthrough):
-        return None, None
+    if not linears:
+        return doubtful_refusal(quantized.checkpoint, quantized), None
     # Imports torch and transformers, which takes seconds and is avoided for other checkpoints.
     from marlinq.models import check_linears
 
     try:
-        unknown = check_linears(quantized) if linears else None
+        unknown = check_linears(quantized)
     except CheckpointError as refusal:
         return str(refusal).removeprefix(f"{quantized.checkpoint.path}: "), None
-    return (None, unknown) if unknown else (_mismatch(quantized.checkpoint, quantized), None)
-
-
-def _mismatch(checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) -> str | None:
-    """Why ``load`` refuses the names or shapes of the tensors; None if it does not, or the model can't be
-    built."""
-    from marlinq.models import build_blueprint
-    from marlinq.runtime.loading import match_tensors
-
-    config = without_quantization_config(checkpoint.config)
-    try:
-        blueprint = build_blueprint(config, source=str(checkpoint.path), tensors=checkpoint.tensors)
-    except MarlinqError:
-        return None
-    try:
-        match_tensors(blueprint, checkpoint, quantized)
-    except MarlinqError as refusal:
-        return str(refusal).removeprefix(f"{checkpoint.path}: ")
-    return None
+    return (None, unknown) if unknown else (load_refusal(quantized.checkpoint, quantized), None)
 
 
 def planned_verdicts(planned: QuantizedCheckpoint, *, tensor_parallel: int = 1) -> tuple[ServerVerdict, ...]:
@@ -183,9 +164,7 @@ def _unquantized(opened: Checkpoint, undeclared: str | None) -> Inspection:
         raise CheckpointError(
             f"{opened.path}: its safetensors files hold no weights; copy the checkpoint again"
         )
-    # Building the model takes seconds.
-    mismatch = _mismatch(opened, None) if doubtful_tensors(opened, opened.tensors) else None
-    notes = [undeclared or mismatch, damaged_draft(opened, opened.tensors)]
+    notes = [undeclared or doubtful_refusal(opened, None), damaged_draft(opened, opened.tensors)]
     return Inspection(
         checkpoint=str(opened.path),
         format=None,
