@@ -40,11 +40,11 @@ def usual_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | Non
         biased = {name for name in linears if "attn" in name}
     if kind == "llama" and config.get("mlp_bias") is True:
         biased |= {name for name in linears if "mlp" in name}
-    vectors = {"input_layernorm.weight": hidden, "post_attention_layernorm.weight": hidden}
+    vectors: dict[str, int] = {"input_layernorm.weight": hidden, "post_attention_layernorm.weight": hidden}
     vectors |= {f"{name}.bias": linears[name][0] for name in biased}
     if kind == "qwen3":
         vectors |= {"self_attn.q_norm.weight": width, "self_attn.k_norm.weight": width}
-    block = {f"{name}.weight": shape for name, shape in linears.items()}
+    block: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linears.items()}
     block |= {name: (size,) for name, size in vectors.items()}
     return {
         "model.embed_tokens.weight": (words, hidden),

@@ -525,6 +525,20 @@ def test_configs_beside_config_json_keep_the_same_rule(
         inspect(folder)
 
 
+@pytest.mark.parametrize("target", ["awq", "dense"])
+def test_convert_tells_a_tensor_that_the_model_has_not(tmp_path: Path, target: str) -> None:
+    folder = tmp_path / "model"
+    save_quantized(folder, tiny_model("llama", num_hidden_layers=1), "gptq", random_quantizer())
+    edit_tensors(folder, lambda tensors: tensors.update({"score.weight": torch.ones(2, 64)}))
+    notes = convert(folder, tmp_path / "out", target_format=target).notes
+    says = "tensor 'score.weight' (1 such) has no place in LlamaForCausalLM"
+    assert [note.endswith("; marlinq will not load the output either") for note in notes if says in note] == [
+        True
+    ]
+    with pytest.raises(CheckpointError, match=re.escape(says)):
+        load(tmp_path / "out", device="cpu")
+
+
 def test_rotate_refuses_and_quantize_tells_a_tensor_that_the_model_has_not(tmp_path: Path) -> None:
     """Both copied it, and ``load`` refused the result."""
     folder = save_tiny("llama", tmp_path / "model", blocks=1)

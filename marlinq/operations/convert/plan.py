@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint import (
     TRANSPOSED_WEIGHTS,
+    Checkpoint,
     QuantizedCheckpoint,
     TensorPlan,
     check_stacks,
@@ -36,6 +37,7 @@ from marlinq.formats.dialects import write_quantization_config
 from marlinq.formats.dialects.name_patterns import FUSED, in_wrapper
 from marlinq.operations.convert.recast import Recast, recast
 from marlinq.operations.convert.sparsity_checks import with_sparsity
+from marlinq.operations.inspect.load_refusal import doubtful_refusal
 
 if TYPE_CHECKING:
     import torch
@@ -162,11 +164,18 @@ def plan_conversion(
         lossy=grids.lossy,
         notes=(
             *([] if unknown is None else [unknown]),
+            *unknown_tensors(source.checkpoint, source),
             *grids.notes(kept),
             *_fused_notes(set(skipped), kept),
             *mistied,
         ),
     )
+
+
+def unknown_tensors(checkpoint: Checkpoint, source: QuantizedCheckpoint | None) -> list[str]:
+    """A note on tensors that the model does not have, or has in another shape, which a conversion copies."""
+    refusal = doubtful_refusal(checkpoint, source)
+    return [] if refusal is None else [f"{refusal}; marlinq will not load the output either"]
 
 
 def _check_linears(source: QuantizedCheckpoint) -> str | None:

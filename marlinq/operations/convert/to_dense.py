@@ -24,7 +24,7 @@ from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import ConversionRefused
 from marlinq.core.progress import ReportProgress
 from marlinq.operations.convert.conversion_report import ConversionReport
-from marlinq.operations.convert.plan import stored_ties
+from marlinq.operations.convert.plan import stored_ties, unknown_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ def convert_to_dense(
         replace(dense, config=without_quantization_config(config)),
         out,
         manifest,
-        notes=(*notes, *([] if loss is None else [loss])),
+        notes=(*unknown_tensors(source.checkpoint, source), *notes, *([] if loss is None else [loss])),
         lossy=loss is not None,
         max_shard_size=max_shard_size,
         progress=progress,
@@ -91,7 +91,15 @@ def convert_bitmasks(
         OutputError: ``out`` can't be written.
     """
     manifest = {"source_format": BITMASK_FORMAT}
-    return _write(dense.base, dense, out, manifest, max_shard_size=max_shard_size, progress=progress)
+    return _write(
+        dense.base,
+        dense,
+        out,
+        manifest,
+        notes=tuple(unknown_tensors(dense, None)),
+        max_shard_size=max_shard_size,
+        progress=progress,
+    )
 
 
 def _write(
