@@ -30,6 +30,14 @@ _IRRELEVANT = re.compile(
 """Settings that don't change what a model computes, or that other checks judge (types, ties)."""
 _SLIGHT = re.compile(r"max_position_embeddings|(bos|eos|pad|sep)_token_id|num_nextn_predict_layers|.*mtp.*")
 """Settings of where text begins and ends, which some makers correct, and of draft heads, which some drop."""
+_DERIVED = {
+    "max_window_layers": ("layer_types", "sliding_attention"),
+    "attention_chunk_size": ("layer_types", "chunked_attention"),
+    "no_rope_layer_interval": ("no_rope_layers", None),
+    "interleave_moe_layer_step": ("moe_layers", None),
+}
+"""Settings -> the list of layers through which alone they change the model, and its entry that they are for.
+transformers completes the lists, which are compared too."""
 _OLD_ROPE_TYPES = {"mrope": "default", "su": "longrope"}
 """Today's names of kinds of rotary embeddings, by older names, which transformers replaces when it saves."""
 _PROBE = "The quick brown fox, 12345.67 na\u00efve \u4f60\u597d\n\tfor (i = 0; i < n; ++i) { }  <b>x</b>"
@@ -73,10 +81,27 @@ def _compare_configs(
         # The row "loads" has the reason; without transformers' defaults only what both files say counts.
         pass
     for key, ours, others in _differences(mine, theirs, complete=known is not None):
+        if known is not None and _without_effect(key, mine, theirs, known):
+            continue
         text = f"config.json: {key} is {_short(ours)}, the original's is {_short(others)}"
         foreign = known is not None and not _knows(known, key)
         slight = foreign or _SLIGHT.fullmatch(key.rpartition(".")[2])
         (findings.warnings if slight else findings.failures).append(text)
+
+
+def _without_effect(
+    key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any], known: PretrainedConfig
+) -> bool:
+    """Whether the setting of the dotted ``key`` changes neither model, by :data:`_DERIVED`."""
+    *levels, last = key.split(".")
+    name, entry = _DERIVED.get(last, ("", None))
+    if not name or not _knows(known, ".".join([*levels, name])):
+        return False
+    for level in levels:
+        mine, theirs = mine[level], theirs[level]
+    layers = _listed(mine.get(name))
+    same = isinstance(layers, list) and layers == _listed(theirs.get(name))
+    return same and entry not in layers
 
 
 def _knows(config: PretrainedConfig, key: str) -> bool:

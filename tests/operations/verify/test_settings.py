@@ -85,6 +85,8 @@ def test_what_changes_no_output_passes(
 ATTENTION = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e6}
 VISION = {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4}
 QWEN_VL = {"model_type": "qwen2_vl", **ATTENTION, "vision_config": VISION}
+TWO = {"num_hidden_layers": 2}
+WINDOWS = {"model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": False, "sliding_window": 8}
 GEMMA = {"model_type": "gemma3_text", "hidden_size": 64}
 
 
@@ -118,15 +120,66 @@ def compared(original: Path, ours: Mapping[str, Any], others: Mapping[str, Any])
             {"model_type": "absent", "vision_config": {"depth": 2}},
         ),
         ({"model_type": "jamba", "use_mamba_kernels": False}, {"model_type": "jamba"}),
+        ({**WINDOWS, "max_window_layers": 2}, {**WINDOWS, "max_window_layers": 28}),
+        # Windows begin behind the last layer.
+        (
+            {**WINDOWS, "use_sliding_window": True, "max_window_layers": 4},
+            {**WINDOWS, "use_sliding_window": True, "max_window_layers": 5},
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1, 0], "no_rope_layer_interval": 2, **TWO},
+            {"model_type": "smollm3", "no_rope_layers": [1, 0], **TWO},
+        ),
+        (
+            {
+                "model_type": "llama4_text",
+                "attention_chunk_size": 64,
+                "layer_types": ["full_attention"] * 2,
+                **TWO,
+            },
+            {"model_type": "llama4_text", "layer_types": ["full_attention"] * 2, **TWO},
+        ),
+        (
+            {"model_type": "llama4_text", "moe_layers": [1], "interleave_moe_layer_step": 2, **TWO},
+            {"model_type": "llama4_text", "moe_layers": [1], **TWO},
+        ),
         ({"model_type": "mixtral", "router_jitter_noise": 0.01}, {"model_type": "mixtral"}),
     ],
-    ids=["linear", "mrope", "yarn unparsed", "nested unparsed", "kernels", "noise"],
+    ids=[
+        *("linear", "mrope", "yarn unparsed", "nested unparsed", "kernels"),
+        *("no windows", "windows behind the last layer", "intervals", "chunks", "steps", "noise"),
+    ],
 )
 def test_other_spellings_of_the_same_settings_pass(
     original: Path, ours: dict[str, Any], others: dict[str, Any]
 ) -> None:
     assert compared(original, ours, others).status == "passed"
     assert compared(original, others, ours).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("common", "key", "values"),
+    [
+        ({**WINDOWS, "use_sliding_window": True}, "max_window_layers", (2, 3)),
+        # Both have windows in the same layers; servers look at the number.
+        (
+            {**WINDOWS, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 4},
+            "max_window_layers",
+            (0, 4),
+        ),
+        ({"model_type": "smollm3", **TWO}, "no_rope_layer_interval", (1, 2)),
+        ({"model_type": "llama4_text", **TWO}, "attention_chunk_size", (64, 128)),
+        ({"model_type": "llama4_text", **TWO}, "interleave_moe_layer_step", (1, 2)),
+        # A class that does not know the list.
+        ({"model_type": "absent", "layer_types": ["full_attention"]}, "max_window_layers", (0, 1)),
+    ],
+)
+def test_layers_that_differ_through_a_setting_fail(
+    original: Path, common: dict[str, Any], key: str, values: tuple[int, int]
+) -> None:
+    check = compared(original, *({**common, key: value} for value in values))
+    assert check.status == "failed"
+    assert any(key in problem for problem in check.problems or (check.detail,))
 
 
 def test_what_differs_in_older_spellings_fails(original: Path) -> None:
