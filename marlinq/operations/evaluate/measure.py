@@ -36,6 +36,7 @@ from marlinq.operations.evaluate.tasks import (
     run_tasks,
 )
 from marlinq.operations.evaluate.windows import EvaluationText, read_windows, write_windows
+from marlinq.operations.little_memory import tells_of_little_memory
 from marlinq.operations.report import keep_evaluation
 from marlinq.runtime import LoadedModel, load
 from marlinq.runtime.generation import device_name, position_limit
@@ -190,6 +191,7 @@ class _Sums:
 
 
 @shows_progress
+@tells_of_little_memory("choose another device or shorter windows")
 def evaluate(
     model: Source,
     *,

@@ -20,6 +20,7 @@ from marlinq.kernels import Device, Problem, decide, device_numbers
 from marlinq.kernels.contract.device import H200
 from marlinq.operations.inspect.eligibility import ServerVerdict
 from marlinq.operations.inspect.inspect_checkpoint import planned_verdicts
+from marlinq.operations.little_memory import tells_of_little_memory
 from marlinq.operations.quantize.allocation.chosen import Allocation
 from marlinq.operations.quantize.budget import tuning_work, writing_dtype
 from marlinq.operations.quantize.counting import local_tokens
@@ -176,6 +177,7 @@ class PlanReport(Shown):
 
 
 @shows_progress
+@tells_of_little_memory("choose another device, fewer calibration tokens or shorter documents")
 def plan_quantize(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -23,6 +23,7 @@ from marlinq.core.progress import (
     no_progress,
     shows_progress,
 )
+from marlinq.operations.little_memory import tells_of_little_memory
 from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.finish import finish, run_report, write_run_report
 from marlinq.operations.quantize.finished import finished_run
@@ -36,6 +37,7 @@ from marlinq.operations.quantize.unfinished_output import open_output
 
 
 @shows_progress
+@tells_of_little_memory("choose another device, fewer calibration tokens or shorter documents")
 def quantize(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -32,6 +32,7 @@ from marlinq.models import (
     find_conversions,
     without_false_ties,
 )
+from marlinq.operations.little_memory import tells_of_little_memory
 from marlinq.operations.rotate.rotation import (
     StreamPlan,
     plan_stream,
@@ -58,6 +59,7 @@ walk over a few layers. A different function differs by 0.1 and more."""
 
 
 @shows_progress
+@tells_of_little_memory("choose another device")
 def rotate(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -20,6 +20,7 @@ from marlinq.core.display import counted
 from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
 from marlinq.core.progress import Progress, ReportProgress, shows_progress
 from marlinq.models import Blueprint
+from marlinq.operations.little_memory import tells_of_little_memory
 from marlinq.operations.verify.comparison import Comparison
 from marlinq.operations.verify.kernel_check import check_kernels
 from marlinq.operations.verify.logits import check_logits
@@ -41,6 +42,7 @@ from marlinq.operations.verify.verification_report import Check, ModuleResult, V
 
 
 @shows_progress
+@tells_of_little_memory("choose another device")
 def verify(
     checkpoint: str | os.PathLike[str],
     *,
