@@ -36,8 +36,12 @@ KERNEL_NEIGHBOURS = {("experts", "ops")}
 """Doors on one floor of the kernels: (who imports, from where)."""
 NEIGHBOURS = {("methods", "kernels")}
 """Doors on one floor: (who imports, from where)."""
-OPERATIONS_SHARED = {("quantize", "report"), ("quantize", "inspect"), ("evaluate", "report")} | {
-    ("recommend", other) for other in ("bench", "evaluate", "inspect", "report")
+OPERATIONS_SHARED = {
+    ("convert", "inspect"),
+    ("quantize", "report"),
+    ("quantize", "inspect"),
+    ("evaluate", "report"),
+    *(("recommend", other) for other in ("bench", "evaluate", "inspect", "report")),
 }
 """Doors between operations: (who imports, from where)."""
 
