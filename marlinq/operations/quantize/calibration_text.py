@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from marlinq.operations.quantize.planned_text import (
     SourcePart,
     calibrated_beside,
     calibrated_of_own,
+    longest,
     parts_of,
     recipes_of_parts,
     tokens_drawn_anew,
@@ -44,7 +46,7 @@ class CalibrationText:
     Attributes:
         documents: documents to calibrate on, from all sources that have been read, in order.
         tuned: documents that the model wrote for tuning only.
-        sources: name, number of documents and number of tokens of each source.
+        sources: name, number of documents, number of tokens and hash of each source.
         duplicates: digests of the documents so far, to leave out repeated ones.
     """
 
@@ -56,9 +58,8 @@ class CalibrationText:
     def add(self, source: str, documents: Sequence[Document]) -> None:
         """Adds the documents of ``source``."""
         self.documents += documents
-        self.sources.append(
-            {"source": source, "documents": len(documents), "tokens": sum(map(len, documents))}
-        )
+        counts = {"documents": len(documents), "tokens": sum(map(len, documents))}
+        self.sources.append({"source": source, **counts, "sha256": documents_hash(documents)})
 
 
 def text_from_outside(
@@ -93,6 +94,29 @@ def text_from_outside(
         duplicates=duplicates,
         processor=lambda: own_processor(folder, trust_remote_code=trust_remote_code),
     )
+
+
+def outside_sources(
+    checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, *, trust_remote_code: bool
+) -> list[dict[str, Any]]:
+    """Name, numbers and hash of each file and dataset of a recipe, as they are now.
+
+    Raises:
+        MarlinqError: one can't be read.
+    """
+    text = CalibrationText()
+    with warnings.catch_warnings(action="ignore"):
+        max_length = longest(blueprint.config, recipe)
+        for part in recipes_of_parts(recipe):
+            if part.source != SELF:
+                documents = text_from_outside(
+                    *(part, checkpoint.path, blueprint.config),
+                    max_length=max_length,
+                    duplicates=text.duplicates,
+                    trust_remote_code=trust_remote_code,
+                )
+                text.add(part.source, documents)
+    return text.sources
 
 
 class TextGatherer:

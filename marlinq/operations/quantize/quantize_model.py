@@ -83,7 +83,12 @@ def quantize(
     assert not isinstance(progress, bool)  # the decorator made it a function
     recipe = as_recipe(recipe)
     if resume:
-        finished = finished_run(model, Path(out), recipe, revision=revision, progress=progress)
+        finished = finished_run(
+            *(model, Path(out), recipe),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
         if finished is not None:
             (message or messages_beside(progress))(f"{out}: this run is finished; nothing is left to do")
             return finished

@@ -177,6 +177,24 @@ def test_resuming_what_is_finished_returns_its_report(
         quantize(source, tmp_path / "other", recipe="rtn", device="cpu")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_finished_run_on_other_text_is_not_taken_for_this_one(tmp_path: Path, beside: bool) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    text, second = tmp_path / "text.jsonl", tmp_path / "second.jsonl"
+    ids = ", ".join(str(3 + n) for n in range(30))
+    text.write_text(f'{{"input_ids": [{ids}]}}\n')
+    second.write_text(f'{{"input_ids": [50, {ids}]}}\n')
+    both = [str(text), str(second)] if beside else str(text)
+    recipe, out = RECIPE.replace(calibration=both, samples=1 + beside), tmp_path / "out"
+    quantize(source, out, recipe=recipe, device="cpu")
+    assert quantize(source, out, recipe=recipe, device="cpu", resume=True).resumed_blocks
+    text.write_text(text.read_text().replace("3,", "4,"))
+    with pytest.raises(OutputError, match=r"text\.jsonl gives other text than it was calibrated on; choose"):
+        quantize(source, out, recipe=recipe, device="cpu", resume=True)
+    text.unlink()  # Nothing is left to compare.
+    assert quantize(source, out, recipe=recipe, device="cpu", resume=True).resumed_blocks
+
+
 def test_resuming_without_an_interrupted_run_warns(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     with pytest.warns(UserWarning, match="no unfinished run to resume; starting afresh"):

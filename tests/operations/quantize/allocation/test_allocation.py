@@ -99,6 +99,13 @@ def test_an_interrupted_run_takes_its_allocation_over(
     assert folder_bytes(out) == folder_bytes(run.out)
 
 
+def test_resuming_a_finished_run_with_a_target_returns_its_report(run: Run) -> None:
+    report = quantize(run.source, run.out, recipe=TARGET, device="cpu", resume=True)
+    assert report.modules == run.report.modules
+    with pytest.raises(OutputError, match="was not written by this recipe"):
+        quantize(run.source, run.out, recipe=TARGET.replace(target_bits=6.0), device="cpu", resume=True)
+
+
 @pytest.mark.parametrize(
     "forged",
     [
