@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import click
 
 from marlinq.cli.options import device_option, dtype_option, output_options, refuse_options
-from marlinq.cli.output import INTERRUPTED_CODE, print_report, showing_progress
+from marlinq.cli.output import INTERRUPTED_CODE, print_report, print_report_and_save, showing_progress
 from marlinq.cli.types import OUTPUT_FILE, SOURCE, OneOf, names
 from marlinq.core.errors import UsageError
 
@@ -402,9 +403,10 @@ def serve(
     )
     with showing_progress() as progress:
         report = bench_serve(workload, progress, out)
-    if plot is not None and report.unfinished is None:
-        save_plot(report, plot)
-    print_report(report, as_json=as_json)
+    if plot is None or report.unfinished is not None:
+        print_report(report, as_json=as_json)
+    else:
+        print_report_and_save(report, partial(save_plot, report, plot), as_json=as_json)
     if report.unfinished is not None:
         interrupted = report.unfinished == INTERRUPTED
         click.get_current_context().exit(INTERRUPTED_CODE if interrupted else EnvironmentProblem.exit_code)

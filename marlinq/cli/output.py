@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from io import TextIOWrapper
 from typing import Any, Protocol, TextIO
@@ -69,6 +69,20 @@ def print_report(report: Report, *, as_json: bool, more: Sequence[Block] = ()) -
         draw([*report.display(), *more], Console(markup=False, highlight=False, emoji=False))
     else:
         _print(plain([*report.display(), *more]))
+
+
+def print_report_and_save(report: Report, save: Callable[[], None], *, as_json: bool) -> None:
+    """Print ``report`` after ``save``, which writes another file of it; also if that can't be written, since
+    what was measured may have taken long. The command then ends with the error's exit code."""
+    failed = None
+    try:
+        save()
+    except OutputError as error:
+        failed = error
+    print_report(report, as_json=as_json)
+    if failed is not None:
+        print_line(f"error: {failed}")
+        click.get_current_context().exit(failed.exit_code)
 
 
 def print_json(value: dict[str, Any], *, indent: int | None = None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from marlinq.cli.options import device_option, output_options, refuse_options, revision_option
-from marlinq.cli.output import print_report, showing_progress
+from marlinq.cli.output import print_report, print_report_and_save, showing_progress
 from marlinq.cli.types import OUTPUT_FILE, SOURCE, names
 
 
@@ -89,6 +91,7 @@ def command(
             device=device,
             progress=progress,
         )
-    if plot is not None:
-        save_plot(report, plot)
-    print_report(report, as_json=as_json)
+    if plot is None:
+        print_report(report, as_json=as_json)
+    else:
+        print_report_and_save(report, partial(save_plot, report, plot), as_json=as_json)

@@ -235,6 +235,22 @@ def test_a_list_may_be_repeated(
     assert asked.options["servers"] == ("vllm", "sglang", "marlinq")
 
 
+def test_a_plot_that_cannot_be_written_costs_no_result(
+    marlinq: Callable, operation: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise errors.OutputError("roof.svg: No space left on device")
+
+    operation("marlinq.operations.recommend", "recommend")
+    monkeypatch.setattr(sys.modules["marlinq.operations.recommend"], "save_plot", full, raising=False)
+    outcome = marlinq("recommend", "folder", "--plot", "roof.svg")
+    assert (outcome.code, outcome.out) == (errors.OutputError.exit_code, "one line of report\n")
+    assert outcome.err == "error: roof.svg: No space left on device\n"
+    outcome = marlinq("recommend", "folder", "--plot", "roof.svg", "--json")
+    assert outcome.code == errors.OutputError.exit_code
+    assert "error" not in json.loads(outcome.out)
+
+
 def test_failed_verification_has_its_exit_code(marlinq: Callable, operation: Callable) -> None:
     operation("marlinq.operations.verify", "verify", ok=False)
     assert marlinq("verify", "folder").code == errors.VerificationFailed.exit_code

@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from torch import Tensor
 from marlinq.calibration.tokens import moved_tokens, same_tokenizer_files
 from marlinq.core import boundaries
 from marlinq.core.display import Block, Facts, Shown, Table, counted, lines
-from marlinq.core.errors import CheckpointError, NumericsError, UsageError
+from marlinq.core.errors import CheckpointError, NumericsError, OutputError, UsageError
 from marlinq.core.model_source import local_folder
 from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
 from marlinq.operations.evaluate.tasks import (
@@ -37,7 +39,7 @@ from marlinq.operations.evaluate.tasks import (
 )
 from marlinq.operations.evaluate.windows import EvaluationText, read_windows, write_windows
 from marlinq.operations.little_memory import tells_of_little_memory
-from marlinq.operations.report import keep_evaluation
+from marlinq.operations.report import check_keepable, keep_evaluation
 from marlinq.runtime import LoadedModel, load
 from marlinq.runtime.generation import device_name, position_limit
 from marlinq.runtime.step.forward_choice import check_head
@@ -244,8 +246,8 @@ def evaluate(
             f"windows, length: expected 1 window of 2 tokens or more, found {windows} of {length}"
         )
 
-    if keep and not isinstance(model, LoadedModel) and local_folder(model) is None:
-        raise UsageError(f"--keep: {os.fspath(model)} is no local folder; leave it out")
+    if keep:
+        check_keepable(model.path if isinstance(model, LoadedModel) else _own_folder(model))
     checked_tasks = None if tasks is None else check_tasks(tasks)
 
     def opened(source: Source, revision: str | None = None) -> LoadedModel:
@@ -294,8 +296,19 @@ def evaluate(
     )
     if keep:
         plain = {key: value for key, value in evaluation.to_dict().items() if key != "kept"}
-        evaluation = replace(evaluation, kept=tuple(keep_evaluation(loaded.path, plain)))
+        try:
+            evaluation = replace(evaluation, kept=tuple(keep_evaluation(loaded.path, plain)))
+        except OutputError as error:
+            # What took long to measure is reported all the same.
+            warnings.warn(f"the figures were not kept: {error}", stacklevel=3)
     return evaluation
+
+
+def _own_folder(model: str | os.PathLike[str]) -> Path:
+    folder = local_folder(model)
+    if folder is None:
+        raise UsageError(f"--keep: {os.fspath(model)} is no local folder; leave it out")
+    return folder
 
 
 def divergence(loaded: LoadedModel, original: LoadedModel, text: EvaluationText) -> float:

@@ -4,7 +4,7 @@ model card."""
 from __future__ import annotations
 
 from marlinq.operations.report.card import CARD, hub_id, model_card
-from marlinq.operations.report.evaluation import keep_evaluation
+from marlinq.operations.report.evaluation import check_keepable, keep_evaluation
 from marlinq.operations.report.figures import TimeFigures
 from marlinq.operations.report.written_report import WrittenReport, report, write_report
 
@@ -12,6 +12,7 @@ __all__ = [
     "CARD",
     "TimeFigures",
     "WrittenReport",
+    "check_keepable",
     "hub_id",
     "keep_evaluation",
     "model_card",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from marlinq.operations.report.card import CARD, inline
 _BEGIN, _END = "<!-- marlinq: evaluation -->", "<!-- marlinq: end of evaluation -->"
 _SECTION = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END) + r"\n*", re.DOTALL)
 _BEFORE = "\n## Use\n"
+_REMEDY = "make the folder writable, or leave out --keep"
 _MOST_TASKS = 400
 _LONGEST = 200
 _LARGEST = 1e30
@@ -121,6 +123,16 @@ def read_evaluation(folder: Path, fingerprint: str) -> EvaluationFigures | None:
     return _figures(values) if values.get("fingerprint") == fingerprint else None
 
 
+def check_keepable(folder: Path) -> None:
+    """Checks, before anything is measured, that an evaluation can be written into ``folder``.
+
+    Raises:
+        OutputError: the folder is there and can't be written.
+    """
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"{folder}: no file can be made there; {_REMEDY}")
+
+
 def keep_evaluation(folder: Path, measured: Mapping[str, Any]) -> list[str]:
     """Writes an evaluation into a checkpoint's folder, and into its model card if marlinq wrote the card.
 
@@ -145,10 +157,7 @@ def keep_evaluation(folder: Path, measured: Mapping[str, Any]) -> list[str]:
             replace_text(folder / CARD, card)
             notes.append(f"and in {folder / CARD}")
     except OSError as error:
-        raise OutputError(
-            f"{error.filename or folder}: {error.strerror or error}; make the folder writable, or leave out "
-            "--keep"
-        ) from None
+        raise OutputError(f"{error.filename or folder}: {error.strerror or error}; {_REMEDY}") from None
     return notes
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from marlinq.core.errors import CheckpointError, NumericsError, UsageError
+from marlinq.core.errors import CheckpointError, NumericsError, OutputError, UsageError
 from marlinq.methods.rtn import round_to_nearest
-from marlinq.operations.evaluate import evaluate
+from marlinq.operations.evaluate import evaluate, measure
 from marlinq.operations.evaluate.windows import read_windows
+from marlinq.operations.report import evaluation
 from marlinq.runtime import load
 from tests.runtime.test_generation import wide_model
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized, save_tokenizer
@@ -210,6 +213,28 @@ def test_nan_logits_are_named(original: Path, text: Path) -> None:
     loaded.model.lm_head.weight.data[7, 7] = float("nan")
     with pytest.raises(NumericsError, match="window 0"):
         evaluate(loaded, text=str(text), windows=1, length=32)
+
+
+def test_figures_that_cannot_be_kept_are_reported(
+    original: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, _: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(evaluation, "replace_text", full)
+    with pytest.warns(UserWarning, match=r"the figures were not kept: .*evaluation\.json: No space left"):
+        found = evaluate(original, text=str(text), windows=1, length=16, device="cpu", keep=True)
+    assert found.perplexity > 1
+    assert not found.kept
+
+
+def test_a_folder_that_cannot_hold_the_figures_is_refused_first(
+    original: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode & os.W_OK == 0)
+    monkeypatch.setattr(measure, "load", None)
+    with pytest.raises(OutputError, match="original: no file can be made there; make the folder writable"):
+        evaluate(original, device="cpu", keep=True)
 
 
 def test_a_loaded_model_has_no_revision(original: Path, text: Path) -> None:
