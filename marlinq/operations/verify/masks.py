@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,10 @@ another channel's mask this ratio is 0.47, with a standard deviation of 0.13 for
 the least of 1,500 sound channels had 0.77."""
 
 
+_BY_CHANCE = 1e-9
+"""Probability below which codes that are zero at random don't follow a pattern."""
+
+
 class Masks:
     """The check of sparsity patterns; modules are added one at a time.
 
@@ -39,13 +44,13 @@ class Masks:
         """Checks one module, if its layout or the manifest calls it sparse.
 
         Returns:
-            ``q`` with the pattern that its codes follow; no dense weight follows one by chance.
+            ``q`` with the pattern that its codes follow, unless so many are zero that they may by chance.
         """
+        used = q.used()
         rule = q.sparsity or self._pruned.get(name)
         if rule is None:
-            kept = (each for each in SPARSITIES.values() if each.refusal(q.used()) is None)
-            return replace(q, sparsity=next(kept, None))
-        used = q.used()
+            telling = (each for each in SPARSITIES.values() if _followed_by_chance(used, each) < _BY_CHANCE)
+            return replace(q, sparsity=next((each for each in telling if each.refusal(used) is None), None))
         self._modules += 1
         self._kept += used.numel() * rule.kept // rule.span
         self._used += int(used.sum())
@@ -62,6 +67,16 @@ class Masks:
         share = self._used / self._kept if self._kept else 0.0
         text = f"{self._modules} modules keep their rule; {share:.1%} of kept weights are not zero"
         return [self._findings.result(text)]
+
+
+def _followed_by_chance(used: Tensor, rule: Sparsity) -> float:
+    """Probability that as many zeros, at random places of [K, N], follow ``rule``."""
+    share = float(used.float().mean())
+    broken = sum(
+        math.comb(rule.span, count) * share**count * (1 - share) ** (rule.span - count)
+        for count in range(rule.kept + 1, rule.span + 1)
+    )
+    return math.exp(-broken * used.numel() / rule.span)
 
 
 def misplaced_channels(weight: Tensor, q: QuantizedWeight) -> str | None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from marlinq.checkpoint import MANIFEST
+from marlinq.core.sparsity import TWO_OF_FOUR
+from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.verify import VerificationReport, verify
+from marlinq.operations.verify.masks import Masks
 from tests.testing import faults
+from tests.testing.schemes import scheme
 
 VICTIM = "model.layers.0.mlp.up_proj"
 K, N = 128, 256
@@ -75,6 +82,23 @@ def swapped_pairs(words: Tensor) -> Tensor:
     # Elements j and j + 1 are the two; they lie 16 bits apart.
     octets = words.contiguous().view(torch.int16).reshape(-1, 2).flip(1)
     return octets.reshape(-1).view(torch.int32).reshape(words.shape)
+
+
+@pytest.mark.parametrize(
+    ("nonzero", "pruned", "inferred"),
+    [(0.01, False, None), (0.03, False, None), (0.01, True, None), (1.0, True, TWO_OF_FOUR)],
+)
+def test_few_codes_that_are_not_zero_tell_of_no_pattern(
+    tmp_path: Path, nonzero: float, pruned: bool, inferred: object
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(64, K, generator=generator)
+    weight[torch.rand(weight.shape, generator=generator) > nonzero] = 0.0
+    q = round_to_nearest(weight, scheme(-1, sparsity=TWO_OF_FOUR if pruned else None))
+    folder: Any = SimpleNamespace(path=tmp_path)
+    if not pruned and TWO_OF_FOUR.refusal(q.used()) is not None:
+        pytest.fail("choose another seed, with which the codes follow the pattern by chance")
+    assert Masks(folder).module("m", replace(q, sparsity=None)).sparsity == inferred
 
 
 @pytest.mark.parametrize("edit", [swapped_places, same_place_twice])
