@@ -188,3 +188,11 @@ def _columns(q: QuantizedWeight) -> Tensor:
     """int64 [N], the column of scales of each output channel."""
     columns = torch.arange(q.out_features, device=q.codes.device)
     return columns // q.granularity.outputs_per_group(q.out_features)
+
+
+def has_coarse_scales(q: Grid) -> bool:
+    """Whether most scales are the smallest of float16 that quantisers write, its smallest normal number,
+    instead of the smaller ones that the weights need."""
+    if q.scheme.scale_dtype != "float16":
+        return False
+    return bool((q.scales.abs() <= torch.finfo(torch.float16).tiny).float().mean() > 0.5)

@@ -14,7 +14,7 @@ from torch import Tensor
 from marlinq.checkpoint import CheckpointWriter, WriteBehind, model_dtype
 from marlinq.core.errors import NumericsError
 from marlinq.core.weight import QuantizedWeight
-from marlinq.formats.stored_values import largest_weight, scales_fault
+from marlinq.formats.stored_values import has_coarse_scales, largest_weight, scales_fault
 from marlinq.models import ModelInstance
 from marlinq.operations.quantize.batches_of_modules import in_module_batches
 from marlinq.operations.quantize.planned_module import PlannedModule, module_note
@@ -77,7 +77,7 @@ class ModuleWriter:
         if not self._ranks.first:
             return note
         self._waiting |= packed(self._plan, planned, solved)
-        if _has_coarse_scales(solved):
+        if has_coarse_scales(solved):
             self._coarse.append(planned.projection.name)
         if sum(tensor.nbytes for tensor in self._waiting.values()) > _BYTES_AT_ONCE:
             self.commit({})
@@ -112,14 +112,6 @@ def packed(plan: OutputPlan, planned: PlannedModule, solved: QuantizedWeight) ->
         )
     tensors = planned.layout.pack(solved, planned.spec.scheme)
     return {f"{planned.stored}.{suffix}": tensor for suffix, tensor in tensors.items()}
-
-
-def _has_coarse_scales(solved: QuantizedWeight) -> bool:
-    """Whether most scales are the smallest of float16 that is written
-    (:func:`~marlinq.methods.grid.storable_scales`), instead of the smaller ones that the weights need."""
-    if solved.scheme.scale_dtype != "float16":
-        return False
-    return bool((solved.scales.abs() <= torch.finfo(torch.float16).tiny).float().mean() > 0.5)
 
 
 def _overflow(solved: QuantizedWeight, dtype: str | None) -> str | None:

@@ -14,7 +14,13 @@ from torch import Tensor
 from marlinq.core.display import counted
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
-from marlinq.formats.stored_values import codes_fault, order_fault, scales_fault, typical_weight
+from marlinq.formats.stored_values import (
+    codes_fault,
+    has_coarse_scales,
+    order_fault,
+    scales_fault,
+    typical_weight,
+)
 from marlinq.operations.verify.verification_report import Check, Findings
 
 _OUTLIER = 2.0**12
@@ -67,6 +73,10 @@ class Values:
             self._scales.warnings.append(
                 f"{name}: {subnormal} of {scales.numel()} scales are subnormal in {q.scales.dtype}; "
                 "kernels may flush them to zero"
+            )
+        if has_coarse_scales(q):
+            self._scales.warnings.append(
+                f"{name}: weights are too small for scales in float16, and lost precision"
             )
         typical = typical_weight(q)
         if typical > _LARGE:

@@ -83,6 +83,43 @@ def test_odd_weights_pass(name, symmetric):
         assert not find_faults(weight, q, layout, spec, layout.pack(q), run).findings
 
 
+def findings(weight, q, layout=INTEGERS["gptq-v2"]):
+    spec = replace(spec_of(q), scheme=layout.as_stored(replace(q.scheme, scale_dtype="float16")))
+    return find_faults(weight, q, layout, spec, layout.pack(q), RunSize.of([spec])).findings
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("size", [4e-4, 5e-5, 2e-5, 1e-5])
+def test_weights_too_small_for_float16_scales_are_a_warning(size, symmetric):
+    weight = ordinary() * (size / 0.05)
+    for q in (
+        solve_gptq(weight, hessian_of(K, 0), scheme(GROUP, symmetric=symmetric))[0],
+        round_to_nearest(weight, scheme(GROUP, symmetric=symmetric)),
+    ):
+        assert not [finding for finding in findings(weight, q) if finding.fails]
+        values = Values()
+        values.module("m", q, q.scheme)
+        (row,) = [check for check in values.results() if check.name == "scales"]
+        assert row.status == ("warning" if size < 1e-4 else "passed")
+        assert row.status == "passed" or "too small for scales in float16" in row.detail
+
+
+@pytest.mark.parametrize("factor", [1.5, 2.0])
+@pytest.mark.parametrize("size", [2e-5, 5e-5])
+def test_wrong_scales_of_tiny_weights_are_found(size, factor):
+    weight = ordinary() * (size / 0.05)
+    q = round_to_nearest(weight, scheme(GROUP))
+    assert any(finding.fails for finding in findings(weight, replace(q, scales=q.scales * factor)))
+
+
+def test_the_smallest_scales_are_wrong_for_larger_weights():
+    weight = ordinary() * 6e-3
+    q = round_to_nearest(weight, scheme(GROUP))
+    least = torch.full_like(q.scales, torch.finfo(torch.float16).tiny)
+    assert float(q.scales.min()) > float(least.max())
+    assert any(finding.fails for finding in findings(weight, replace(q, scales=least)))
+
+
 def test_a_scale_no_weights_can_have_is_refused():
     """Full codes under a scale 2**16 times as large as all others: the upper exponent bit flipped."""
     q = round_to_nearest(ordinary(), scheme(GROUP))

@@ -218,7 +218,8 @@ def _other_scales(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> 
     """Scales that belong to another weight: in many groups, they fit better after one of the factors.
 
     A group's evidence is the likelihood ratio of a mixture: the stored scale or one of the factors times it,
-    all equally probable. Its expectation over undamaged groups is 1, like that of each part.
+    all equally probable. Its expectation over undamaged groups is 1, like that of each part. Weights too
+    small for any scale of the dtype have its smallest one, although a smaller one would fit better.
     """
     step = max(1, q.in_features * q.out_features // _SAMPLED_ELEMENTS)
     columns = torch.arange(0, q.out_features, step, device=w.device)
@@ -235,8 +236,21 @@ def _other_scales(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> 
         gain = gain if kept is None else gain.mul_(kept)
         gains.append(torch.zeros_like(gains[0]).index_add_(0, groups, gain))
     mixed = torch.stack(gains).logsumexp(dim=0).sub_(math.log(len(gains)))
+    mixed[_at_floor(part, q, columns)] = 0.0
     evidence = float(mixed.nan_to_num_(-MOST_SAY).clamp_(max=MOST_SAY).sum())
     yield from agreed("scales are those of other weights", evidence, run.weights)
+
+
+def _at_floor(w: Tensor, q: QuantizedWeight, columns: Tensor) -> Tensor:
+    """Mask [G, outputs] of groups of integers whose weights, [K, outputs], need a smaller scale than the
+    smallest normal one of the dtype, which they have."""
+    least = torch.finfo(q.scales.dtype).tiny
+    groups = q.g_idx.long().unsqueeze(1).expand(w.shape)
+    high, low = (torch.zeros((q.groups, len(columns)), device=w.device) for _ in range(2))
+    high.scatter_reduce_(0, groups, w, "amax")
+    low.scatter_reduce_(0, groups, w, "amin")
+    reach = high - low if q.scheme.stores_zeros else 2 * torch.maximum(high, -low)
+    return (reach <= least * (q.element.codes - 1)) & (q.scales[:, columns].abs() == least)
 
 
 def _kept(q: QuantizedWeight, columns: Tensor) -> Tensor | None:
