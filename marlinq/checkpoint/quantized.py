@@ -12,9 +12,7 @@ from marlinq.checkpoint.draft_head import BLOCK_NUMBER, beyond_blocks, find_draf
 from marlinq.checkpoint.quantization_config import config_place, read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
 from marlinq.checkpoint.stacked import with_parts
-from marlinq.checkpoint.tying import says_untied
 from marlinq.checkpoint.undeclared import bare_codes, check_declared
-from marlinq.checkpoint.usual_tensors import OUTPUT_HEAD, usual_tensors
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, ConversionRefused, MarlinqError, UnsupportedError
 from marlinq.core.rules import Keep
@@ -228,42 +226,20 @@ class QuantizedCheckpoint:
 
 
 def doubtful_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
-    """Those of ``names``, of unquantised tensors, that may have no place in the model, and tensors that may
-    be missing, which only building the model can tell.
+    """Those of ``names``, of unquantised tensors, that may have no place in the model, which only building
+    the model can tell.
 
-    Of common models (:func:`usual_tensors`) every name and shape is known. Of others a tensor is doubtful if
-    its name is unusual, its module is not in every block, or its shape is not the same in all.
+    They are not in every block, their shape is not the same in all, or their name is unusual.
     """
     has_draft_head = find_draft_head(checkpoint.tensors) is not None
-    usual = usual_tensors(checkpoint.config)
-    if usual is not None:
-        stored = checkpoint.tensors
-        packed = {
-            name.rpartition(".")[0] for name in stored if f"{name.rpartition('.')[0]}.weight" not in stored
-        }
-        optional = set() if says_untied(checkpoint.config) else {OUTPUT_HEAD}
-        # A quantised module has other tensors instead of its weight, and may have a bias of zeros.
-        optional |= {f"{module}.weight" for module in packed}
-        return [
-            name
-            for name in (*names, *(usual.keys() - stored.keys() - optional))
-            if (name not in stored or usual.get(name) != stored[name].shape)
-            and not (has_draft_head and is_of_draft_head(name, checkpoint.config))
-            and not (
-                name in stored and name.endswith(".bias") and f"{name[:-5]}.weight" in optional & usual.keys()
-            )
-        ]
-    blocks: dict[str, set[int]] = {}
     places: dict[str, str] = {}
-    shapes: dict[str, set[tuple[int, ...]]] = {}
+    shapes: dict[str, dict[int, tuple[int, ...]]] = {}
     for name, info in checkpoint.tensors.items():
-        module = name.rpartition(".")[0]
-        block = BLOCK_NUMBER.search(f"{module}.")
+        block = BLOCK_NUMBER.search(f"{name.rpartition('.')[0]}.")
         if block is not None:
-            places[name] = f"{module[: block.start()]}.{module[block.end() :]}"
-            blocks.setdefault(places[name], set()).add(int(block[1]))
-            shapes.setdefault(places[name] + name[len(module) :], set()).add(info.shape)
-    every = {number for numbers in blocks.values() for number in numbers}
+            places[name] = f"{name[: block.start()]}.{name[block.end() :]}"
+            shapes.setdefault(places[name], {})[int(block[1])] = info.shape
+    every = {number for numbers in shapes.values() for number in numbers}
 
     def doubtful(name: str) -> bool:
         if is_of_draft_head(name, checkpoint.config):
@@ -274,8 +250,8 @@ def doubtful_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
         last = module.rpartition(".")[2]
         if name in places:
             named = _LINEAR.search(module) or any(mark in last for mark in _BLOCK_MARKS)
-            alike = len(shapes[places[name] + name[len(module) :]]) == 1
-            return blocks[places[name]] != every or not named or not alike
+            here = shapes[places[name]]
+            return here.keys() != every or len(set(here.values())) > 1 or not named
         return not any(mark in last for mark in (*_EMBEDDING_MARKS, "head", "ln_f"))
 
     return [name for name in names if doubtful(name)]
