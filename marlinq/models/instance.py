@@ -100,6 +100,20 @@ class ModelInstance:
         """
         return self._stored(self.names.require(parameter), shape)
 
+    def stored_weight(self, projection: Projection) -> Tensor:
+        """The stored weight [N, K] of a projection, in its stored dtype, on the device.
+
+        Raises:
+            CheckpointError: it is missing or has another shape.
+        """
+        parameter = projection.parameter
+        shape = tuple(self.model.get_parameter(parameter).shape)
+        if not self.names.in_parts(parameter):
+            return projection.view(self.read(parameter, shape).to(self.device))
+        parts = zip(self.blueprint.fused[parameter], self.names.places(parameter, shape), strict=True)
+        stored, size = next(place for part, place in parts if part.name == projection.name)
+        return self._stored(stored, size).to(self.device)
+
     def _stored(self, stored: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._checkpoint.tensor(stored)
         if tuple(tensor.shape) != tuple(shape):

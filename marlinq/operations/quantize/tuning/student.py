@@ -77,7 +77,7 @@ class Student:
                     weight = quantized[name].to(instance.device)
                     # Float elements keep their codes: only scales are tuned.
                     integers = weight.element.table is None
-                    original = self._original(planned) if codes and integers else None
+                    original = instance.stored_weight(planned.projection) if codes and integers else None
                     self.weights[name] = TunableWeight(weight, original, name=name)
                 replaced = {planned.projection.parameter for planned in members if planned.projection.whole}
                 module = instance.materialise(block.name, skip=replaced)
@@ -91,12 +91,6 @@ class Student:
             shape = instance.model.get_parameter(name).shape
             stored = instance.read(name, tuple(shape)).to(instance.device)
             self.vectors[name] = TunableVector(stored, added=name.endswith("bias"))
-
-    def _original(self, planned: PlannedModule) -> Tensor:
-        projection = planned.projection
-        shape = tuple(self._instance.model.get_parameter(projection.parameter).shape)
-        stored = self._instance.read(projection.parameter, shape)
-        return projection.view(stored.to(self._instance.device))
 
     def _outer_vectors(self) -> list[str]:
         """Names of vectors outside the blocks. Those before the first block get no gradient, so they stay as

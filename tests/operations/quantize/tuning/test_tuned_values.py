@@ -21,6 +21,7 @@ from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.tuning import loop
 from marlinq.operations.quantize.tuning.student import Student, backward_kept
 from tests.operations.quantize.tuning.runs import TUNED, begun, kept, kl, tuned, untuned, weights
+from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import folder_bytes, save_tiny
 from tests.testing.pairs import in_turn
 
@@ -166,6 +167,23 @@ def test_other_architectures(tmp_path: Path, rounded: Recipe, name: str) -> None
     source = save_tiny(name, tmp_path / "model")
     report = tuned(source, tmp_path / "out", rounded, tune_codes=True)
     assert report["kl_after"] < report["kl_before"]
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_codes_of_experts_follow_where_files_hold_them_apart_or_stacked(
+    tmp_path: Path, rounded: Recipe, fused: bool
+) -> None:
+    source = tmp_path / "model"
+    save_mixture(source, "mixtral", fused=fused)
+    # None of so few documents is held out, so the last values are kept, better or not.
+    few = {"samples": 7, "tune_rate": 0.05, "tune_steps": 2, "tune_tokens": 128}
+    plain = untuned(source, tmp_path / "plain", rounded, **few)
+    # The codes start from the original's weights, which the tuning reads once more.
+    tuned(source, tmp_path / "out", rounded, tune_codes=True, **few)
+    codes = weights(tmp_path / "out")
+    moved = {name for name in codes if not torch.equal(codes[name].codes, plain[name].codes)}
+    assert any("experts" in name for name in moved)
+    assert marlinq.verify(tmp_path / "out", against=source, device="cpu").ok
 
 
 def test_a_quantised_head_stays_as_it_was(tmp_path: Path) -> None:
