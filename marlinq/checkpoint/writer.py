@@ -76,6 +76,8 @@ def check_place(out: Path, *, resume: bool, source: Path | None = None) -> None:
         OutputError: ``out`` exists, lies inside ``source`` or can't be made there, or an unfinished run is in
             the way.
     """
+    if not Path(out).absolute().name:
+        raise OutputError(f"{out}: already exists; choose another output folder")
     try:
         # Checks the longer of the two names.
         os.lstat(_partial(Path(out).absolute()))

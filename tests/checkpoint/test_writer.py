@@ -62,6 +62,11 @@ def reference(tmp_path: Path) -> dict[str, bytes]:
         return contents(finish(target))
 
 
+def test_the_root_is_no_place_for_a_folder() -> None:
+    with pytest.raises(OutputError, match=r"^/: already exists; choose another output folder$"):
+        check_place(Path("/"), resume=False)
+
+
 @pytest.mark.parametrize("shard", [1, SHARD, 10**9])
 def test_a_written_folder_is_read_by_us_and_by_safetensors(tmp_path: Path, shard: int) -> None:
     out = tmp_path / "out"

@@ -303,6 +303,12 @@ def _check_overrides(blueprint: Blueprint, recipe: Recipe) -> None:
     if recipe.quantize_head != UNQUANTIZED and blueprint.head is not None:
         linears.append(blueprint.head)
     for override in recipe.unused_overrides(linears):
+        decided = next(filter(override.matches, linears), None)
+        if decided is not None:
+            raise UsageError(
+                f"override {override.pattern!r}: earlier overrides decide all linears that it matches, such "
+                f"as {decided}; the first match wins, so put it before them or leave it out"
+            )
         raise UsageError(
             f"override {override.pattern!r}: matches no linear of the model, whose names are like "
             f"{linears[0]}; correct it or leave it out"

@@ -272,6 +272,9 @@ def test_overrides_change_single_modules(tmp_path: Path) -> None:
     assert quantized.load("model.layers.0.mlp.up_proj").scheme.stores_zeros
     with pytest.raises(UsageError, match="'nothing_like_it': matches no linear .* like model.layers.0"):
         run(source, tmp_path / "typo", overrides=(Override("nothing_like_it", skip=True),))
+    behind = (Override("mlp", skip=True), Override("up_proj", settings={"group_size": 64}))
+    with pytest.raises(UsageError, match="'up_proj': earlier overrides decide all .* put it before them or"):
+        run(source, tmp_path / "behind", overrides=behind)
 
 
 def test_the_manifest_tells_how_the_folder_was_made(tmp_path: Path) -> None:
