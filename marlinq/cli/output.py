@@ -72,8 +72,9 @@ def print_report(report: Report, *, as_json: bool, more: Sequence[Block] = ()) -
 
 
 def print_report_and_save(report: Report, save: Callable[[], None], *, as_json: bool) -> None:
-    """Print ``report`` after ``save``, which writes another file of it; also if that can't be written, since
-    what was measured may have taken long. The command then ends with the error's exit code."""
+    """Call ``save``, which writes another file of ``report``, then print ``report``, also if that file can't
+    be written, since what was measured may have taken long. The command then ends with the error's exit code.
+    The error goes to stderr even with ``as_json``, so that stdout holds one JSON object."""
     failed = None
     try:
         save()

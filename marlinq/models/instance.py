@@ -106,13 +106,12 @@ class ModelInstance:
         Raises:
             CheckpointError: it is missing or has another shape.
         """
-        parameter = projection.parameter
-        shape = tuple(self.model.get_parameter(parameter).shape)
-        if not self.names.in_parts(parameter):
-            return projection.view(self.read(parameter, shape).to(self.device))
-        parts = zip(self.blueprint.fused[parameter], self.names.places(parameter, shape), strict=True)
-        stored, size = next(place for part, place in parts if part.name == projection.name)
-        return self._stored(stored, size).to(self.device)
+        stored = self.names.holder(projection)
+        if self.names.in_parts(projection.parameter):
+            shape = (projection.out_features, projection.in_features)
+            return self._stored(stored, shape).to(self.device)
+        whole = tuple(self.model.get_parameter(projection.parameter).shape)
+        return projection.view(self._stored(stored, whole).to(self.device))
 
     def _stored(self, stored: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._checkpoint.tensor(stored)

@@ -85,6 +85,15 @@ class TensorNames:
             for part in self._fused[parameter]
         )
 
+    def holder(self, projection: Projection) -> str:
+        """Name of the stored tensor that holds the weight of ``projection``, alone or with other experts'.
+
+        Raises:
+            CheckpointError: none does.
+        """
+        alone = self.in_parts(projection.parameter)
+        return self.require(f"{projection.name}.weight" if alone else projection.parameter)
+
     def in_parts(self, parameter: str) -> bool:
         """Whether at least one matrix of a fused parameter is stored as a tensor of its own."""
         if parameter not in self._fused or self.own(parameter) is not None:

@@ -110,7 +110,9 @@ def outside_sources(
         for part in recipes_of_parts(recipe):
             if part.source != SELF:
                 documents = text_from_outside(
-                    *(part, checkpoint.path, blueprint.config),
+                    part,
+                    checkpoint.path,
+                    blueprint.config,
                     max_length=max_length,
                     duplicates=text.duplicates,
                     trust_remote_code=trust_remote_code,

@@ -94,8 +94,7 @@ def plan_module(
         return reason
     if settings.granularity is None and automatic is not None:
         settings = replace(settings, granularity=Granularity.group(automatic.size))
-    parts = names.in_parts(projection.parameter)
-    stored = names.require(f"{projection.name}.weight" if parts else projection.parameter)
+    stored = names.holder(projection)
     layout = settings.layout(form)
     spec = _spec(layout, projection, settings, checkpoint.tensors[stored].dtype, stored)
     if (reason := layout.shape_refusal(spec)) is not None:

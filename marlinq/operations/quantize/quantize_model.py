@@ -84,7 +84,9 @@ def quantize(
     recipe = as_recipe(recipe)
     if resume:
         finished = finished_run(
-            *(model, Path(out), recipe),
+            model,
+            Path(out),
+            recipe,
             revision=revision,
             trust_remote_code=trust_remote_code,
             progress=progress,

@@ -203,7 +203,6 @@ def _layer(planned: PlannedModule, layout: str) -> LinearFacts:
 
 def dense_bytes(checkpoint: Checkpoint, names: TensorNames, projection: Projection) -> int:
     """Bytes of a projection's weight as the source stores it."""
-    parts = names.in_parts(projection.parameter)
-    stored = names.require(f"{projection.name}.weight" if parts else projection.parameter)
+    stored = names.holder(projection)
     shape = (projection.out_features, projection.in_features)
     return TensorPlan(stored, checkpoint.tensors[stored].dtype, shape).nbytes
