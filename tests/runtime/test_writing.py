@@ -82,7 +82,7 @@ def test_much_text_takes_as_many_rounds_as_it_needs(monkeypatch: pytest.MonkeyPa
     written = write(model, tokens=200, documents=None, rows=2, max_length=16)
     assert written.rounds == 6
     monkeypatch.setattr(writing, "_SMALL_SHARE", 0)
-    with pytest.raises(UnsupportedError, match="ends its documents at once: 64 tokens in 4 of them"):
+    with pytest.raises(UnsupportedError, match="repeats itself: 64 tokens in 4 of them"):
         write(model, tokens=200, documents=None, rows=2, max_length=16)
 
 
@@ -143,6 +143,65 @@ def test_a_round_ends_when_few_rows_are_left() -> None:
     assert len(steps) < 30
     assert written.rounds == 1
     assert max(map(len, written.documents)) < 30
+
+
+def loops(document: tuple[int, ...]) -> list[int]:
+    """Lengths of the runs of sequences of eight tokens that occur in the document before."""
+    seen: set[tuple[int, ...]] = set()
+    runs = [0]
+    for end in range(2 + 8, len(document) + 1):
+        last = document[end - 8 : end]
+        if last in seen:
+            runs[-1] += 1
+        else:
+            runs.append(0)
+        seen.add(last)
+    return [run for run in runs if run]
+
+
+def test_a_document_ends_where_the_model_repeats_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The likeliest token again and again, until the model comes back to an earlier state.
+    model = tiny_model("llama", max_position_embeddings=512)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    shown: list[int] = []
+    writer = TextWriter(
+        loaded(model),
+        rows=8,
+        max_length=120,
+        seed=0,
+        top_k=1,
+        progress=lambda stage, done, total: shown.append(done),
+    )
+    cut = writer.write(tokens=10**5, documents=8).documents
+    writer.close()
+    assert shown == sorted(shown)
+    monkeypatch.setattr(writing, "_REPEATED", 10**6)
+    whole = write(model, documents=16, rows=8, max_length=120, top_k=1).documents
+    by_beginning = {document[1]: document for document in whole}
+    longest = max(map(len, cut))
+    looped = 0
+    for document in cut:
+        assert max(loops(document), default=0) < 24
+        known = by_beginning[document[1]]
+        assert document == known[: len(document)]
+        # It ends in front of its first loop, or where all ended, since few were left.
+        if len(document) < longest:
+            looped += 1
+            assert loops(known[: len(document) + 24])[-1] == 24
+    assert looped > 3
+
+
+def test_a_model_that_only_repeats_itself_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "_FEWEST_ROUNDS", 2)
+    monkeypatch.setattr(writing, "_SMALL_SHARE", 0)
+    model = tiny_model("llama", max_position_embeddings=512)
+    with torch.no_grad():
+        # Token 7 is by far the likeliest.
+        model.lm_head.weight.zero_()
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+        model.lm_head.bias[7] = 100
+    with pytest.raises(UnsupportedError, match="or repeats itself: 0 tokens in 8 of them"):
+        write(model, tokens=1000, documents=None, rows=4, max_length=200)
 
 
 def test_progress_counts_tokens_up_to_the_end() -> None:

@@ -77,9 +77,10 @@ def text_by_the_model(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    looped = f"; {counted(written.loops, 'documents')} ended in a loop" if written.loops else ""
     message(
         f"wrote {counted(len(written.documents), 'documents')}, {sum(map(len, written.documents))} tokens in "
-        f"{written.seconds:.0f} s; {written.how}"
+        f"{written.seconds:.0f} s{looped}; {written.how}"
     )
     return [Document(tokens) for tokens in written.documents]
 
