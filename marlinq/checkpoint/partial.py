@@ -186,11 +186,22 @@ class PartialFolder:
             OutputError: the path of the unfinished folder now leads to another folder.
         """
         os.fsync(self._folder)
-        mine, there = os.fstat(self._folder), self.path.lstat()
-        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+        if not self._is_there():
             raise OutputError(f"{self.path}: was replaced while it was written; start over")
         self.path.rename(out)
         fsync_folder(out.parent)
+
+    def discard(self) -> None:
+        """Remove the folder and the files in it, which has no subfolders."""
+        for name in self.names():
+            self.remove(name)
+        if self._is_there():
+            self.path.rmdir()
+
+    def _is_there(self) -> bool:
+        """Whether the path still leads to this folder."""
+        mine, there = os.fstat(self._folder), self.path.lstat()
+        return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
 
     def sync(self) -> None:
         """Make new names in the folder durable."""

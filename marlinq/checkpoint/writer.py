@@ -35,7 +35,7 @@ from marlinq.checkpoint.reader import CONFIG, INDEX, MANIFEST, SINGLE, Checkpoin
 from marlinq.checkpoint.resumed_hashes import ResumedHashes, changed_since_written
 from marlinq.checkpoint.source import OpenFile, SourceFile, reading
 from marlinq.core.dtypes import dtype_name
-from marlinq.core.errors import CheckpointError, OutputError
+from marlinq.core.errors import CheckpointError, MarlinqError, OutputError
 from marlinq.core.files import open_regular
 from marlinq.core.plain_values import load_json
 
@@ -172,6 +172,8 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(value, MarlinqError):
+            self._discard_without_work()
         self.close()
 
     @property
@@ -402,6 +404,16 @@ class CheckpointWriter:
                 os.close(file.descriptor)
         self._files = {}
         self._folder.close()
+
+    def _discard_without_work(self) -> None:
+        """Removes the folder if it holds no work that a resumed run would use. It would only stand in the way
+        of the command that mends the error."""
+        own = {JOURNAL, *(shard for shard, _ in self._shards)}
+        if self.resumed or self._journal.hashes or self.notes:
+            return
+        with contextlib.suppress(OSError):
+            if own.issuperset(self._folder.names()):
+                self._folder.discard()
 
     def _open(self) -> None:
         if not os.path.lexists(self.partial):

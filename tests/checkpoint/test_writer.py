@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from marlinq.checkpoint import MANIFEST, Checkpoint, CheckpointWriter, TensorPlan, check_place
 from marlinq.core.dtypes import dtype_name, torch_dtype
-from marlinq.core.errors import CheckpointError, OutputError
+from marlinq.core.errors import CheckpointError, OutputError, UsageError
 
 PLAN = [
     TensorPlan("a.weight", "float16", (4, 3)),
@@ -441,6 +441,38 @@ def test_the_plan_is_kept(tmp_path: Path) -> None:
         fill(target, ["a.weight"])
         with pytest.raises(ValueError, match="never written"):
             finish(target)
+
+
+def test_an_error_before_anything_is_written_leaves_no_folder(tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    with pytest.raises(UsageError), writer(tmp_path / "out"):
+        assert partial.exists()
+        raise UsageError("wrong text")
+    assert not partial.exists()
+    with writer(tmp_path / "out") as target:
+        fill(target)
+        finish(target)
+
+
+@pytest.mark.parametrize("work", ["tensor", "note", "text", "earlier run", "foreign"])
+def test_an_error_leaves_what_a_resumed_run_can_use(tmp_path: Path, work: str) -> None:
+    partial = tmp_path / "out.partial"
+    if work == "earlier run":
+        with pytest.raises(KeyboardInterrupt), writer(tmp_path / "out"):
+            raise KeyboardInterrupt
+    with pytest.raises(UsageError), writer(tmp_path / "out", resume=work == "earlier run") as target:
+        if work == "tensor":
+            fill(target, ["a.weight"])
+            target.commit()
+        elif work == "note":
+            target.commit({"calibration": 1})
+        elif work == "text":
+            target.keep_json("text.json", [1])
+        elif work == "foreign":
+            (partial / "mine.txt").write_text("precious")
+        before = contents(partial)
+        raise UsageError("wrong text")
+    assert contents(partial) == before
 
 
 @pytest.fixture

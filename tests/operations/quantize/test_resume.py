@@ -15,7 +15,7 @@ import torch
 
 from marlinq.checkpoint import CheckpointWriter
 from marlinq.checkpoint.partial import PartialFolder
-from marlinq.core.errors import CheckpointError, OutputError, UsageError
+from marlinq.core.errors import CheckpointError, OutputError, UnsupportedError, UsageError
 from marlinq.methods import METHODS
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
@@ -113,6 +113,23 @@ def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch:
     assert "2 of 3 blocks were there already" in report.render()
     assert report.modules == whole.modules
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+def test_a_run_that_fails_while_it_writes_text_is_not_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from marlinq.operations.quantize import own_text
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError("the model repeats itself")
+
+    source = save_tiny("llama", tmp_path / "model")
+    with monkeypatch.context() as patched:
+        patched.setattr(own_text.TextWriter, "write", fails)
+        with pytest.raises(UnsupportedError):
+            quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
+    assert not (tmp_path / "out.partial").exists()
+    quantize(source, tmp_path / "out", recipe=RECIPE.replace(method="rtn"), device="cpu")
 
 
 # Every time one with zero points and one without: tests/formats reads every layout.
