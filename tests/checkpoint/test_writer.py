@@ -443,24 +443,9 @@ def test_the_plan_is_kept(tmp_path: Path) -> None:
             finish(target)
 
 
-def test_an_error_before_anything_is_written_leaves_no_folder(tmp_path: Path) -> None:
-    partial = tmp_path / "out.partial"
-    with pytest.raises(UsageError), writer(tmp_path / "out"):
-        assert partial.exists()
-        raise UsageError("wrong text")
-    assert not partial.exists()
-    with writer(tmp_path / "out") as target:
-        fill(target)
-        finish(target)
-
-
-@pytest.mark.parametrize("work", ["tensor", "note", "text", "earlier run", "foreign"])
-def test_an_error_leaves_what_a_resumed_run_can_use(tmp_path: Path, work: str) -> None:
-    partial = tmp_path / "out.partial"
-    if work == "earlier run":
-        with pytest.raises(KeyboardInterrupt), writer(tmp_path / "out"):
-            raise KeyboardInterrupt
-    with pytest.raises(UsageError), writer(tmp_path / "out", resume=work == "earlier run") as target:
+def fails(out: Path, work: str = "none", *, resume: bool = False) -> None:
+    """A run that ends with an error after it did some ``work``."""
+    with writer(out, resume=resume) as target:
         if work == "tensor":
             fill(target, ["a.weight"])
             target.commit()
@@ -469,10 +454,27 @@ def test_an_error_leaves_what_a_resumed_run_can_use(tmp_path: Path, work: str) -
         elif work == "text":
             target.keep_json("text.json", [1])
         elif work == "foreign":
-            (partial / "mine.txt").write_text("precious")
-        before = contents(partial)
+            (target.partial / "mine.txt").write_text("precious")
         raise UsageError("wrong text")
-    assert contents(partial) == before
+
+
+def test_an_error_before_anything_is_written_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="wrong text"):
+        fails(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("work", ["tensor", "note", "text", "foreign"])
+def test_an_error_leaves_what_a_resumed_run_can_use(tmp_path: Path, work: str) -> None:
+    with pytest.raises(UsageError, match="wrong text"):
+        fails(tmp_path / "out", work)
+    kept = contents(tmp_path / "out.partial")
+    assert "journal.jsonl" in kept
+    # A resumed run that fails takes nothing away, whatever it did.
+    if work != "foreign":
+        with pytest.raises(UsageError, match="wrong text"):
+            fails(tmp_path / "out", resume=True)
+        assert contents(tmp_path / "out.partial") == kept
 
 
 @pytest.fixture

@@ -291,11 +291,11 @@ def _quality(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _tuning_rows(tuning: Mapping[str, Any]) -> list[tuple[str, str]]:
     documents = counted(tuning["documents"], "documents")
-    text = f"{tuning['steps']} steps, {tuning['tokens']} tokens of {documents}"
+    text = f"{counted(tuning['steps'], 'steps')}, {tuning['tokens']} tokens of {documents}"
     if tuning["astray"] is not None:
         text += f", stopped at a mean KL of {tuning['astray']:.4f}; a lower --tune-rate may help"
     if tuning["halvings"]:
-        text += f", the rates halved {tuning['halvings']} times, since held-out text got worse"
+        text += f", the rates halved {counted(tuning['halvings'], 'times')}, since held-out text got worse"
     if tuning["changed_codes"]:
         text += f"; {100 * tuning['changed_codes']:.2f} % of the codes changed"
     if tuning["kl_before"] is None:

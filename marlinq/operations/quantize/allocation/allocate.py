@@ -26,7 +26,7 @@ from marlinq.operations.quantize.calibration_text import text_from_outside
 from marlinq.operations.quantize.candidates import CANDIDATES
 from marlinq.operations.quantize.numerics import compute_dtype, compute_products
 from marlinq.operations.quantize.own_text import text_by_the_model
-from marlinq.operations.quantize.planned_text import SELF, longest, recipes_of_parts
+from marlinq.operations.quantize.planned_text import SELF, recipes_of_parts
 from marlinq.operations.quantize.planning import OutputPlan
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.spelling import spelled
@@ -217,12 +217,12 @@ def _documents(
     message: ReportMessage,
 ) -> list[Document]:
     """Short documents from the calibration's sources: one half for solves, the other for gradients."""
-    tokens = 2 * measuring_tokens(Work.of(blueprint), device)
+    work = Work.of(blueprint)
+    tokens = 2 * measuring_tokens(work, device)
     if isinstance(recipe.tokens, int):
         tokens = min(tokens, recipe.tokens)
-    recipe = recipe.replace(
-        tokens=tokens, tune_steps=0, max_length=min(longest(blueprint.config, recipe), _LONGEST_DOCUMENT)
-    )
+    length = min(work.longest(recipe), _LONGEST_DOCUMENT)
+    recipe = recipe.replace(tokens=tokens, tune_steps=0, max_length=length)
     documents: list[Document] = []
     duplicates = Duplicates()
     for part in recipes_of_parts(recipe):

@@ -170,6 +170,12 @@ def test_an_allocation_that_suits_another_model(
     assert "leave out the allocation, and one is chosen" in str(caught.value)
 
 
+def test_too_long_documents_are_warned_of_once(run: Run, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning) as warned:
+        quantize(run.source, tmp_path / "out", recipe=TARGET.replace(max_length=10**6), device="cpu")
+    assert len([each for each in warned if "is cut to the model's" in str(each.message)]) == 1
+
+
 def test_a_plan_says_what_a_run_chooses(run: Run, tmp_path: Path) -> None:
     size = run.report.output_bytes
     recipe = TARGET.replace(target_bits="none", target_size=size)
