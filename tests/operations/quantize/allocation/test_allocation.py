@@ -171,7 +171,7 @@ def test_an_allocation_that_suits_another_model(
 
 
 def test_too_long_documents_are_warned_of_once(run: Run, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="is cut to the model's") as warned:
         quantize(run.source, tmp_path / "out", recipe=TARGET.replace(max_length=10**6), device="cpu")
     assert len([each for each in warned if "is cut to the model's" in str(each.message)]) == 1
 
