@@ -46,12 +46,14 @@ class CalibrationText:
     Attributes:
         documents: documents to calibrate on, from all sources that have been read, in order.
         tuned: documents that the model wrote for tuning only.
+        own_left_out: whether the model was to be tuned on text of its own too, and the text did not suit.
         sources: name, number of documents, number of tokens and hash of each source.
         duplicates: digests of the documents so far, to leave out repeated ones.
     """
 
     documents: list[Document] = field(default_factory=list)
     tuned: list[Document] = field(default_factory=list)
+    own_left_out: bool = False
     sources: list[dict[str, Any]] = field(default_factory=list)
     duplicates: Duplicates = field(default_factory=Duplicates)
 
@@ -208,9 +210,10 @@ class TextGatherer:
                 progress=self._progress,
                 message=self._message,
                 most=part.most,
-                to_tune=self._own is None,
+                beside=None if self._own is not None else self._text.documents,
             )
             keep_text(writer, written)
+        self._text.own_left_out = not written
         duplicates = self._text.duplicates
         new = [document for document in written if duplicates.is_new(None, document.tokens)]
         if self._own is not None:

@@ -9,9 +9,9 @@ from marlinq.calibration import Document
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportProgress
 from marlinq.operations.quantize.calibration_text import add_drawn_anew, note_text
-from marlinq.operations.quantize.prepare import PreparedRun
+from marlinq.operations.quantize.prepare import PreparedRun, tuning_settings
 from marlinq.operations.quantize.ranks import share_documents
-from marlinq.operations.quantize.tuning import draw_calibration, hold_out
+from marlinq.operations.quantize.tuning import TuningSettings, draw_calibration, hold_out
 from marlinq.operations.quantize.unfinished_output import Output
 
 
@@ -24,11 +24,13 @@ class RunText:
         learning: documents that tuning learns from; on the first rank only.
         held_out: documents that neither calibration nor tuning sees, to measure whether tuning helped; on the
             first rank only.
+        tuning: settings of tuning, which depend on the text; None without tuning.
     """
 
     calibration: tuple[Document, ...] = ()
     learning: tuple[Document, ...] = ()
     held_out: tuple[Document, ...] = ()
+    tuning: TuningSettings | None = None
 
 
 def gather_text(prepared: PreparedRun, output: Output, *, progress: ReportProgress) -> RunText:
@@ -49,7 +51,11 @@ def gather_text(prepared: PreparedRun, output: Output, *, progress: ReportProgre
     learning: list[Document] = []
     held_out: list[Document] = []
     text = prepared.gatherer.gather(writer) if ranks.first else None
-    if text is not None and decisions.tuning is not None:
+    recipe, tuning = decisions.recipe, decisions.tuning
+    if text is not None and text.own_left_out:
+        recipe = recipe.replace(tune_own_text=False)
+        tuning = tuning_settings(recipe, decisions.plan, decisions.work, decisions.device)
+    if text is not None and tuning is not None:
         # Tuning cuts rows anew out of the text, which rows with images don't allow.
         words = [each for each in (*text.documents, *text.tuned) if each.beside is None]
         if not words:
@@ -62,16 +68,17 @@ def gather_text(prepared: PreparedRun, output: Output, *, progress: ReportProgre
             draw_calibration,
             prepared.instance,
             learning,
-            decisions.tuning,
+            tuning,
             max_length=prepared.max_length,
             folder=writer.partial,
             progress=progress,
         )
-        add_drawn_anew(writer, text, decisions.recipe, drawing)
+        add_drawn_anew(writer, text, recipe, drawing)
     documents = share_documents(None if text is None else text.documents, ranks)
     if text is not None:
         note_text(writer, decisions.recipe, text)
     # Held-out documents are left out of the calibration too: codes fit the text they were calibrated on
     # better than any other, so that tuning would hardly show a gain on it.
     unseen = set(held_out)
-    return RunText(tuple(each for each in documents if each not in unseen), tuple(learning), tuple(held_out))
+    calibration = tuple(each for each in documents if each not in unseen)
+    return RunText(calibration, tuple(learning), tuple(held_out), tuning)

@@ -49,7 +49,7 @@ QUALITIES: dict[str, Quality] = {
         ),
         Quality(
             "best",
-            19,
+            20,
             "GPTQ with --output-hessian, then codes, scales and norms tuned towards the original's "
             "predictions, also on text that the model writes",
             {

@@ -74,7 +74,7 @@ def solve(
             decisions.products,
         ).run()
     output.copying.finish()
-    if output.untuned and decisions.tuning is not None and text.learning:
+    if output.untuned and text.tuning is not None and text.learning:
         begin = partial(
             TuningRun,
             decisions.checkpoint,
@@ -83,7 +83,7 @@ def solve(
             writer,
             text.learning,
             text.held_out,
-            decisions.tuning,
+            text.tuning,
             max_length=prepared.max_length,
             device=decisions.device,
             progress=progress,

@@ -311,7 +311,7 @@ def test_lines_say_how_tuning_stands(
 def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     best = Recipe().replace(quality="best", tune_steps=7)
     assert (best.tune_steps, best.tune_codes) == (7, True)
-    assert best.quality_record() == {"name": "best", "version": 19, "changed": ["tune_steps"]}
+    assert best.quality_record() == {"name": "best", "version": 20, "changed": ["tune_steps"]}
     assert Recipe.from_dict(best.to_dict()) == best
     assert best.replace(quality="fast") == Recipe().replace(quality="fast")
     source = save_tiny("llama", tmp_path / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -24,9 +25,11 @@ from marlinq.operations.quantize.tuning.text_rows import (
     random_rows,
     redraw,
 )
+from marlinq.runtime import LoadedModel
 from tests.operations.quantize.tuning.runs import TUNED, dies, nine_documents, tuned
 from tests.testing.interrupted import Killed
 from tests.testing.original_folders import folder_bytes, save_tiny
+from tests.testing.tiny_models import tiny_model
 
 
 def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +76,58 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pyte
     # Text that the model writes anyway is not written twice.
     alone = own.replace(calibration="self")
     assert plan_quantize(source, tmp_path / "planned", recipe=alone, device="cpu").tuning_text is None
+
+
+def test_own_text_of_another_kind_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marlinq.operations.quantize.planned_text._CALIBRATED_WITH", 1000)
+    monkeypatch.setattr("marlinq.operations.quantize.budget._MOST_TOKENS", 8192)
+    source = save_tiny("llama", tmp_path / "model")
+    text = nine_documents(tmp_path / "text.jsonl")
+    recipe = TUNED.replace(calibration=str(text), samples=9, tune_steps="auto", tune_tokens=256)
+    monkeypatch.setattr("marlinq.operations.quantize.budget._TUNE_STEPS", 1)
+    monkeypatch.setattr("marlinq.operations.quantize.budget._TUNE_STEPS_OF_DOCUMENTS", 3)
+    alone = quantize(source, tmp_path / "alone", recipe=recipe, device="cpu")
+    own = recipe.replace(tune_own_text=True)
+    used = quantize(source, tmp_path / "used", recipe=own, device="cpu")
+    # A model with random weights is as unsure of its own text as of random tokens.
+    monkeypatch.setattr(own_text, "_LEAST_ENTROPY", 1.1)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning_run, "learn", dies)
+        with pytest.raises(Killed):
+            quantize(source, tmp_path / "out", recipe=own, device="cpu", message=said.append)
+    monkeypatch.setattr(own_text, "_LEAST_ENTROPY", 0.0)
+    report = quantize(source, tmp_path / "out", recipe=own, device="cpu", resume=True, message=said.append)
+    assert sum("so it is tuned on the calibration text alone" in line for line in said) == 1
+    # All is as without text of its own, in the resumed run too: calibration, number of steps, values.
+    assert (report.calibration, report.tuning) == (alone.calibration, alone.tuning)
+    assert report.tuning is not None
+    assert used.tuning is not None
+    assert (report.tuning["steps"], used.tuning["steps"]) == (3, 1)
+    assert tensors_of(tmp_path / "out") == tensors_of(tmp_path / "alone") != tensors_of(tmp_path / "used")
+
+
+def tensors_of(folder: Path) -> dict[str, bytes]:
+    """The files with tensors."""
+    return {name: data for name, data in folder_bytes(folder).items() if name.endswith(".safetensors")}
+
+
+def test_the_entropy_of_predictions_is_taken_over_all_tokens() -> None:
+    model = tiny_model("llama")
+    loaded = LoadedModel(Path("tiny"), model, None, torch.device("cpu"), torch.float32, {}, ())
+    documents = [tuple(range(3, 30)), tuple(range(40, 50))]
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        assert own_text.mean_entropy(loaded, documents) == pytest.approx(math.log(model.config.vocab_size))
+        # Two tokens share all of the probability.
+        model.lm_head.bias = torch.nn.Parameter(torch.full((model.config.vocab_size,), -1e4))
+        model.lm_head.bias[[5, 9]] = 0
+        assert own_text.mean_entropy(loaded, documents) == pytest.approx(math.log(2), rel=1e-5)
+        probe = tiny_model("llama")
+        likely = [probe(torch.tensor([each])).logits[0].log_softmax(-1) for each in documents]
+        expected = torch.cat([-(each.exp() * each).sum(-1) for each in likely]).mean()
+    probed = LoadedModel(Path("tiny"), probe, None, torch.device("cpu"), torch.float32, {}, ())
+    assert own_text.mean_entropy(probed, documents) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
