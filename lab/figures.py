@@ -330,8 +330,9 @@ def quality_ratios_table() -> str:
                 cells = [f"**{_span(other, ours, peer)}**" for ours in ("default", "best")]
                 rows.append([f"the same, over AutoRound's {words}", *cells])
     scaled = [run for run in result("quality-worst-h200")["runs"] if run["scaled"]]
-    made = (_span(scaled, ours, _PEER) for ours in ("default", "best"))
-    rows.append(["SmolLM2 and Qwen, channels scaled", *made])
+    tuned = " and ".join(dict.fromkeys(run["model"] for run in scaled if "best" in run["rows"]))
+    of_best = f"{_span(scaled, 'best', _PEER)} ({tuned})"
+    rows.append(["SmolLM2 and Qwen, channels scaled", _span(scaled, "default", _PEER), of_best])
     made = (f"**{_span(scaled, ours, _STRONG_PEER)}**" for ours in ("default", "best"))
     rows.append(["Qwen, channels scaled, over AutoRound's strongest setting", *made])
     return _table(rows)

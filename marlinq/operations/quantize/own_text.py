@@ -29,10 +29,13 @@ _AHEAD_BYTES = 512 << 20
 _LEAST_ENTROPY = 0.85
 """ratio of the mean entropy of predictions in the model's own text to that in the calibration text, below
 which the model is not tuned on text of its own. Against C4 it is 1.3 of SmolLM2, 1.2 of Gemma 3 270M and .6
-of Qwen2.5-Coder-0.5B, which writes code. Tuned on C4 alone, the last has .63 of AutoRound's divergence on five
-texts instead of .73, the others 1.3 to 1.5 times that with text of their own."""
+of Qwen2.5-Coder-0.5B, which writes code. Tuned on C4 alone, the last has .63 of AutoRound's divergence
+instead of .73, the others 1.3 to 1.5 times that with text of their own. Conversations are not compared:
+models are sure of their answers, and the answers are what counts."""
 _PREDICTED_TOKENS = 8192
 """tokens of each text whose predictions are looked at"""
+_ROWS = 64
+"""tokens whose probabilities are in memory at once"""
 
 
 def text_by_the_model(
@@ -59,9 +62,9 @@ def text_by_the_model(
         trust_remote_code: run code that model or tokenizer bring.
         progress, message: callbacks of the run.
         most: largest number of tokens; None for no limit.
-        beside: documents beside which the model is tuned on the text. There is no text if the model's
-            predictions in it are much surer than in these documents: it is then of another kind. None for text
-            to calibrate on.
+        beside: documents beside which the model is tuned on the text; None for text to calibrate on. There
+            is no plain text if its predictions are much surer than those in the documents: it is then of
+            another kind.
     """
     dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
     budget = text_budget(recipe, Work.of(blueprint), device, dtype, most=most)
@@ -79,7 +82,8 @@ def text_by_the_model(
         seconds = writer.seconds_for(budget.tokens)
         message(announcement(budget, seconds, to_tune=beside is not None))
         writer.report_to(Pace(seconds, progress, message))
-        parts = _written(loaded, writer, budget, beside, message)
+        compared = beside if recipe.chat_template == NO_TEMPLATE else None
+        parts = _written(loaded, writer, budget, compared, message)
     finally:
         writer.close()
         # Frees the model's memory, which reference cycles may hold, before blocks look at the free memory.
@@ -128,8 +132,9 @@ def mean_entropy(loaded: LoadedModel, documents: Iterable[tuple[int, ...]]) -> f
     for document in documents:
         with boundaries.forward(loaded.path), torch.no_grad():
             logits = loaded.model(torch.tensor([document], device=loaded.device)).logits[0]
-            likely = logits.float().log_softmax(-1)
-            total -= float((likely.exp() * likely).sum())
+            for rows in logits.split(_ROWS):
+                likely = rows.float().log_softmax(-1)
+                total -= float((likely.exp() * likely).sum())
         count += len(document)
         if count >= _PREDICTED_TOKENS:
             break
