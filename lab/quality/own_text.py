@@ -39,7 +39,6 @@ def main() -> None:
         trust_remote_code=False,
         progress=lambda *_: None,
         message=print,
-        to_tune=True,
     )
     options.out.write_text(json.dumps([document.tokens for document in documents]), encoding="utf-8")
 

@@ -341,6 +341,8 @@ def test_nan_and_infinity_are_named(tmp_path: Path, tensor: str, value: float, m
     assert not (tmp_path / "out").exists()
 
 
+# The copy fails before or after a block is written; only in the latter case there is a run to resume.
+@pytest.mark.filterwarnings("ignore:.*no unfinished run to resume")
 @pytest.mark.parametrize("tensor", ["lm_head.weight", "model.norm.weight"])
 def test_what_no_solve_reads_is_finite_too(tmp_path: Path, tensor: str) -> None:
     source = save_tiny("llama", tmp_path / "model")
