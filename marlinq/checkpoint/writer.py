@@ -155,6 +155,7 @@ class CheckpointWriter:
             self._headers[shard], infos = encode_header(shard, members)
             self.tensors.update((info.name, info) for info in infos)
         self._pending: dict[str, str] = {}
+        self._copied: set[str] = set()
         self._committing, self._noting = threading.Lock(), threading.Lock()
         self._files: dict[str, OpenFile] = {}
         self._resumed_hashes: ResumedHashes | None = None
@@ -173,6 +174,7 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(value, MarlinqError):
+            self._close_files()
             self._discard_without_work()
         self.close()
 
@@ -229,6 +231,7 @@ class CheckpointWriter:
                 _transfer(source.descriptor, offset + start, descriptor, info.offset + start, piece)
         # The copied bytes equal the hashed ones unless the file has changed in between.
         source.check_content()
+        self._copied.add(name)
         self._note(name, digest.hexdigest())
 
     def read_back(self, name: str) -> torch.Tensor:
@@ -396,6 +399,10 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Close the files; committed tensors stay for a resumed run."""
+        self._close_files()
+        self._folder.close()
+
+    def _close_files(self) -> None:
         if self._resumed_hashes is not None:
             self._resumed_hashes.close()
         for file in self._files.values():
@@ -403,13 +410,12 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):
                 os.close(file.descriptor)
         self._files = {}
-        self._folder.close()
 
     def _discard_without_work(self) -> None:
-        """Removes the folder if it holds no work that a resumed run would use. It would only stand in the way
-        of the command that mends the error."""
+        """Removes the folder if it holds nothing but copied tensors: it would only stand in the way of the
+        command that mends the error."""
         own = {JOURNAL, *(shard for shard, _ in self._shards)}
-        if self.resumed or self._journal.hashes or self.notes:
+        if self.resumed or self.notes or not self._copied.issuperset(self._journal.hashes):
             return
         with contextlib.suppress(OSError):
             if own.issuperset(self._folder.names()):

@@ -43,7 +43,7 @@ _FEW = 4
 _FEWEST_ROUNDS = 64
 """Rounds that any model may take before writing fails."""
 _SMALL_SHARE = 32
-"""Writing fails if a model fills less than 1 / _SMALL_SHARE of the positions of its rounds; with loops
+"""Writing fails if a model fills less than 1 / _SMALL_SHARE of the positions of its rounds. Without its loops
 Qwen2.5-Coder-0.5B fills a third of 256 positions."""
 _PROBE_STEPS = 3
 _SEQUENCE, _REPEATED = 8, 24
@@ -84,6 +84,7 @@ class TextWriter:
         seed: seed of every random choice.
         chat: begin documents as conversations, instead of with a random token.
         top_k: k of top-k sampling; 0 samples from the whole vocabulary.
+        otherwise: advice in the error of a model that writes too little text.
         progress: called with ("writing text", tokens written, tokens in all).
 
     Raises:
@@ -99,9 +100,10 @@ class TextWriter:
         seed: int,
         chat: bool = False,
         top_k: int = TOP_K,
+        otherwise: str = "take text from a file",
         progress: ReportProgress = no_progress,
     ) -> None:
-        self._loaded = loaded
+        self._loaded, self._otherwise = loaded, otherwise
         self._rows = min(rows, _MOST_ROWS)
         self._max_length = max_length
         self._generator = torch.Generator().manual_seed(seed)
@@ -187,8 +189,7 @@ class TextWriter:
             if self._round - first_round == most:
                 raise UnsupportedError(
                     f"{self._loaded.path}: the model ends its documents at once, or repeats itself: {total} "
-                    f"tokens in {most * self._rows} of them; pass text with --calibration FILE and, to "
-                    "tune, --no-tune-own-text"
+                    f"tokens in {most * self._rows} of them; {self._otherwise}"
                 )
             for document in self._write_round(tokens, total):
                 room = tokens - total
@@ -249,7 +250,8 @@ class TextWriter:
                         row.tokens.append(token)
                         row.going = token not in self._ends or len(row.tokens) < shortest
                         lost = row.end_loop()
-                        self._loops += lost > 0
+                        # Without a shortest length it is a question and not a document.
+                        self._loops += lost > 0 and shortest > 0
                         written += 1 - lost
                 tick(written)
                 if written >= enough or sum(row.going for row in rows) * _FEW < len(rows):

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from marlinq.checkpoint import MANIFEST, Checkpoint, CheckpointWriter, TensorPlan, check_place
+from marlinq.checkpoint.source import SourceFile
 from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import CheckpointError, OutputError, UsageError
 
@@ -449,6 +450,10 @@ def fails(out: Path, work: str = "none", *, resume: bool = False) -> None:
         if work == "tensor":
             fill(target, ["a.weight"])
             target.commit()
+        elif work == "copy":
+            (out.parent / "source").write_bytes(bytes(24))
+            target.copy("a.weight", SourceFile(out.parent / "source"), 0)
+            target.commit()
         elif work == "note":
             target.commit({"calibration": 1})
         elif work == "text":
@@ -458,10 +463,11 @@ def fails(out: Path, work: str = "none", *, resume: bool = False) -> None:
         raise UsageError("wrong text")
 
 
-def test_an_error_before_anything_is_written_leaves_no_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("work", ["none", "copy"])
+def test_an_error_before_there_is_work_leaves_no_folder(tmp_path: Path, work: str) -> None:
     with pytest.raises(UsageError, match="wrong text"):
-        fails(tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+        fails(tmp_path / "out", work)
+    assert not (tmp_path / "out.partial").exists()
 
 
 @pytest.mark.parametrize("work", ["tensor", "note", "text", "foreign"])

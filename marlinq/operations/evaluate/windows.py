@@ -84,7 +84,9 @@ def write_windows(
     progress: ReportProgress = no_progress,
 ) -> EvaluationText:
     """``windows`` texts of up to ``length`` tokens that the model samples from ``seed``."""
-    writer = TextWriter(loaded, rows=windows, max_length=length, seed=seed, progress=progress)
+    writer = TextWriter(
+        loaded, rows=windows, max_length=length, seed=seed, otherwise="pass --text FILE", progress=progress
+    )
     try:
         written = writer.write(tokens=windows * length, documents=windows)
     finally:

@@ -46,7 +46,7 @@ class CalibrationText:
     Attributes:
         documents: documents to calibrate on, from all sources that have been read, in order.
         tuned: documents that the model wrote for tuning only.
-        own_left_out: whether the model was to be tuned on text of its own too, and the text did not suit.
+        own_left_out: whether text of the model's own was left out, which it was to be tuned on too.
         sources: name, number of documents, number of tokens and hash of each source.
         duplicates: digests of the documents so far, to leave out repeated ones.
     """
@@ -213,7 +213,7 @@ class TextGatherer:
                 beside=None if self._own is not None else self._text.documents,
             )
             keep_text(writer, written)
-        self._text.own_left_out = not written
+        self._text.own_left_out = self._own is None and not written
         duplicates = self._text.duplicates
         new = [document for document in written if duplicates.is_new(None, document.tokens)]
         if self._own is not None:
@@ -285,6 +285,8 @@ def note_text(writer: CheckpointWriter, recipe: Recipe, text: CalibrationText) -
             "tokens": sum(map(len, text.tuned)),
             "sha256": documents_hash(text.tuned),
         }
+    if text.own_left_out:
+        identity["own_left_out"] = True
     if text.duplicates.found:
         identity["duplicates"] = text.duplicates.found
     noted = writer.notes.get("calibration")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from marlinq.calibration import Document
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportProgress
 from marlinq.operations.quantize.calibration_text import add_drawn_anew, note_text
-from marlinq.operations.quantize.prepare import PreparedRun, tuning_settings
+from marlinq.operations.quantize.prepare import PreparedRun
 from marlinq.operations.quantize.ranks import share_documents
 from marlinq.operations.quantize.tuning import TuningSettings, draw_calibration, hold_out
 from marlinq.operations.quantize.unfinished_output import Output
@@ -52,9 +52,11 @@ def gather_text(prepared: PreparedRun, output: Output, *, progress: ReportProgre
     held_out: list[Document] = []
     text = prepared.gatherer.gather(writer) if ranks.first else None
     recipe, tuning = decisions.recipe, decisions.tuning
-    if text is not None and text.own_left_out:
+    if text is not None and tuning is not None and text.own_left_out:
         recipe = recipe.replace(tune_own_text=False)
-        tuning = tuning_settings(recipe, decisions.plan, decisions.work, decisions.device)
+        other = TuningSettings.of(recipe, decisions.work, decisions.device, own_text=False)
+        # Codes that don't fit the device stay as they are.
+        tuning = other if tuning.code_rate else replace(other, code_rate=0.0)
     if text is not None and tuning is not None:
         # Tuning cuts rows anew out of the text, which rows with images don't allow.
         words = [each for each in (*text.documents, *text.tuned) if each.beside is None]

@@ -23,19 +23,21 @@ from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.recipe_settings import NO_TEMPLATE
 from marlinq.runtime import LoadedModel
 from marlinq.runtime.loading import read_generation_config
-from marlinq.runtime.writing import TOP_K, TextWriter, Written
+from marlinq.runtime.writing import STAGE, TOP_K, TextWriter, Written
 
 _AHEAD_BYTES = 512 << 20
 _LEAST_ENTROPY = 0.85
 """ratio of the mean entropy of predictions in the model's own text to that in the calibration text, below
-which the model is not tuned on text of its own. Against C4 it is 1.3 of SmolLM2, 1.2 of Gemma 3 270M and .6
-of Qwen2.5-Coder-0.5B, which writes code. Tuned on C4 alone, the last has .63 of AutoRound's divergence
-instead of .73, the others 1.3 to 1.5 times that with text of their own. Conversations are not compared:
-models are sure of their answers, and the answers are what counts."""
-_PREDICTED_TOKENS = 8192
-"""tokens of each text whose predictions are looked at"""
+which the model is not tuned on text of its own. With web pages it is .6 for Qwen2.5-Coder-0.5B, which writes
+code: its divergence is .63 of AutoRound's without text of its own, and .73 with it. It is 1.3 for SmolLM2 and
+1.2 for Gemma 3 270M, whose divergence would be 1.3 to 1.4 times as large without. Conversations are not
+compared: models are sure of their answers, and the answers are what counts."""
+_COMPARED_TOKENS = 4096
+"""tokens of each text whose predictions are compared; a shorter calibration text is not compared"""
+_COMPARED_LENGTH = 512
+"""tokens of a compared document at most, because later tokens are easier to predict"""
 _ROWS = 64
-"""tokens whose probabilities are in memory at once"""
+"""tokens whose probabilities are in memory at once, beside the logits of a document"""
 
 
 def text_by_the_model(
@@ -62,9 +64,9 @@ def text_by_the_model(
         trust_remote_code: run code that model or tokenizer bring.
         progress, message: callbacks of the run.
         most: largest number of tokens; None for no limit.
-        beside: documents beside which the model is tuned on the text; None for text to calibrate on. There
-            is no plain text if its predictions are much surer than those in the documents: it is then of
-            another kind.
+        beside: documents beside which the model is tuned on the text; None for text to calibrate on. If the
+            model is much surer of its own text than of them, the result is empty, because the text is of
+            another kind. Conversations are not compared.
     """
     dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
     budget = text_budget(recipe, Work.of(blueprint), device, dtype, most=most)
@@ -75,15 +77,15 @@ def text_by_the_model(
         max_length=budget.max_length,
         seed=recipe.seed,
         chat=recipe.chat_template != NO_TEMPLATE,
+        otherwise="pass text with --calibration FILE" if beside is None else "pass --no-tune-own-text",
         # Tuning compares predictions after rare tokens too, so it samples from the whole vocabulary.
         top_k=0 if recipe.tune_steps else TOP_K,
     )
     try:
         seconds = writer.seconds_for(budget.tokens)
         message(announcement(budget, seconds, to_tune=beside is not None))
-        writer.report_to(Pace(seconds, progress, message))
         compared = beside if recipe.chat_template == NO_TEMPLATE else None
-        parts = _written(loaded, writer, budget, compared, message)
+        parts = _write(loaded, writer, budget, seconds, compared, progress, message)
     finally:
         writer.close()
         # Frees the model's memory, which reference cycles may hold, before blocks look at the free memory.
@@ -94,49 +96,82 @@ def text_by_the_model(
     documents = [Document(tokens) for part in parts for tokens in part.documents]
     if documents:
         loops = sum(part.loops for part in parts)
-        looped = f"; {counted(loops, 'documents')} ended in a loop" if loops else ""
+        cut = f"; {counted(loops, 'texts')} cut at a loop, some too short to keep" if loops else ""
         message(
             f"wrote {counted(len(documents), 'documents')}, {sum(map(len, documents))} tokens in "
-            f"{sum(part.seconds for part in parts):.0f} s{looped}; {parts[0].how}"
+            f"{sum(part.seconds for part in parts):.0f} s{cut}; {parts[0].how}"
         )
     return documents
 
 
-def _written(
+def _write(
     loaded: LoadedModel,
     writer: TextWriter,
     budget: TextBudget,
+    seconds: float,
     beside: Sequence[Document] | None,
+    progress: ReportProgress,
     message: ReportMessage,
 ) -> list[Written]:
-    """The text in one or two parts; none where it is of another kind than ``beside``."""
+    """The text in one or two parts; no part where it is of another kind than ``beside``.
+
+    Args:
+        loaded: the model.
+        writer: its writer.
+        budget: amount of text.
+        seconds: expected seconds for all of it.
+        beside: documents to compare the text with; None for no comparison.
+        progress, message: callbacks of the run.
+    """
     words = [document.tokens for document in beside or () if document.beside is None]
-    if not words:
+    if sum(map(len, words)) < _COMPARED_TOKENS:
+        writer.report_to(Pace(seconds, progress, message))
         return [writer.write(tokens=budget.tokens, documents=budget.documents)]
-    # One round of whole documents: beginnings are less predictable than what follows.
+
+    def unfinished(stage: str, done: int, total: int) -> None:
+        if done < total:
+            progress(stage, done, total)
+
+    writer.report_to(Pace(seconds, unfinished, message))
+    # Whole documents: their beginnings alone are harder to predict.
     first = writer.write(tokens=budget.tokens, documents=budget.rows)
-    own, given = mean_entropy(loaded, first.documents), mean_entropy(loaded, words)
+    longest = min(_COMPARED_LENGTH, budget.max_length)
+    own, given = (mean_entropy(loaded, texts, longest) for texts in (first.documents, words))
     if own < _LEAST_ENTROPY * given:
         message(
             f"the model is much surer of its own text ({own:.2f} nats a token) than of the calibration text "
-            f"({given:.2f}), so it is tuned on the calibration text alone"
+            f"({given:.2f}): tuned on the calibration text alone"
         )
         return []
-    rest = budget.tokens - sum(map(len, first.documents))
-    return [first] if rest < MIN_TOKENS else [first, writer.write(tokens=rest)]
+    written = sum(map(len, first.documents))
+    rest = budget.tokens - written
+    if rest < MIN_TOKENS:
+        progress(STAGE, budget.tokens, budget.tokens)
+        return [first]
+
+    def continued(stage: str, done: int, total: int) -> None:
+        progress(stage, written + done, written + total)
+
+    writer.report_to(Pace(seconds * rest / budget.tokens, continued, message))
+    return [first, writer.write(tokens=rest)]
 
 
-def mean_entropy(loaded: LoadedModel, documents: Iterable[tuple[int, ...]]) -> float:
-    """Mean entropy of a model's predictions behind the tokens of a text, in nats, on up to 8,192 tokens."""
+def mean_entropy(loaded: LoadedModel, documents: Iterable[tuple[int, ...]], longest: int) -> float:
+    """Mean entropy of a model's predictions behind the tokens of a text, in nats.
+
+    Args:
+        loaded: the model.
+        documents: token ids of each document; those beyond the first 4,096 tokens are not looked at.
+        longest: tokens that documents are cut to.
+    """
     total, count = 0.0, 0
     for document in documents:
+        ids = torch.tensor([document[:longest]], device=loaded.device)
         with boundaries.forward(loaded.path), torch.no_grad():
-            logits = loaded.model(torch.tensor([document], device=loaded.device)).logits[0]
-            for rows in logits.split(_ROWS):
-                likely = rows.float().log_softmax(-1)
-                total -= float((likely.exp() * likely).sum())
-        count += len(document)
-        if count >= _PREDICTED_TOKENS:
+            for rows in loaded.model(ids).logits[0].split(_ROWS):
+                total += float(torch.special.entr(rows.float().softmax(-1)).sum())
+        count += ids.shape[1]
+        if count >= _COMPARED_TOKENS:
             break
     return total / count
 

@@ -195,7 +195,8 @@ def plan_run(
     work = Work.of(blueprint)
     tuning = None
     if recipe.tune_steps:
-        tuning = tuning_settings(recipe, plan, work, device)
+        wanted = TuningSettings.of(recipe, work, device, own_text=writes_text(recipe))
+        tuning = settings_that_fit(plan, wanted, device, work.longest(recipe))
         check_head(blueprint, checkpoint.path)
     return Decisions(
         checkpoint=checkpoint,
@@ -343,12 +344,6 @@ def _notes(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: O
             f"{spelled('output_hessian')} is left out, because the model is a mixture of experts",
         )
     return notes
-
-
-def tuning_settings(recipe: Recipe, plan: OutputPlan, work: Work, device: torch.device) -> TuningSettings:
-    """Settings of tuning for a recipe, with codes only where they fit the device."""
-    wanted = TuningSettings.of(recipe, work, device, own_text=writes_text(recipe))
-    return settings_that_fit(plan, wanted, device, work.longest(recipe))
 
 
 def _check_ranks(decisions: Decisions, ranks: Ranks) -> None:

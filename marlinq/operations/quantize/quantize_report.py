@@ -153,6 +153,8 @@ class QuantizeReport(Shown):
         if tuned := text.get("tuned"):
             own = f"{counted(tuned['documents'], 'documents')}, {tuned['tokens']} tokens it wrote itself"
             rows.append(("tuned on", f"these, and {own}"))
+        if text.get("own_left_out"):
+            rows.append(("tuned on", "these; text of its own was left out, of which the model is much surer"))
         if text.get("duplicates"):
             rows.append(("", f"{text['duplicates']} duplicate documents were left out"))
         tokens = {name: report.tokens for name, report in self.modules.items() if report.is_calibrated}

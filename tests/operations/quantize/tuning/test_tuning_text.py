@@ -26,6 +26,7 @@ from marlinq.operations.quantize.tuning.text_rows import (
     redraw,
 )
 from marlinq.runtime import LoadedModel
+from marlinq.runtime.writing import STAGE
 from tests.operations.quantize.tuning.runs import TUNED, dies, nine_documents, tuned
 from tests.testing.interrupted import Killed
 from tests.testing.original_folders import folder_bytes, save_tiny
@@ -88,20 +89,40 @@ def test_own_text_of_another_kind_is_left_out(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("marlinq.operations.quantize.budget._TUNE_STEPS_OF_DOCUMENTS", 3)
     alone = quantize(source, tmp_path / "alone", recipe=recipe, device="cpu")
     own = recipe.replace(tune_own_text=True)
-    used = quantize(source, tmp_path / "used", recipe=own, device="cpu")
+    steps: list[tuple[int, int]] = []
+    said: list[str] = []
+
+    def noting(stage: str, done: int, total: int) -> None:
+        if stage == STAGE:
+            steps.append((done, total))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(own_text, "_COMPARED_TOKENS", 360)
+        used = quantize(
+            source, tmp_path / "used", recipe=own, device="cpu", progress=noting, message=said.append
+        )
+    assert not any("slower than expected" in line or "text alone" in line for line in said)
+    # Written in two parts, shown as one.
+    assert steps == sorted(steps)
+    assert len({total for _, total in steps}) == 1
     # A model with random weights is as unsure of its own text as of random tokens.
     monkeypatch.setattr(own_text, "_LEAST_ENTROPY", 1.1)
-    said: list[str] = []
+    too_little = quantize(source, tmp_path / "too-little", recipe=own, device="cpu")
+    assert too_little.calibration == used.calibration
+    monkeypatch.setattr(own_text, "_COMPARED_TOKENS", 360)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning_run, "learn", dies)
         with pytest.raises(Killed):
             quantize(source, tmp_path / "out", recipe=own, device="cpu", message=said.append)
     monkeypatch.setattr(own_text, "_LEAST_ENTROPY", 0.0)
     report = quantize(source, tmp_path / "out", recipe=own, device="cpu", resume=True, message=said.append)
-    assert sum("so it is tuned on the calibration text alone" in line for line in said) == 1
+    assert sum("): tuned on the calibration text alone" in line for line in said) == 1
     # All is as without text of its own, in the resumed run too: calibration, number of steps, values.
-    assert (report.calibration, report.tuning) == (alone.calibration, alone.tuning)
+    assert alone.calibration is not None
+    assert report.calibration == {**alone.calibration, "own_left_out": True}
+    assert "text of its own was left out" in report.render()
     assert report.tuning is not None
+    assert report.tuning == alone.tuning
     assert used.tuning is not None
     assert (report.tuning["steps"], used.tuning["steps"]) == (3, 1)
     assert tensors_of(tmp_path / "out") == tensors_of(tmp_path / "alone") != tensors_of(tmp_path / "used")
@@ -118,16 +139,20 @@ def test_the_entropy_of_predictions_is_taken_over_all_tokens() -> None:
     documents = [tuple(range(3, 30)), tuple(range(40, 50))]
     with torch.no_grad():
         model.lm_head.weight.zero_()
-        assert own_text.mean_entropy(loaded, documents) == pytest.approx(math.log(model.config.vocab_size))
+        assert own_text.mean_entropy(loaded, documents, 20) == pytest.approx(
+            math.log(model.config.vocab_size)
+        )
         # Two tokens share all of the probability.
         model.lm_head.bias = torch.nn.Parameter(torch.full((model.config.vocab_size,), -1e4))
         model.lm_head.bias[[5, 9]] = 0
-        assert own_text.mean_entropy(loaded, documents) == pytest.approx(math.log(2), rel=1e-5)
+        assert own_text.mean_entropy(loaded, documents, 20) == pytest.approx(math.log(2), rel=1e-5)
+        model.lm_head.bias[7] = -torch.inf
+        assert own_text.mean_entropy(loaded, documents, 20) == pytest.approx(math.log(2), rel=1e-5)
         probe = tiny_model("llama")
-        likely = [probe(torch.tensor([each])).logits[0].log_softmax(-1) for each in documents]
+        likely = [probe(torch.tensor([each[:20]])).logits[0].log_softmax(-1) for each in documents]
         expected = torch.cat([-(each.exp() * each).sum(-1) for each in likely]).mean()
     probed = LoadedModel(Path("tiny"), probe, None, torch.device("cpu"), torch.float32, {}, ())
-    assert own_text.mean_entropy(probed, documents) == pytest.approx(float(expected), rel=1e-5)
+    assert own_text.mean_entropy(probed, documents, 20) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
