@@ -48,8 +48,8 @@ Qwen2.5-Coder-0.5B fills a third of 256 positions."""
 _PROBE_STEPS = 3
 _SEQUENCE, _REPEATED = 8, 24
 """A document ends when this many successive sequences of 8 tokens have each occurred in it before, and loses
-as many tokens. No web page of 40 has such a loop, nor had a text of SmolLM2 or Gemma 3 270M; 23 of 32 of
-Qwen2.5-Coder-0.5B had one, and 63 % of their tokens were in it."""
+as many tokens. None of 40 web pages has such a loop. Of 32 texts each, SmolLM2 and Gemma 3 270M wrote none
+with a loop, and Qwen2.5-Coder-0.5B 23, with 63 % of the tokens in loops."""
 _ENDED = 1200
 """Tokens by which three of four documents have ended: SmolLM2-135M-Instruct's, in documents of up to 2048."""
 _MARK = "marlinq-message"

@@ -160,7 +160,7 @@ def loops(document: tuple[int, ...]) -> list[int]:
 
 
 def test_a_document_ends_where_the_model_repeats_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The likeliest token again and again, until the model comes back to an earlier state.
+    # With top_k 1 a token depends on the text only, so that a repeated text is repeated again.
     model = tiny_model("llama", max_position_embeddings=512)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     shown: list[int] = []
@@ -196,7 +196,7 @@ def test_a_model_that_only_repeats_itself_is_reported(monkeypatch: pytest.Monkey
     monkeypatch.setattr(writing, "_SMALL_SHARE", 0)
     model = tiny_model("llama", max_position_embeddings=512)
     with torch.no_grad():
-        # Token 7 is by far the likeliest.
+        # The probability of token 7 is 1, whatever the text.
         model.lm_head.weight.zero_()
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
         model.lm_head.bias[7] = 100

@@ -55,7 +55,7 @@ def gather_text(prepared: PreparedRun, output: Output, *, progress: ReportProgre
     if text is not None and tuning is not None and text.own_left_out:
         recipe = recipe.replace(tune_own_text=False)
         other = TuningSettings.of(recipe, decisions.work, decisions.device, own_text=False)
-        # Codes that don't fit the device stay as they are.
+        # Where the device has no room to tune codes, these settings don't tune them either.
         tuning = other if tuning.code_rate else replace(other, code_rate=0.0)
     if text is not None and tuning is not None:
         # Tuning cuts rows anew out of the text, which rows with images don't allow.

@@ -105,7 +105,7 @@ def test_own_text_of_another_kind_is_left_out(tmp_path: Path, monkeypatch: pytes
     # Written in two parts, shown as one.
     assert steps == sorted(steps)
     assert len({total for _, total in steps}) == 1
-    # A model with random weights is as unsure of its own text as of random tokens.
+    # A random model's predictions have the same entropy in its own text and in random tokens: a ratio of 1.
     monkeypatch.setattr(own_text, "_LEAST_ENTROPY", 1.1)
     too_little = quantize(source, tmp_path / "too-little", recipe=own, device="cpu")
     assert too_little.calibration == used.calibration
@@ -117,7 +117,7 @@ def test_own_text_of_another_kind_is_left_out(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(own_text, "_LEAST_ENTROPY", 0.0)
     report = quantize(source, tmp_path / "out", recipe=own, device="cpu", resume=True, message=said.append)
     assert sum("): tuned on the calibration text alone" in line for line in said) == 1
-    # All is as without text of its own, in the resumed run too: calibration, number of steps, values.
+    # The resumed run has the calibration, number of steps and tensors of the run without tune_own_text.
     assert alone.calibration is not None
     assert report.calibration == {**alone.calibration, "own_left_out": True}
     assert "text of its own was left out" in report.render()
