@@ -31,12 +31,9 @@ _SHOWN_BATCHES = (1, 16, 64, 256, 1024, 4096)
 _SHOWN_EXPERT_BATCHES = (1, 16, 64, 1024, 16384)
 _SHOWN_SCHEMES = ("INT8, 64", "FP8", "NVFP4", "INT4, 32", "MXFP4", "INT4, 64")
 _PEER = "AutoRound"
-_OTHER_RUN = "AutoRound, rows without the start token (an earlier run)"
 _STRONG_PEER = "AutoRound, 1,000 iterations, alg_ext, all its text"
 _COMPARED = (
     ("default", _PEER, ""),
-    ("default", _OTHER_RUN, ", without start token"),
-    ("default, --output-hessian", _PEER, ", `--output-hessian`"),
     ("best", _PEER, ", `best`"),
     ("best, documents", _PEER, ", `best --no-tune-own-text`"),
 )
@@ -307,43 +304,36 @@ def quality_worst_table() -> str:
             if ours in run["rows"] and peer in run["rows"]:
                 mine, theirs = (run["rows"][row]["kl"] for row in (ours, peer))
                 cells = (f"{a / b:.2f}" for a, b in zip(mine, theirs, strict=True))
-                again = ", rerun" if any(row[0] == name + suffix for row in rows) else ""
-                rows.append([name + suffix + again, *cells])
+                rows.append([name + suffix, *cells])
     return _table(rows)
 
 
 def quality_ratios_table() -> str:
     """Smallest and largest ratio to AutoRound's divergence by model."""
-    runs = [run for run in result("quality-worst-h200")["runs"] if not run["scaled"] and _PEER in run["rows"]]
-    rows = [["mean KL divergence over AutoRound's, 200 iterations", "`default`", "`best`"]]
+    runs = result("quality-worst-h200")["runs"]
+    rows = [["mean KL divergence over AutoRound's", "`default`", "`best`"]]
     for model in dict.fromkeys(run["model"] for run in runs):
-        of_model = [run for run in runs if run["model"] == model]
+        of_model = [run for run in runs if run["model"] == model and not run["scaled"]]
         sizes = " and ".join(map(str, sorted({run["group_size"] for run in of_model})))
-        of_default, of_best = _span(of_model, "default", _PEER), _span(of_model, "best", _PEER)
-        tuned = " and ".join(
-            map(str, sorted({run["group_size"] for run in of_model if "best" in run["rows"]}))
-        )
-        rows.append([f"{model}, groups of {sizes}", of_default, f"{of_best} (groups of {tuned})"])
-        for peer, words in ((_OTHER_RUN, "better run"), (_STRONG_PEER, "strongest setting")):
-            other = [run for run in of_model if peer in run["rows"]]
-            if other:
-                cells = [f"**{_span(other, ours, peer)}**" for ours in ("default", "best")]
-                rows.append([f"the same, over AutoRound's {words}", *cells])
-    scaled = [run for run in result("quality-worst-h200")["runs"] if run["scaled"]]
-    tuned = " and ".join(dict.fromkeys(run["model"] for run in scaled if "best" in run["rows"]))
-    of_best = f"{_span(scaled, 'best', _PEER)} ({tuned})"
-    rows.append(["SmolLM2 and Qwen, channels scaled", _span(scaled, "default", _PEER), of_best])
-    made = (f"**{_span(scaled, ours, _STRONG_PEER)}**" for ours in ("default", "best"))
-    rows.append(["Qwen, channels scaled, over AutoRound's strongest setting", *made])
+        rows += _spans(f"{model}, groups of {sizes}", of_model)
+    rows += _spans("SmolLM2 and Qwen, channels scaled", [run for run in runs if run["scaled"]])
     return _table(rows)
 
 
+def _spans(name: str, runs: list[dict[str, Any]]) -> list[list[str]]:
+    """Rows of ratios to AutoRound with 200 iterations, and in bold to its strongest setting."""
+    plain = [_span(runs, ours, _PEER) for ours in ("default", "best")]
+    strong = [f"**{_span(runs, ours, _STRONG_PEER)}**" for ours in ("default", "best")]
+    return [[name, *plain], ["the same, over its strongest setting", *strong]]
+
+
 def _span(runs: Iterable[dict[str, Any]], ours: str, peer: str) -> str:
-    """Smallest and largest divergence of ``ours`` over the peer's on a text, of the runs with both."""
-    both = [run["rows"] for run in runs if ours in run["rows"] and peer in run["rows"]]
-    if not both:
-        return "not measured"
-    ratios = [a / b for rows in both for a, b in zip(rows[ours]["kl"], rows[peer]["kl"], strict=True)]
+    """Smallest and largest divergence of ``ours`` over the peer's on a text."""
+    ratios = [
+        a / b
+        for rows in (run["rows"] for run in runs)
+        for a, b in zip(rows[ours]["kl"], rows[peer]["kl"], strict=True)
+    ]
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
