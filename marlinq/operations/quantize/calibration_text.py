@@ -158,13 +158,15 @@ class TextGatherer:
         self._text = CalibrationText()
         self._own: SourcePart | None = None
         self._to_tune = tuning_part(recipe)
+        self._has_room = False
 
     def prepare(self, *, resume: bool) -> None:
         """Reads files and datasets, so that their errors come before the output folder is created, and checks
         that the model has room to write text.
 
         Args:
-            resume: whether the run is resumed; its text is then probably written, so room is not checked.
+            resume: whether the run is resumed; its text is then probably written, so room is checked only if
+                it turns out to be missing.
         """
         read_template(self._recipe)
         for part in recipes_of_parts(self._recipe):
@@ -192,7 +194,7 @@ class TextGatherer:
                 "writes no text; pass --calibration FILE"
             )
         if written is not None and not resume:
-            check_room(self._checkpoint, self._blueprint, written, self._device, to_tune=self._own is None)
+            self._check_room(written)
 
     def gather(self, writer: CheckpointWriter) -> CalibrationText:
         """All text of the run. The model writes its part last, unless the interrupted run has stored it."""
@@ -201,6 +203,8 @@ class TextGatherer:
             return self._text
         written = kept_text(writer)
         if written is None:
+            if not self._has_room:
+                self._check_room(part)
             written = text_by_the_model(
                 self._checkpoint,
                 self._blueprint,
@@ -226,6 +230,10 @@ class TextGatherer:
             self._text.add(SELF, new[:calibrated])
         self._text.tuned = new[calibrated:]
         return self._text
+
+    def _check_room(self, part: SourcePart) -> None:
+        check_room(self._checkpoint, self._blueprint, part, self._device, to_tune=self._own is None)
+        self._has_room = True
 
 
 def _first(documents: Sequence[Document], tokens: int) -> int:

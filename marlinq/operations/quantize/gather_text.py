@@ -42,6 +42,7 @@ def gather_text(prepared: PreparedRun, output: Output, *, progress: ReportProgre
         progress: called with (activity, steps done, steps in all) while the model writes.
 
     Raises:
+        EnvironmentProblem: the model has no room to write the text that an interrupted run lacks.
         OutputError: the interrupted run had other text.
         UsageError: the run tunes, and every document holds images.
     """

@@ -15,7 +15,7 @@ import torch
 
 from marlinq.checkpoint import CheckpointWriter
 from marlinq.checkpoint.partial import PartialFolder
-from marlinq.core.errors import CheckpointError, OutputError, UnsupportedError, UsageError
+from marlinq.core.errors import CheckpointError, EnvironmentProblem, OutputError, UnsupportedError, UsageError
 from marlinq.methods import METHODS
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
@@ -217,6 +217,29 @@ def test_resuming_without_an_interrupted_run_warns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no unfinished run to resume; starting afresh"):
         report = quantize(source, tmp_path / "out", recipe=READ, device="cpu", resume=True)
     assert report.resumed_blocks == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*no unfinished run to resume")
+def test_resuming_checks_room_only_where_text_is_still_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = save_tiny("llama", tmp_path / "model"), tmp_path / "out"
+
+    class Memory:
+        available = 1000
+
+    with monkeypatch.context() as little:
+        little.setattr("marlinq.operations.quantize.own_text.psutil.virtual_memory", lambda: Memory)
+        with pytest.raises(EnvironmentProblem, match="pass --calibration FILE"):
+            quantize(source, out, recipe=RECIPE, device="cpu", resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    interrupted(source, out, RECIPE, blocks=1)
+    checked: list[str] = []
+    monkeypatch.setattr(
+        "marlinq.operations.quantize.calibration_text.check_room", lambda *_, **__: checked.append("room")
+    )
+    quantize(source, out, recipe=RECIPE, device="cpu", resume=True)
+    assert checked == []
 
 
 def test_every_flipped_byte_of_what_is_taken_up_is_noticed(tmp_path: Path) -> None:
