@@ -22,7 +22,7 @@ from marlinq.operations.inspect.eligibility import ServerVerdict
 from marlinq.operations.inspect.inspect_checkpoint import planned_verdicts
 from marlinq.operations.little_memory import tells_of_little_memory
 from marlinq.operations.quantize.allocation.chosen import Allocation
-from marlinq.operations.quantize.budget import tuning_work, writing_dtype
+from marlinq.operations.quantize.budget import tuning_budget, tuning_work, writing_dtype
 from marlinq.operations.quantize.counting import local_tokens
 from marlinq.operations.quantize.estimate import RunEstimate, estimate
 from marlinq.operations.quantize.loaders import planned_checkpoint
@@ -35,8 +35,9 @@ from marlinq.operations.quantize.planned_text import (
     stored_dtype,
 )
 from marlinq.operations.quantize.planning import OutputPlan
-from marlinq.operations.quantize.prepare import open_source, plan_run
+from marlinq.operations.quantize.prepare import Decisions, open_source, plan_run
 from marlinq.operations.quantize.recipe import Recipe, as_recipe
+from marlinq.operations.quantize.recipe_settings import NO_TEMPLATE
 from marlinq.operations.quantize.solve import TOKEN_BUDGET
 from marlinq.operations.quantize.tuning import tuning_bytes
 from marlinq.operations.quantize.watch import duration
@@ -256,7 +257,7 @@ def plan_quantize(
         source_bytes=checkpoint.nbytes,
         output_bytes=sum(tensor.nbytes for tensor in plan.tensors),
         calibration=", ".join(map(_described, decisions.texts)) or None,
-        tuning_text=None if own is None else _described(own),
+        tuning_text=None if own is None else _described(own) + _may_be_left_out(decisions),
         tokens=decisions.tokens,
         estimate=guess,
         device=str(chosen),
@@ -273,6 +274,16 @@ def _described(text: PlannedText) -> str:
         return f"{'' if text.counted else 'at most '}{text.tokens} tokens of {text.source}"
     first = f", the first {text.tokens} to calibrate on" if text.tokens < text.budget.tokens else ""
     return f"{text.budget.tokens} tokens that the model writes itself ({text.budget.reason}){first}"
+
+
+def _may_be_left_out(decisions: Decisions) -> str:
+    """A clause on text of the model's own that the run may leave out, and how long it then tunes."""
+    recipe, tuning = decisions.recipe, decisions.tuning
+    if recipe.chat_template != NO_TEMPLATE or tuning is None:
+        return ""
+    steps, _ = tuning_budget(recipe, decisions.work, decisions.device, own_text=False)
+    longer = "" if steps == tuning.steps else f", with {steps} steps of tuning instead of {tuning.steps}"
+    return f"; left out if the model is much surer of it than of the calibration text{longer}"
 
 
 def _fates(plan: OutputPlan) -> tuple[Fate, ...]:

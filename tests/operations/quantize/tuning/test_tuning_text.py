@@ -79,6 +79,22 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pyte
     assert plan_quantize(source, tmp_path / "planned", recipe=alone, device="cpu").tuning_text is None
 
 
+def test_the_plan_says_that_own_text_may_be_left_out(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    text = nine_documents(tmp_path / "text.jsonl")
+    recipe = TUNED.replace(calibration=str(text), samples=9, tune_steps="auto", tune_own_text=True)
+
+    def planned(recipe: Recipe) -> str:
+        return plan_quantize(source, tmp_path / "out", recipe=recipe, device="cpu").tuning_text or ""
+
+    clause = "; left out if the model is much surer of it than of the calibration text"
+    # A small model takes as many steps as the budget has at most.
+    assert planned(recipe).endswith(f"{clause}, with 2800 steps of tuning instead of 1400")
+    assert planned(recipe.replace(tune_steps=7)).endswith(clause)
+    # Conversations are not compared.
+    assert "left out" not in planned(recipe.replace(tune_steps=7, chat_template="model"))
+
+
 def test_own_text_of_another_kind_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marlinq.operations.quantize.planned_text._CALIBRATED_WITH", 1000)
     monkeypatch.setattr("marlinq.operations.quantize.budget._MOST_TOKENS", 8192)
