@@ -19,7 +19,7 @@ _API = {
     "evaluate": "marlinq.operations.evaluate",
     "generate": "marlinq.runtime",
     "inspect": "marlinq.operations.inspect",
-    "load": "marlinq.runtime",
+    "load": "marlinq.operations.loading",
     "quantize": "marlinq.operations.quantize",
     "read_recipe": "marlinq.operations.quantize",
     "register": "marlinq.integrations.transformers",
@@ -52,11 +52,12 @@ if TYPE_CHECKING:
     from marlinq.operations.convert import convert
     from marlinq.operations.evaluate import evaluate
     from marlinq.operations.inspect import inspect
+    from marlinq.operations.loading import load
     from marlinq.operations.quantize import Recipe, quantize, read_recipe
     from marlinq.operations.report import report
     from marlinq.operations.rotate import rotate
     from marlinq.operations.verify import verify
-    from marlinq.runtime import generate, load
+    from marlinq.runtime import generate
 
 
 def __getattr__(name: str) -> Any:

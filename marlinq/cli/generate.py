@@ -121,7 +121,8 @@ def command(
     with nullcontext() if trust_remote_code else lean_imports():
         import transformers.generation.utils  # noqa: F401
 
-        from marlinq.runtime import Interrupted, Sampling, generate, generate_batch, load
+        from marlinq.operations.loading import load
+        from marlinq.runtime import Interrupted, Sampling, generate, generate_batch
 
     sampling = Sampling(
         temperature=None if greedy else temperature or 1.0,

@@ -25,7 +25,8 @@ from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers.transformers import PEERS, CompiledTransformers, dense_twin
 from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
 from marlinq.operations.bench.trace import StepProfile, profile_steps
-from marlinq.runtime import LoadedModel, StepDecision, load
+from marlinq.operations.loading import load
+from marlinq.runtime import LoadedModel, StepDecision
 from marlinq.runtime.cpu_head import HalfWeightLinear
 from marlinq.runtime.generation import position_limit
 from marlinq.runtime.grouped_experts import GroupedExperts

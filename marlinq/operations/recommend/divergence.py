@@ -14,9 +14,9 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.core.progress import ReportProgress
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.evaluate import DEFAULT_SEED, divergence, write_windows
+from marlinq.operations.loading import load
 from marlinq.operations.recommend.shape import ModelShape, is_expert
 from marlinq.operations.recommend.weight_types import Weights
-from marlinq.runtime import load
 from marlinq.runtime.generation import position_limit
 
 _FILE = Path(__file__).with_name("quality.toml")
