@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import click
 
 from marlinq.cli.options import output_options, revision_option
@@ -54,10 +52,8 @@ def command(
             progress=progress,
         )
     if server is not None:
-        report = replace(
-            report, servers=tuple(each for each in report.servers if each.server.lower() == server)
-        )
+        report = report.only(server)
     print_report(report, as_json=as_json)
-    # An unquantised model has no verdicts and counts as loaded.
-    loads = server is None or report.format is None or any(each.loads for each in report.servers)
+    # A server that was not judged, which a line says, is not known to load the checkpoint.
+    loads = server is None or any(each.loads for each in report.servers)
     return 0 if loads else VerificationFailed.exit_code

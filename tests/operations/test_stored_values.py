@@ -568,7 +568,7 @@ def test_a_tensor_that_the_model_has_not_is_shown_by_inspect(
     described = inspect(folder)
     (note,) = described.notes
     assert note.startswith(f"tensor {name!r} (1 such) has no place in LlamaForCausalLM")
-    assert [verdict.loads for verdict in described.servers[:1]] == [False] * quantised
+    assert not described.servers[0].loads
     with pytest.raises(CheckpointError, match=re.escape(note)):
         load(folder, device="cpu")
 

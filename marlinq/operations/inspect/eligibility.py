@@ -460,6 +460,11 @@ def _own(layers: Mapping[str, LinearFacts], whole: Whole) -> ServerVerdict:
     return ServerVerdict(OWN, __version__, True, chosen, why, kernels)
 
 
+def plain_verdict(refusal: str | None) -> ServerVerdict:
+    """marlinq's own verdict on an unquantised checkpoint, which ``load`` refuses for a reason, or loads."""
+    return ServerVerdict(OWN, __version__, refusal is None, (), refusal or "dense products on any device")
+
+
 OWN_ELEMENTS = ("int4", "int8", "fp8_e4m3", "fp4_e2m1")
 """Names of the elements that marlinq's kernels multiply; written out here because the kernels' own table
 imports torch, which ``inspect`` does without."""

@@ -27,9 +27,15 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.schemes import named_scheme
 from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import DIALECTS, is_head
-from marlinq.operations.inspect.eligibility import OWN, ServerVerdict, Whole, verdicts
+from marlinq.operations.inspect.eligibility import (
+    OWN,
+    ServerVerdict,
+    Whole,
+    plain_verdict,
+    verdicts,
+)
 from marlinq.operations.inspect.inspection import Inspection, ModuleFacts
-from marlinq.operations.inspect.load_refusal import doubtful_refusal, load_refusal
+from marlinq.operations.inspect.load_refusal import doubtful_refusal, load_refusal, plain_refusals
 from marlinq.operations.inspect.parallel import LinearFacts, experts, unknown_axes
 from marlinq.operations.inspect.servers import servers
 from marlinq.operations.inspect.stored_values import StoredFacts, stored_facts
@@ -68,9 +74,10 @@ def inspect(
     try:
         quantized = QuantizedCheckpoint.of(opened)
     except UndeclaredError as refusal:
-        return _unquantized(opened, str(refusal).removeprefix(f"{opened.path}: "))
+        undeclared = str(refusal).removeprefix(f"{opened.path}: ")
+        return _unquantized(opened, undeclared, tensor_parallel=tensor_parallel)
     if quantized is None:
-        return _unquantized(opened, None)
+        return _unquantized(opened, None, tensor_parallel=tensor_parallel)
     opened = quantized.checkpoint
     facts: list[ModuleFacts] = []
     layers: dict[str, LinearFacts] = {}
@@ -115,11 +122,14 @@ def inspect(
             *_notes(facts, layers, tensor_parallel, own_head=own),
             *_draft_notes(quantized, unquantized),
         ),
-        undivided=(OWN, *(each.name for each in servers() if not each.parallel))
-        if tensor_parallel > 1
-        else (),
+        undivided=_undivided(tensor_parallel),
         modules=tuple(facts) if modules else None,
     )
+
+
+def _undivided(tensor_parallel: int) -> tuple[str, ...]:
+    """Names of the servers that can't be judged on so many GPUs."""
+    return (OWN, *(each.name for each in servers() if not each.parallel)) if tensor_parallel > 1 else ()
 
 
 def _strangers(quantized: QuantizedCheckpoint) -> tuple[str | None, str | None]:
@@ -156,15 +166,17 @@ def planned_verdicts(planned: QuantizedCheckpoint, *, tensor_parallel: int = 1) 
     )
 
 
-def _unquantized(opened: Checkpoint, undeclared: str | None) -> Inspection:
+def _unquantized(opened: Checkpoint, undeclared: str | None, *, tensor_parallel: int) -> Inspection:
     """The facts of a checkpoint without a quantised view; ``undeclared`` says which tensors look quantised
-    nevertheless."""
+    nevertheless. Only marlinq's own verdict is known."""
     parameters = sum(math.prod(info.shape) for info in opened.tensors.values())
     if parameters == 0:
         raise CheckpointError(
             f"{opened.path}: its safetensors files hold no weights; copy the checkpoint again"
         )
-    notes = [undeclared or doubtful_refusal(opened, None), damaged_draft(opened, opened.tensors)]
+    note, refusal = (undeclared, undeclared) if undeclared is not None else plain_refusals(opened)
+    notes = [note, damaged_draft(opened, opened.tensors)]
+    undivided = _undivided(tensor_parallel)
     return Inspection(
         checkpoint=str(opened.path),
         format=None,
@@ -184,9 +196,11 @@ def _unquantized(opened: Checkpoint, undeclared: str | None) -> Inspection:
         quantized_parameters=0,
         linear_bits=None,
         model_bits=8 * opened.nbytes / parameters,
-        tensor_parallel=1,
-        servers=(),
+        tensor_parallel=tensor_parallel,
+        servers=() if undivided else (plain_verdict(refusal),),
         notes=tuple(note for note in notes if note is not None),
+        undivided=undivided,
+        unjudged=tuple(each.name for each in servers() if each.name not in undivided),
         undeclared=undeclared is not None,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown, Table, lines
@@ -65,7 +65,10 @@ class Inspection(Shown):
         linear_bits, model_bits: stored bits per weight, of the quantised linears and of the whole model.
         tensor_parallel: GPUs that share each layer in the verdicts.
         servers: verdict of every server, marlinq's own first; on several GPUs of those that split layers.
+            Of an unquantised checkpoint marlinq's own only.
         undivided: names of the servers that split no layer, where ``tensor_parallel`` is above 1.
+        unjudged: names of the servers whose rules are known for quantised checkpoints only, where this is
+            none.
         notes: sentences about contradictions in the checkpoint.
         modules: one entry per quantised linear; None where it was not asked for.
         undeclared: whether tensors look quantised although no config says so.
@@ -93,8 +96,18 @@ class Inspection(Shown):
     servers: tuple[ServerVerdict, ...]
     notes: tuple[str, ...]
     undivided: tuple[str, ...] = ()
+    unjudged: tuple[str, ...] = ()
     modules: tuple[ModuleFacts, ...] | None = None
     undeclared: bool = False
+
+    def only(self, server: str) -> Inspection:
+        """The same about one server alone, named in lower case."""
+        return replace(
+            self,
+            servers=tuple(each for each in self.servers if each.server.lower() == server),
+            undivided=tuple(name for name in self.undivided if name.lower() == server),
+            unjudged=tuple(name for name in self.unjudged if name.lower() == server),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -129,8 +142,11 @@ class Inspection(Shown):
         blocks: list[Block] = [Facts(tuple(rows))]
         if self.servers:
             blocks.append(_server_table(self.servers, self.quantized_modules, self.tensor_parallel))
-            if self.undivided:
-                blocks.append(lines(f"not judged, as they split no layer: {', '.join(self.undivided)}"))
+        if self.undivided:
+            blocks.append(lines(f"not judged, as they split no layer: {', '.join(self.undivided)}"))
+        if self.unjudged:
+            names = ", ".join(self.unjudged)
+            blocks.append(lines(f"not judged, as their rules here are for quantised checkpoints: {names}"))
         if self.notes:
             blocks.append(lines(*(f"note: {note}" for note in self.notes)))
         if self.modules is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from marlinq.checkpoint import (
     Checkpoint,
     QuantizedCheckpoint,
@@ -9,6 +11,9 @@ from marlinq.checkpoint import (
     without_quantization_config,
 )
 from marlinq.core.errors import MarlinqError
+
+if TYPE_CHECKING:
+    from marlinq.models import Blueprint
 
 
 def doubtful_refusal(checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) -> str | None:
@@ -20,14 +25,39 @@ def doubtful_refusal(checkpoint: Checkpoint, quantized: QuantizedCheckpoint | No
 def load_refusal(checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) -> str | None:
     """Why ``load`` refuses the names or shapes of the tensors; None if it does not, or the model can't be
     built. Building it takes seconds."""
+    blueprint = _blueprint(checkpoint)
+    return None if isinstance(blueprint, str) else _mismatch(blueprint, checkpoint, quantized)
+
+
+def plain_refusals(checkpoint: Checkpoint) -> tuple[str | None, str | None]:
+    """Of an unquantised checkpoint (:func:`doubtful_refusal`, why ``load`` refuses it, also where its model
+    can't be built)."""
+    if not doubtful_tensors(checkpoint, checkpoint.tensors):
+        return None, None
+    blueprint = _blueprint(checkpoint)
+    if isinstance(blueprint, str):
+        return None, blueprint
+    mismatch = _mismatch(blueprint, checkpoint, None)
+    return mismatch, mismatch
+
+
+def _blueprint(checkpoint: Checkpoint) -> Blueprint | str:
+    """Structure of the model, or why it can't be built."""
     from marlinq.models import build_blueprint
-    from marlinq.runtime.loading import match_tensors
 
     config = without_quantization_config(checkpoint.config)
     try:
-        blueprint = build_blueprint(config, source=str(checkpoint.path), tensors=checkpoint.tensors)
-    except MarlinqError:
-        return None
+        return build_blueprint(config, source=str(checkpoint.path), tensors=checkpoint.tensors)
+    except MarlinqError as refusal:
+        return str(refusal).removeprefix(f"{checkpoint.path}: ")
+
+
+def _mismatch(
+    blueprint: Blueprint, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None
+) -> str | None:
+    """Why names or shapes of the tensors are not the model's, or None."""
+    from marlinq.runtime.loading import match_tensors
+
     try:
         match_tensors(blueprint, checkpoint, quantized)
     except MarlinqError as refusal:

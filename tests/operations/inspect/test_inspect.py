@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from marlinq.core.errors import CheckpointError, UsageError
+from marlinq.cli import main
+from marlinq.core.errors import CheckpointError, UsageError, VerificationFailed
 from marlinq.operations.convert import convert
 from marlinq.operations.inspect import Inspection, ServerVerdict, inspect
 from marlinq.operations.inspect.stored_values import _decoded, stored_facts
@@ -108,11 +109,48 @@ def test_an_unquantised_checkpoint(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     found = inspect(tmp_path)
     assert found.format is None
-    assert found.servers == ()
+    assert [(each.server, each.loads) for each in found.servers] == [("marlinq", True)]
+    assert found.unjudged == SERVERS[1:]
     assert found.unquantized_modules == ("lm_head",)
     assert found.parameters == sum(tensor.numel() for tensor in tensors.values())
     assert found.model_bits == 8 * sum(tensor.nbytes for tensor in tensors.values()) / found.parameters
     assert "not quantised" in found.render()
+
+
+def code_for(folder: Path, *options: str) -> object:
+    """Exit code of ``marlinq inspect``."""
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", str(folder), *options])
+    return ended.value.code
+
+
+NOT_JUDGED = "not judged, as their rules here are for quantised checkpoints: "
+
+
+def test_only_a_server_known_to_load_an_unquantised_checkpoint_gives_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file(plain_tensors({}), tmp_path / "model.safetensors")
+    assert code_for(tmp_path) == 0
+    assert NOT_JUDGED + ", ".join(SERVERS[1:]) in capsys.readouterr().out
+    assert code_for(tmp_path, "--for", "marlinq") == 0
+    assert "not judged" not in capsys.readouterr().out
+    assert code_for(tmp_path, "--for", "vllm") == VerificationFailed.exit_code
+    assert f"\n{NOT_JUDGED}vLLM\n" in capsys.readouterr().out
+    assert code_for(tmp_path, "--for", "marlinq", "--tp", "2") == VerificationFailed.exit_code
+    assert "\nnot judged, as they split no layer: marlinq\n" in capsys.readouterr().out
+    for tensors in ({"model.layers.0.odd.weight": torch.ones(2, 2)}, {f"{UP}.qweight": torch.ones(2).int()}):
+        save_file(plain_tensors({}) | tensors, tmp_path / "model.safetensors")
+        assert code_for(tmp_path, "--for", "marlinq") == VerificationFailed.exit_code
+
+
+def test_a_model_that_cannot_be_built_is_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["ViTModel"]}))
+    save_file({"embeddings.cls_token": torch.ones(1, 1, 8)}, tmp_path / "model.safetensors")
+    (own,) = inspect(tmp_path).servers
+    assert not own.loads
+    assert own.reason.startswith("model type 'vit' has no language model")
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
