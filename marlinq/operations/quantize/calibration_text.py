@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from marlinq.operations.quantize.planned_text import (
 )
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.recipe_settings import NO_TEMPLATE
+from marlinq.operations.quantize.spelling import spelled
 
 _WRITTEN_TEXT = "calibration.json"
 _DRAWN_TEXT = "drawn.json"
+_SOURCES = "sources.json"
 
 
 @dataclass
@@ -159,6 +162,7 @@ class TextGatherer:
         self._own: SourcePart | None = None
         self._to_tune = tuning_part(recipe)
         self._has_room = False
+        self._template: str | None = None
 
     def prepare(self, *, resume: bool) -> None:
         """Reads files and datasets, so that their errors come before the output folder is created, and checks
@@ -168,7 +172,7 @@ class TextGatherer:
             resume: whether the run is resumed; its text is then probably written, so room is checked only if
                 it turns out to be missing.
         """
-        read_template(self._recipe)
+        self._template = read_template(self._recipe)
         for part in recipes_of_parts(self._recipe):
             if part.source == SELF:
                 self._own = part
@@ -198,6 +202,7 @@ class TextGatherer:
 
     def gather(self, writer: CheckpointWriter) -> CalibrationText:
         """All text of the run. The model writes its part last, unless the interrupted run has stored it."""
+        self._check_sources(writer)
         part = self._own or self._to_tune
         if part is None:
             return self._text
@@ -216,6 +221,7 @@ class TextGatherer:
                 most=part.most,
                 beside=None if self._own is not None else self._text.documents,
             )
+            self.keep_sources(writer)
             keep_text(writer, written)
         self._text.own_left_out = self._own is None and not written
         duplicates = self._text.duplicates
@@ -230,6 +236,38 @@ class TextGatherer:
             self._text.add(SELF, new[:calibrated])
         self._text.tuned = new[calibrated:]
         return self._text
+
+    def keep_sources(self, writer: CheckpointWriter) -> None:
+        """Stores what files and datasets give, for a run that resumes this one; to be called before anything
+        is stored that depends on it.
+
+        Raises:
+            OutputError: the run is resumed, and the interrupted run had other text.
+        """
+        self._check_sources(writer)
+        writer.keep_json(_SOURCES, self._from_outside())
+
+    def _check_sources(self, writer: CheckpointWriter) -> None:
+        kept = writer.kept_json(_SOURCES)
+        if kept is None:
+            return
+        changed = [
+            each["source"] for each in self._from_outside() if not isinstance(kept, list) or each not in kept
+        ]
+        if changed:
+            raise OutputError(
+                f"{writer.partial}: {', '.join(changed)} gives other text than the interrupted run had; "
+                "restore it, or remove the folder"
+            )
+
+    def _from_outside(self) -> list[dict[str, Any]]:
+        """Names and hashes of files and datasets that have been read, and of the template's file."""
+        names = {part.source for part in parts_of(self._recipe)} - {SELF}
+        sources = [each for each in self._text.sources if each["source"] in names]
+        if self._template is not None:
+            named = f"{spelled('chat_template')} {self._recipe.chat_template}"
+            sources.append({"source": named, "sha256": sha256(self._template.encode()).hexdigest()})
+        return sources
 
     def _check_room(self, part: SourcePart) -> None:
         check_room(self._checkpoint, self._blueprint, part, self._device, to_tune=self._own is None)
@@ -251,6 +289,7 @@ def add_drawn_anew(
     text: CalibrationText,
     recipe: Recipe,
     draw: Callable[[int], list[Document]],
+    before_keeping: Callable[[], None],
 ) -> None:
     """Adds documents that the model draws anew to a short calibration text.
 
@@ -259,6 +298,7 @@ def add_drawn_anew(
         text: all other text of the run.
         recipe: settings of the run.
         draw: function from a number of tokens to documents with about as many.
+        before_keeping: called before the drawn documents are stored.
     """
     tokens = tokens_drawn_anew(recipe, sum(map(len, text.documents)))
     if not tokens:
@@ -266,6 +306,7 @@ def add_drawn_anew(
     drawn = kept_text(writer, _DRAWN_TEXT)
     if drawn is None:
         drawn = draw(tokens)
+        before_keeping()
         keep_text(writer, drawn, _DRAWN_TEXT)
     text.add(DRAWN_ANEW, drawn)
 
@@ -334,3 +375,4 @@ def forget_written_text(writer: CheckpointWriter) -> None:
     """Removes the stored texts, which only a resumed run needs, from the unfinished folder."""
     writer.remove(_WRITTEN_TEXT)
     writer.remove(_DRAWN_TEXT)
+    writer.remove(_SOURCES)

@@ -76,7 +76,7 @@ def gather_text(prepared: PreparedRun, output: Output, *, progress: ReportProgre
             folder=writer.partial,
             progress=progress,
         )
-        add_drawn_anew(writer, text, recipe, drawing)
+        add_drawn_anew(writer, text, recipe, drawing, partial(prepared.gatherer.keep_sources, writer))
     documents = share_documents(None if text is None else text.documents, ranks)
     if text is not None:
         note_text(writer, decisions.recipe, text)

@@ -64,6 +64,7 @@ def open_output(
         check_notes(writer.notes, writer.partial)
         check_planned(writer.notes, plan, writer.partial)
         if decisions.allocation is not None:
+            prepared.gatherer.keep_sources(writer)
             keep_allocation(writer, decisions.allocation, decisions.recipe)
     state = share_state(writer, ranks)
     writer = writer or FollowingWriter(out, state)

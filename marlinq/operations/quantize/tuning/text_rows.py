@@ -62,7 +62,7 @@ def random_rows(
         generator.shuffle(pieces)
         for piece in pieces:
             text += piece
-    first, every = _beginning(documents)
+    first, every = _beginning(documents, length)
     rows, start = [], 0
     for number in range(count):
         begin = first if number % every == 0 else ()
@@ -74,7 +74,7 @@ def random_rows(
 
 def new_rows(documents: Sequence[Document], length: int) -> int:
     """Number of the first rows of :func:`random_rows` without repeated text."""
-    first, every = _beginning(documents)
+    first, every = _beginning(documents, length)
     total = sum(map(len, documents))
     count = total // length
     while (count + 1) * length - len(first) * -(-(count + 1) // every) <= total:
@@ -82,15 +82,16 @@ def new_rows(documents: Sequence[Document], length: int) -> int:
     return count
 
 
-def _beginning(documents: Sequence[Document]) -> tuple[tuple[int, ...], int]:
+def _beginning(documents: Sequence[Document], length: int) -> tuple[tuple[int, ...], int]:
     """(first token of rows, n), where every nth row begins with this token; an empty tuple where none does.
 
     Attention treats a text's first token specially (attention sinks). If all documents begin with one token,
     as with tokenizers that add a start token, every row does. If more than half do, as in a mix of the
-    model's own text with files, every other row does. Else no row does.
+    model's own text with files, every other row does. Else no row does; nor do rows of one token, which would
+    hold nothing else.
     """
     token, count = Counter(document.tokens[0] for document in documents).most_common(1)[0]
-    if 2 * count <= len(documents):
+    if length == 1 or 2 * count <= len(documents):
         return (), 1
     return (token,), 1 if count == len(documents) else 2
 

@@ -28,7 +28,9 @@ from marlinq.operations.quantize.quantize_report import QuantizeReport
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.verify import verify
 from marlinq.runtime import load
-from tests.testing.original_folders import READ, folder_bytes, save_tiny
+from tests.operations.quantize.tuning.runs import dies
+from tests.testing.interrupted import Killed
+from tests.testing.original_folders import READ, ROWS, folder_bytes, save_tiny
 
 TARGET = READ.replace(format="compressed-tensors", group_size="auto", target_bits=5.0)
 CPU = torch.device("cpu")
@@ -97,6 +99,21 @@ def test_an_interrupted_run_takes_its_allocation_over(
     report = quantize(run.source, out, recipe=TARGET, device="cpu", resume=True)
     assert report.allocation == run.report.allocation
     assert folder_bytes(out) == folder_bytes(run.out)
+
+
+def test_schemes_chosen_on_other_text_are_not_taken_over(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, text = tmp_path / "out", tmp_path / "text.jsonl"
+    text.write_bytes(ROWS.read_bytes())
+    recipe = TARGET.replace(calibration=str(text))
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize_model, "gather_text", dies)
+        with pytest.raises(Killed):
+            quantize(run.source, out, recipe=recipe, device="cpu")
+    text.write_text(text.read_text().replace("[", "[4, "))
+    with pytest.raises(OutputError, match=r"text\.jsonl gives other text than the interrupted run had"):
+        quantize(run.source, out, recipe=recipe, device="cpu", resume=True)
 
 
 def test_resuming_a_finished_run_with_a_target_returns_its_report(run: Run) -> None:

@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from marlinq.calibration import Batch, Document, make_batches
-from marlinq.operations.quantize import gather_text, own_text, plan_quantize, quantize, solve
+from marlinq.core.errors import OutputError
+from marlinq.operations.quantize import (
+    calibration_text,
+    gather_text,
+    own_text,
+    plan_quantize,
+    quantize,
+    solve,
+)
 from marlinq.operations.quantize.planned_text import tokens_drawn_anew
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.tuning import teacher, tuning_run
@@ -142,6 +150,39 @@ def test_own_text_of_another_kind_is_left_out(tmp_path: Path, monkeypatch: pytes
     assert used.tuning is not None
     assert (report.tuning["steps"], used.tuning["steps"]) == (3, 1)
     assert tensors_of(tmp_path / "out") == tensors_of(tmp_path / "alone") != tensors_of(tmp_path / "used")
+
+
+@pytest.mark.parametrize("template", [False, True])
+def test_text_changed_since_the_model_wrote_is_not_mixed_with_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: bool
+) -> None:
+    monkeypatch.setattr("marlinq.operations.quantize.budget._MOST_TOKENS", 4096)
+    source = save_tiny("llama", tmp_path / "model")
+    changed = nine_documents(tmp_path / "text.jsonl")
+    recipe = TUNED.replace(calibration=str(changed), samples=9, tune_steps=2, tune_own_text=True)
+    if template:
+        changed = tmp_path / "template.jinja"
+        changed.write_text("{{ messages[0].content }}")
+        # Conversations need a tokenizer; what matters here is the template's file.
+        monkeypatch.setattr(calibration_text, "text_by_the_model", lambda *args, **options: OWN)
+        recipe = recipe.replace(chat_template=str(changed))
+    with monkeypatch.context() as patched:
+        # The text is stored, and not yet noted.
+        patched.setattr(gather_text, "hold_out", dies)
+        with pytest.raises(Killed):
+            quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    before = changed.read_text()
+    changed.write_text(before.replace("[", "[4, ").replace("messages", "(messages)"))
+    with pytest.raises(OutputError, match=f"{changed} gives other text than the interrupted run had; rest"):
+        quantize(source, tmp_path / "out", recipe=recipe, device="cpu", resume=True)
+    changed.write_text(before)
+    quantize(source, tmp_path / "out", recipe=recipe, device="cpu", resume=True)
+    quantize(source, tmp_path / "whole", recipe=recipe, device="cpu")
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+OWN = [Document(tuple(range(start, start + 40))) for start in range(3, 40)]
+"""Text that stands for the model's."""
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:
@@ -314,6 +355,12 @@ def test_rows_fill_their_micro_batches() -> None:
     for steps, expected in ((1, 5), (2, 6), (3, 12), (4, 18)):
         rows = random_rows(documents, 50, 300, 250 * steps, 0)
         assert [len(row) for row in rows] == [50] * expected
+
+
+def test_rows_of_one_token_are_counted() -> None:
+    documents = [Document((1,)), Document((1,))]
+    assert new_rows(documents, 1) == 2
+    assert [row.tokens for row in random_rows(documents, 1, 1024, 3, 0)] == [(1,)] * 3
 
 
 def test_rows_hold_every_token_equally_often() -> None:
