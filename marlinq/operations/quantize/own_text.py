@@ -137,12 +137,11 @@ def _write(
     first = writer.write(tokens=budget.tokens, documents=budget.rows)
     longest = min(_COMPARED_LENGTH, budget.max_length)
     own, given = (mean_entropy(loaded, texts, longest) for texts in (first.documents, words))
+    compared = f"own text has {own:.2f} nats a token, the calibration text {given:.2f}"
     if own < _LEAST_ENTROPY * given:
-        message(
-            f"the model is much surer of its own text ({own:.2f} nats a token) than of the calibration text "
-            f"({given:.2f}): tuned on the calibration text alone"
-        )
+        message(f"{compared}, above {own / _LEAST_ENTROPY:.2f}: tuned on the calibration text alone")
         return []
+    message(f"{compared}, not above {own / _LEAST_ENTROPY:.2f}: tuned on both")
     written = sum(map(len, first.documents))
     rest = budget.tokens - written
     if rest < MIN_TOKENS:

@@ -309,7 +309,7 @@ def _tuning_rows(tuning: Mapping[str, Any]) -> list[tuple[str, str]]:
     if tuning["kept_step"] == 0:
         return [
             ("tuned", text),
-            ("", f"{watched} got no better than {tuning['kl_before']:.4f}: all left as it was"),
+            ("", f"{watched} got no better than {tuning['kl_before']:.4f}, so tuning is undone"),
         ]
     found = f"{tuning['kl_before']:.4f} -> {tuning['kl_after']:.4f} nats, after step {tuning['kept_step']}"
     return [("tuned", text), ("", f"{watched}: {found}")]

@@ -156,7 +156,7 @@ class RecipeSettings:
         False,
         Flag(),
         "Also tune on text that the model writes, so that tuning does not overfit a few calibration "
-        "documents.",
+        "documents; left out where the model is much surer of it than of them.",
     )
     options: MethodOptions = field(default_factory=MethodOptions)
     allocation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

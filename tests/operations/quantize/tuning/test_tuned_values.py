@@ -200,7 +200,7 @@ def test_tuning_that_makes_things_worse_is_undone(tmp_path: Path, rounded: Recip
     assert report is not None
     assert (report["kept_step"], report["kl_after"]) == (0, report["kl_before"])
     assert list(report["vectors"]) == []
-    assert f"got no better than {report['kl_before']:.4f}: all left as it was" in result.render()
+    assert f"got no better than {report['kl_before']:.4f}, so tuning is undone" in result.render()
     after = weights(tmp_path / "out")
     assert all(plain[name].difference(after[name]) is None for name in plain)
 

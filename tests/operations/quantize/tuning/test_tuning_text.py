@@ -140,7 +140,7 @@ def test_own_text_of_another_kind_is_left_out(tmp_path: Path, monkeypatch: pytes
             quantize(source, tmp_path / "out", recipe=own, device="cpu", message=said.append)
     monkeypatch.setattr(own_text, "_LEAST_ENTROPY", 0.0)
     report = quantize(source, tmp_path / "out", recipe=own, device="cpu", resume=True, message=said.append)
-    assert sum("): tuned on the calibration text alone" in line for line in said) == 1
+    assert sum(": tuned on the calibration text alone" in line for line in said) == 1
     # The resumed run has the calibration, number of steps and tensors of the run without tune_own_text.
     assert alone.calibration is not None
     assert report.calibration == {**alone.calibration, "own_left_out": True}
