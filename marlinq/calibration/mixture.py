@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from marlinq.core.errors import UsageError
 
 _WEIGHTED = re.compile(r"(?P<source>.+)=(?P<weight>\d+(?:\.\d+)?)")
+_MOST_WEIGHT = 1e100
+"""bound of a weight; products and sums of smaller ones are finite"""
 
 
 @dataclass(frozen=True)
@@ -24,14 +26,21 @@ def read_part(spelling: str) -> MixturePart:
     """Parses ``SOURCE`` or ``SOURCE=WEIGHT``; if a file with the whole name exists, there is no weight.
 
     Raises:
-        UsageError: the weight is 0.
+        UsageError: the weight is 0, or too large for a number.
     """
     match = _WEIGHTED.fullmatch(spelling)
-    if match is None or Path(spelling).exists():
+    # Unlike methods of Path, this takes a name that no file can have.
+    if match is None or os.path.lexists(spelling):
         return MixturePart(spelling)
-    if float(match["weight"]) == 0:
+    weight = float(match["weight"])
+    if weight == 0:
         raise UsageError(f"calibration {spelling!r}: expected a weight above 0; leave the source out instead")
-    return MixturePart(match["source"], float(match["weight"]))
+    if not weight < _MOST_WEIGHT:
+        raise UsageError(
+            f"calibration {match['source']!r}: expected a weight below {_MOST_WEIGHT:g}, found {weight:g}; "
+            "lower all weights alike"
+        )
+    return MixturePart(match["source"], weight)
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:

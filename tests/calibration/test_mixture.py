@@ -26,6 +26,10 @@ def test_weights_stand_behind_sources(tmp_path: Path, monkeypatch: pytest.Monkey
     assert read_part("c4:en@train#text=3") == MixturePart("c4:en@train#text", 3.0)
     with pytest.raises(UsageError, match="weight above 0"):
         read_part("self=0")
+    with pytest.raises(UsageError, match=r"'self': expected a weight below 1e\+100, found inf; lower all"):
+        read_part("self=" + "9" * 400)
+    # No file can have a name as long as this.
+    assert read_part("n" * 300 + "=2") == MixturePart("n" * 300, 2.0)
     monkeypatch.chdir(tmp_path)
     Path("a=2").write_text("text")
     assert read_part("a=2") == MixturePart("a=2", 1.0)

@@ -178,17 +178,30 @@ def _read_card(path: Path) -> tuple[dict[str, Any], str]:
 
 def _public(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe without paths of the user's folders, because cards are published."""
-    text = recipe.get("calibration")
-    if isinstance(text, str) and Path(text).expanduser().is_absolute():
-        return {**recipe, "calibration": Path(text).name}
-    return dict(recipe)
+    paths = {key: recipe[key] for key in ("calibration", "chat_template") if key in recipe}
+    return {**recipe, **{key: _without_folder(value) for key, value in paths.items()}}
+
+
+def _without_folder(value: Any) -> Any:
+    """A source, or each of several, without the folder of an absolute path."""
+    if isinstance(value, list | tuple):
+        return [_without_folder(each) for each in value]
+    if isinstance(value, str) and (value.startswith("~") or Path(value).is_absolute()):
+        return Path(value).name
+    return value
 
 
 def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:
     if calibration is None:
         return ["| calibration | none: the method needs no text |"]
     source = calibration.get("source")
-    shown = "text that the model wrote itself" if source == "self" else Path(str(source)).name
+    parts = calibration.get("sources")
+    names = (
+        [each.get("source") for each in parts if isinstance(each, dict)] if isinstance(parts, list) else []
+    )
+    shown = ", ".join(Path(str(name)).name for name in names or [source])
+    if source == "self":
+        shown = "text that the model wrote itself"
     documents, tokens = calibration.get("documents"), calibration.get("tokens")
     return [
         f"| calibration | {counted(documents, 'documents')}, {counted(tokens, 'tokens')}: {inline(shown)} |"

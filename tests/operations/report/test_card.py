@@ -99,6 +99,21 @@ def test_the_folders_of_whoever_made_it_stay_unknown(tmp_path: Path) -> None:
     assert str(tmp_path) not in text
 
 
+def test_several_sources_and_a_template_are_named_without_their_folders(tmp_path: Path) -> None:
+    texts = [tmp_path / name for name in ("first.jsonl", "second.jsonl")]
+    for start, path in enumerate(texts):
+        path.write_text('{"input_ids": [' + ", ".join(map(str, range(3 + start, 40))) + "]}\n")
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    spelled = [f"{texts[0]}=2", str(texts[1])]
+    _, text = made(tmp_path, None, calibration=spelled, samples=2, chat_template=str(template))
+    recipe = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[0])
+    assert recipe["calibration"] == ["first.jsonl=2", "second.jsonl"]
+    assert recipe["chat_template"] == "template.jinja"
+    assert "tokens: first.jsonl, second.jsonl |" in text
+    assert str(tmp_path) not in text
+
+
 @pytest.mark.parametrize(
     "card",
     [
