@@ -180,7 +180,7 @@ def read_documents(
         )
     missing = ""
     if samples is not None and len(documents) < samples and room >= shortest:
-        missing = f"{len(documents)} usable documents, fewer than the {samples} asked for"
+        missing = f"{counted(len(documents), 'usable documents')}, fewer than the {samples} asked for"
     elif samples is None and tokens is not None and room >= shortest:
         missing = f"{counted(tokens - room, 'tokens')} in usable documents, fewer than the {tokens} asked for"
     if missing:

@@ -123,6 +123,7 @@ def _card(
                 for quantity in ErrorQuantity
             },
             calibration=solved.calibration,
+            tuning=solved.tuning,
             nbytes=_output_bytes(prepared),
             vllm=loads("vLLM", str(manifest["recipe"]["format"])),
         )

@@ -44,6 +44,7 @@ def model_card(
     schemes: Mapping[str, int],
     errors: Mapping[str, Mapping[str, float]],
     calibration: Mapping[str, Any] | None,
+    tuning: Mapping[str, Any] | None,
     nbytes: int,
     vllm: bool,
 ) -> str:
@@ -57,6 +58,7 @@ def model_card(
         schemes: scheme in words -> number of modules that have it.
         errors: label of a quantity -> module name -> relative squared error.
         calibration: documents, tokens and source of the text; None for a method without calibration.
+        tuning: steps and divergences, as in the manifest; None for a run that did not tune.
         nbytes: bytes of the tensors.
         vllm: whether vLLM loads the layout.
     """
@@ -77,6 +79,7 @@ def model_card(
             for scheme, count in schemes.items()
         ),
         *_calibration(calibration),
+        *_tuned(tuning),
         *(line for label, known in errors.items() for line in _errors(label, known)),
         "",
         "`report.html` shows the error of each module, `marlinq.json` lists every tensor with its hash.",
@@ -206,6 +209,19 @@ def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:
     return [
         f"| calibration | {counted(documents, 'documents')}, {counted(tokens, 'tokens')}: {inline(shown)} |"
     ]
+
+
+def _tuned(tuning: Mapping[str, Any] | None) -> list[str]:
+    if tuning is None:
+        return []
+    watched = f"mean KL divergence on {counted(tuning['held_out'], 'held-out documents')}"
+    if tuning["kl_before"] is None:
+        gain = "no text was held out"
+    elif tuning["kept_step"] == 0:
+        gain = f"undone, since the {watched} got no better than {tuning['kl_before']:.4f} nats"
+    else:
+        gain = f"{watched}: {tuning['kl_before']:.4f}, then {tuning['kl_after']:.4f} nats"
+    return [f"| tuned | {counted(tuning['steps'], 'steps')}; {gain} |"]
 
 
 def _errors(label: str, errors: Mapping[str, float]) -> list[str]:

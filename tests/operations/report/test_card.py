@@ -82,6 +82,34 @@ def test_the_recipe_in_the_card_repeats_the_run(tmp_path: Path) -> None:
     assert isinstance(RECIPE, Recipe)
 
 
+def tuned(tmp_path: Path, documents: int) -> tuple[str, dict[str, Any]]:
+    """The card's cell on tuning with so many documents, and what the run reports."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(ROWS.read_text(encoding="utf-8").splitlines()[:documents]), encoding="utf-8")
+    source = save_tiny("llama", tmp_path / "model", blocks=1)
+    recipe = RECIPE.replace(calibration=str(text), samples=documents, tune_steps=2)
+    report = quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    assert report.tuning is not None
+    (cell,) = re.findall(r"\| tuned \| (.*) \|", (tmp_path / "out" / CARD).read_text(encoding="utf-8"))
+    return cell, dict(report.tuning)
+
+
+def test_a_tuned_checkpoint_says_so(tmp_path: Path) -> None:
+    cell, report = tuned(tmp_path, 8)
+    watched = "mean KL divergence on 1 held-out document"
+    if report["kept_step"]:
+        gain = f"{watched}: {report['kl_before']:.4f}, then {report['kl_after']:.4f} nats"
+    else:
+        gain = f"undone, since the {watched} got no better than {report['kl_before']:.4f} nats"
+    assert cell == f"2 steps; {gain}"
+
+
+def test_a_card_does_not_claim_a_gain_that_nothing_watched(tmp_path: Path) -> None:
+    cell, report = tuned(tmp_path, 1)
+    assert report["kl_before"] is None
+    assert cell == "2 steps; no text was held out"
+
+
 def test_the_recipe_in_the_card_has_the_amount_of_text_that_the_machine_decided() -> None:
     text = SimpleNamespace(budget=SimpleNamespace(tokens=4096))
     for changes, tokens in (({}, {"tokens": 4096}), ({"samples": 8}, {}), ({"tokens": 64}, {})):
