@@ -14,6 +14,7 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
 from marlinq.methods.rtn import round_to_nearest
+from marlinq.operations.verify.comparison import ABOVE_RTN, FAR_ABOVE_RTN
 from marlinq.operations.verify.statistics import find_float_faults
 from marlinq.operations.verify.statistics.float_weights import whole_module_faults
 from tests.testing.realistic_layers import realistic_layer
@@ -249,6 +250,104 @@ def test_zeros_within_groups_do_not_tell_how_the_others_were_rounded(
     assert found.rounded
     assert len(found.findings) == 12 * 8
     assert all(finding.fails for finding in found.findings)
+
+
+def sparse_weight(seed: int, share: float, *, columns: bool) -> tuple[Tensor, Tensor]:
+    """(weights [64, 256], of which this share is not zero, in whole columns or anywhere; Hessian)."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.rand(1 if columns else 64, 256, generator=generator) < share
+    w = torch.randn(64, 256, generator=generator) * 0.02 * kept
+    inputs = torch.randn(512, 256, generator=generator)
+    return w, inputs.t() @ inputs / 512
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "columns"),
+    [
+        ("nvfp4", 1 / 16, False),
+        ("nvfp4", 1 / 32, False),
+        ("nvfp4", 1 / 32, True),
+        ("mxfp4", 1 / 32, False),
+        ("mxfp4", 1 / 32, True),
+        ("mxfp8", 1 / 8, False),
+        ("mxfp8", 1 / 16, True),
+        ("fp8 channel", 1 / 16, False),
+    ],
+)
+def test_zeros_that_a_method_moved_fail_nothing(name: str, share: float, columns: bool) -> None:
+    """The other weights, each alone in its piece, are near their codes, and no correction moves them."""
+    for seed in range(4):
+        w, hessian = sparse_weight(seed, share, columns=columns)
+        stored, _ = solve_gptq(w, hessian, SCHEMES[name], GPTQOptions())
+        found = find_float_faults(w, stored)
+        assert not any(finding.fails for finding in found.findings)
+        assert not found.rounded
+
+
+@pytest.mark.parametrize("share", [1 / 8, 1 / 16, 1 / 32])
+def test_damage_of_mostly_zeros_is_found(rounded: QuantizedWeight, share: float) -> None:
+    w, _ = sparse_weight(0, share, columns=False)
+    stored = round_to_nearest(w, rounded.scheme)
+    assert find_float_faults(w, stored).findings == ()
+
+    def fails(damaged: QuantizedWeight) -> set[int]:
+        found = find_float_faults(w, damaged)
+        assert found.rounded
+        return {
+            int(each.what.partition("output channel ")[2].partition(":")[0])
+            for each in found.findings
+            if each.fails
+        }
+
+    # Neighbouring codes exchanged in a few output channels.
+    exchanged = stored.codes.clone()
+    exchanged[:, :5] = exchanged.reshape(-1, 2, 64).flip(1).reshape(-1, 64)[:, :5]
+    assert fails(replace(stored, codes=exchanged)) == set(range(5))
+    # A zero with the code of a large weight beside it, and that weight with the code of zero.
+    k, n = divmod(int(stored.element.decode(stored.codes).abs().argmax()), 64)
+    zero = next(each for each in range(k - k % 16, k - k % 16 + 16) if not w[n, each])
+    for place, other in (((zero, n), (k, n)), ((k, n), (zero, n))):
+        codes = stored.codes.clone()
+        codes[place] = stored.codes[other]
+        assert fails(replace(stored, codes=codes)) == {n}
+    if stored.granularity.kind == "group":
+        scales = stored.scales.float()
+        scales[0, 7] *= 4
+        used = bool((w[7, : stored.channels_per_group] != 0).any())
+        assert fails(replace(stored, scales=scales.to(stored.scales.dtype))) == ({7} if used else set())
+
+
+@pytest.mark.parametrize("zeros", [40, 64])
+def test_no_method_moves_an_output_channel_of_zeros(zeros: int) -> None:
+    w, _ = sparse_weight(0, 1 / 16, columns=False)
+    w[:zeros] = 0
+    stored = round_to_nearest(w, SCHEMES["nvfp4"])
+    codes = stored.codes.clone()
+    codes[:, :zeros] = 1
+    found = find_float_faults(w, replace(stored, codes=codes))
+    assert found.rounded
+    assert all(finding.fails for finding in found.findings)
+    assert len(found.findings) == 16 * zeros
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+def test_scales_and_nibbles_of_mostly_zeros_after_a_method(name: str) -> None:
+    """Whole modules, by the error of all their weights; the bound is ``comparison.FAR_ABOVE_RTN``."""
+    w, hessian = sparse_weight(0, 1 / 16, columns=False)
+    stored, _ = solve_gptq(w, hessian, SCHEMES[name], GPTQOptions())
+    rtn = float((w - round_to_nearest(w, SCHEMES[name]).dequantize()).norm())
+
+    def times(damaged: QuantizedWeight) -> float:
+        return float((w - damaged.dequantize()).norm()) / rtn
+
+    assert times(stored) < ABOVE_RTN
+    nibbles = stored.codes.reshape(-1, 2, 64).flip(1).reshape(-1, 64)
+    assert times(replace(stored, codes=nibbles)) > FAR_ABOVE_RTN
+    raw = stored.scales.view(torch.uint8)
+    transposed = raw.t().reshape(raw.shape).contiguous().view(stored.scales.dtype)
+    assert times(replace(stored, scales=transposed)) > FAR_ABOVE_RTN
+    shifted = replace(stored, scales=raw.roll(1, 0).view(stored.scales.dtype))
+    assert "scales are shifted by one group" in whole_module_faults(w, shifted)
 
 
 @pytest.mark.parametrize("channels", [slice(0, 80), slice(80, 160)])

@@ -5,6 +5,11 @@ there. A quotient or scale computed in bfloat16 adds 2 * 2**-9 of the value, at 
 of E4M3, the finest element. If most pieces of a module keep this bound, a value beyond it is damage: a
 flipped bit of one code, or the scale of one block. A module that was not rounded to nearest is compared with
 itself: pieces are reported whose error stands out.
+
+Zeros tell what large weights beside them may not: GPTQ moves a zero by a correction that is far too small to
+move a large weight. So most pieces must keep the bound with their zeros too. And where most weights are
+zeros, a zero moved by one step is a sign of such a method: damage of scales moves none, and that of codes
+mostly farther.
 """
 
 from __future__ import annotations
@@ -40,6 +45,11 @@ _TINY = 4
 """Ratio of an output channel's largest piece to a piece above which that piece counts as tiny."""
 _TELLING = 8
 """Ratio of the smallest half step to a weight above which its distance does not tell how it was rounded."""
+_ONE_STEP = 1.25
+"""Distance, in steps, up to which a zero counts as moved by one step. Corrections for the errors of other
+weights are seldom larger; a damaged code is anywhere."""
+_MOSTLY_ZEROS = 0.5
+"""Share of weights that tell how they were rounded below which moved zeros tell it too."""
 _STANDS_OUT = 4.0
 """Ratio of a piece's root mean square error to the module's 99.9 % quantile above which it is a warning, in
 modules that were not rounded to nearest."""
@@ -66,22 +76,29 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
     w, size = weight.t(), min(q.channels_per_group, _PIECE)
     pieces = -(-q.in_features // size)
     shape = (pieces, q.out_features)
-    beyond, far, unrounded, squares, sizes, telling = (torch.zeros(shape, device=w.device) for _ in range(6))
+    beyond, far, unrounded, squares, sizes, telling, moved, farther, reach, steps = (
+        torch.zeros(shape, device=w.device) for _ in range(10)
+    )
     piece = torch.arange(q.in_features, device=w.device) // size
     # An activation order would mix scales within a piece, but not distances.
     for start in range(0, q.in_features, _ROWS):
         rows = slice(start, start + _ROWS)
-        r, tells = _half_steps(w[rows], q, rows)
-        tested = (
+        r, tells, values, step = _half_steps(w[rows], q, rows)
+        counted = (
             (beyond, r > _BEYOND),
             (far, (r > _BEYOND) & tells),
             (unrounded, (r > _NEAREST) & tells),
             (squares, r.square()),
             (sizes, w[rows].abs()),
             (telling, tells),
+            (moved, (r > _NEAREST) & ~tells),
+            (farther, (r > 2 * _ONE_STEP) & ~tells),
         )
-        for total, values in tested:
-            total.index_add_(0, piece[rows], values.float())
+        for total, each in counted:
+            total.index_add_(0, piece[rows], each.float())
+        places = piece[rows].unsqueeze(1).expand(r.shape)
+        reach.scatter_reduce_(0, places, values.abs().where(~tells, 0.0), "amax")
+        steps.scatter_reduce_(0, places, step.where(tells, 0.0), "amax")
     # The scale of zeros may be anything, so a piece of them does not tell how the others were rounded.
     live = (sizes > 0) | (sizes.sum() == 0)
     # Corrections of large weights' errors move tiny weights by many steps, and those of tiny ones move no
@@ -90,6 +107,17 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
     rounded = all(
         _rounded(unrounded[judged], far[judged], float(telling[judged].mean()) / size)
         for judged in (live, large)
+    )
+    # Groups of zeros or of tiny weights have small scales: a correction that moves a zero there by many steps
+    # moves none of a large group.
+    farther = (farther > 0) & (large | (reach > _ONE_STEP * steps.amax(dim=0)))
+    # An output channel of zeros has no errors to correct.
+    some = sizes.sum(dim=0) > 0
+    rounded = rounded and not _corrected(
+        beyond[:, some],
+        (unrounded + moved)[:, some],
+        (far + farther)[:, some],
+        float(telling[live].mean()) / size,
     )
     findings = _damage(beyond, size) if rounded else _outliers(squares, size)
     return Evidence(tuple(findings), 0, 0, 0.0, 1.0, len(findings), values=weight.numel(), rounded=rounded)
@@ -145,10 +173,33 @@ def _rounded(unrounded: Tensor, far: Tensor, telling: float) -> bool:
     return little <= int((far > 0).sum())
 
 
-def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> tuple[Tensor, Tensor]:
-    """Distance of each weight from its code's value, in half steps between values there, float32 as ``w``; 0
-    for a weight beyond the element's largest value that has this value. And whether the distance tells how
-    the weight was rounded: zero, and what is far below half a step, moves by whole steps or not at all."""
+def _corrected(beyond: Tensor, unrounded: Tensor, far: Tensor, telling: float) -> bool:
+    """Whether zeros were moved by a method, in a module whose other weights seem rounded to nearest.
+
+    With few weights beside the zeros, those may all lie too near their codes to be moved by what moves zeros.
+
+    Args:
+        beyond: values above :data:`_BEYOND` of each piece, zeros included.
+        unrounded: values above :data:`_NEAREST` of each piece, zeros included.
+        far: the same of values that no method moved without moving others: zeros by more than a step.
+        telling: share of the weights that are not zero.
+    """
+    if float((beyond == 0).float().mean()) < _ROUNDED_SHARE:
+        return True
+    if telling >= _MOSTLY_ZEROS:
+        return False
+    little = int(((unrounded > 0) & (far == 0)).sum())
+    return little > int((far > 0).sum())
+
+
+def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four facts about each weight, shaped as ``w``.
+
+    Its distance from its code's value, in half steps between values there, float32; 0 for a weight beyond the
+    element's largest value that has this value. Whether the distance tells how the weight was rounded: zero,
+    and what is far below half a step, moves by whole steps or not at all. The stored value. The smallest step
+    between values.
+    """
     groups = q.g_idx[rows].long()
     scales = q.per_output(q.scales.float())[groups]
     if q.tensor_scale is not None:
@@ -162,7 +213,8 @@ def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> tuple[Tensor, Ten
     # The step between the two values around the farther one.
     far = torch.where(values.abs() > place.abs(), values, place)
     tells = place.abs() > halves.min() / _TELLING
-    return (place - values).abs_().div_(halves[torch.bucketize(far.contiguous(), bounds)]), tells
+    distance = (place - values).abs_().div_(halves[torch.bucketize(far.contiguous(), bounds)])
+    return distance, tells, values * scales, 2 * halves.min() * scales.abs()
 
 
 @lru_cache(maxsize=16)
