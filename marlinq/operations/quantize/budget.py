@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from marlinq.core.devices import multiplies_bfloat16
+from marlinq.core.display import counted
 from marlinq.core.settings import AUTO
 from marlinq.kernels import device_numbers
 from marlinq.models import Blueprint
@@ -211,7 +212,7 @@ def _unbounded(recipe: Recipe, work: Work, device: torch.device, dtype: torch.dt
     quantising = 2 * (2 * work.linear_weights + work.hessian_products) / (threads * _CPU_RATE)
     tokens = int(_CPU_SECONDS / (2 * work.all_weights / rate + quantising)) // _STEP * _STEP
     tokens = min(max(tokens, _FEWEST_TOKENS), _MOST_TOKENS)
-    return _rows_for(tokens, longest, f"what suits {threads} CPU threads")
+    return _rows_for(tokens, longest, f"what suits {counted(threads, 'CPU threads')}")
 
 
 def tuning_budget(recipe: Recipe, work: Work, device: torch.device, *, own_text: bool) -> tuple[int, int]:

@@ -77,15 +77,24 @@ def text_by_the_model(
         max_length=budget.max_length,
         seed=recipe.seed,
         chat=recipe.chat_template != NO_TEMPLATE,
-        otherwise="pass text with --calibration FILE" if beside is None else "pass --no-tune-own-text",
+        otherwise="take all text from files, with --calibration FILE"
+        if beside is None
+        else "pass --no-tune-own-text",
         # Tuning compares predictions after rare tokens too, so it samples from the whole vocabulary.
         top_k=0 if recipe.tune_steps else TOP_K,
     )
+
+    def unfinished(stage: str, done: int, total: int) -> None:
+        # The writer reports the end of each part, often more than once.
+        if done < total:
+            progress(stage, done, total)
+
     try:
         seconds = writer.seconds_for(budget.tokens)
         message(announcement(budget, seconds, to_tune=beside is not None))
         compared = beside if recipe.chat_template == NO_TEMPLATE else None
-        parts = _write(loaded, writer, budget, seconds, compared, progress, message)
+        parts = _write(loaded, writer, budget, seconds, compared, unfinished, message)
+        progress(STAGE, budget.tokens, budget.tokens)
     finally:
         writer.close()
         # Frees the model's memory, which reference cycles may hold, before blocks look at the free memory.
@@ -128,11 +137,7 @@ def _write(
         writer.report_to(Pace(seconds, progress, message))
         return [writer.write(tokens=budget.tokens, documents=budget.documents)]
 
-    def unfinished(stage: str, done: int, total: int) -> None:
-        if done < total:
-            progress(stage, done, total)
-
-    writer.report_to(Pace(seconds, unfinished, message))
+    writer.report_to(Pace(seconds, progress, message))
     # Whole documents: their beginnings alone are harder to predict.
     first = writer.write(tokens=budget.tokens, documents=budget.rows)
     longest = min(_COMPARED_LENGTH, budget.max_length)
@@ -145,7 +150,6 @@ def _write(
     written = sum(map(len, first.documents))
     rest = budget.tokens - written
     if rest < MIN_TOKENS:
-        progress(STAGE, budget.tokens, budget.tokens)
         return [first]
 
     def continued(stage: str, done: int, total: int) -> None:
@@ -184,8 +188,8 @@ def announcement(budget: TextBudget, seconds: float, *, to_tune: bool = False) -
         why = "the model writes its calibration text"
         otherwise = "--tokens N for another amount"
     return (
-        f"{why}: {budget.tokens} tokens ({budget.reason}), {budget.rows} documents at once of up to "
-        f"{budget.max_length} tokens; about {max(seconds, 1):.0f} s; {otherwise}"
+        f"{why}: {budget.tokens} tokens ({budget.reason}), {counted(budget.rows, 'documents')} at once of "
+        f"up to {counted(budget.max_length, 'tokens')}; about {max(seconds, 1):.0f} s; {otherwise}"
     )
 
 

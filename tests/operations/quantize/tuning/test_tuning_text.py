@@ -129,6 +129,7 @@ def test_own_text_of_another_kind_is_left_out(tmp_path: Path, monkeypatch: pytes
     # Written in two parts, shown as one.
     assert steps == sorted(steps)
     assert len({total for _, total in steps}) == 1
+    assert [done == total for done, total in steps].count(True) == 1
     # A random model's predictions have the same entropy in its own text and in random tokens: a ratio of 1.
     monkeypatch.setattr(own_text, "_LEAST_ENTROPY", 1.1)
     too_little = quantize(source, tmp_path / "too-little", recipe=own, device="cpu")
