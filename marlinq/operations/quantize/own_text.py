@@ -12,7 +12,7 @@ from marlinq.calibration import MIN_TOKENS, Document
 from marlinq.checkpoint import Checkpoint, ReadAhead
 from marlinq.core import boundaries
 from marlinq.core.display import counted
-from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem, NumericsError
 from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.models import Blueprint, ModelInstance, TensorNames
 from marlinq.operations.quantize.budget import TextBudget, Work, text_budget, writing_dtype
@@ -71,15 +71,16 @@ def text_by_the_model(
     dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
     budget = text_budget(recipe, Work.of(blueprint), device, dtype, most=most)
     loaded = _loaded(checkpoint, blueprint, recipe, device, dtype, trust_remote_code)
+    otherwise = (
+        "take all text from files, with --calibration FILE" if beside is None else "pass --no-tune-own-text"
+    )
     writer = TextWriter(
         loaded,
         rows=budget.rows,
         max_length=budget.max_length,
         seed=recipe.seed,
         chat=recipe.chat_template != NO_TEMPLATE,
-        otherwise="take all text from files, with --calibration FILE"
-        if beside is None
-        else "pass --no-tune-own-text",
+        otherwise=otherwise,
         # Tuning compares predictions after rare tokens too, so it samples from the whole vocabulary.
         top_k=0 if recipe.tune_steps else TOP_K,
     )
@@ -95,6 +96,11 @@ def text_by_the_model(
         compared = beside if recipe.chat_template == NO_TEMPLATE else None
         parts = _write(loaded, writer, budget, seconds, compared, unfinished, message)
         progress(STAGE, budget.tokens, budget.tokens)
+    except NumericsError:
+        raise NumericsError(
+            f"{checkpoint.path}: while it writes text the model's logits are NaN or infinite; check its "
+            f"weights, or {otherwise}"
+        ) from None
     finally:
         writer.close()
         # Frees the model's memory, which reference cycles may hold, before blocks look at the free memory.

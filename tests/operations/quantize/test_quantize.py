@@ -343,6 +343,15 @@ def test_nan_and_infinity_are_named(tmp_path: Path, tensor: str, value: float, m
     assert not (tmp_path / "out").exists()
 
 
+def test_nan_in_text_that_the_model_writes_is_told(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    spoil(source, "model.norm.weight", float("nan"))
+    said = rf"{source}: while it writes text the model's logits are NaN or infinite; .*--calibration FILE"
+    with pytest.raises(NumericsError, match=said):
+        quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
+    assert not (tmp_path / "out.partial").exists()
+
+
 # The copy fails before or after a block is written; only in the latter case there is a run to resume.
 @pytest.mark.filterwarnings("ignore:.*no unfinished run to resume")
 @pytest.mark.parametrize("tensor", ["lm_head.weight", "model.norm.weight"])
