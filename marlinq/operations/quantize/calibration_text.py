@@ -358,11 +358,17 @@ def kept_text(writer: CheckpointWriter, name: str = _WRITTEN_TEXT) -> list[Docum
     if kept is None:
         return None
     try:
-        return [Document(tuple(map(int, tokens))) for tokens in kept]
+        return [Document(_token_ids(tokens)) for tokens in kept]
     except (TypeError, ValueError):
         raise OutputError(
             f"{writer.partial / name}: is damaged; remove {writer.partial} and start over"
         ) from None
+
+
+def _token_ids(values: Any) -> tuple[int, ...]:
+    if not (isinstance(values, list) and values and all(type(each) is int and each >= 0 for each in values)):
+        raise ValueError
+    return tuple(values)
 
 
 def keep_text(writer: CheckpointWriter, documents: Sequence[Document], name: str = _WRITTEN_TEXT) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,10 @@ def test_a_flipped_byte_of_kept_text_is_noticed(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     interrupted(source, tmp_path / "out", RECIPE, blocks=0)
     with flipped(tmp_path / "out.partial" / "calibration.json", 70):
+        assert "calibration.json: is damaged" in refusal(source, tmp_path / "out", RECIPE)
+    for forged in (b"[[1e400]]", b'[["3"]]', b"[[-1]]", b"[[]]", b"[7]", b"7"):
+        path = tmp_path / "out.partial" / "calibration.json"
+        path.write_bytes(sha256(forged).hexdigest().encode() + b"\n" + forged)
         assert "calibration.json: is damaged" in refusal(source, tmp_path / "out", RECIPE)
 
 
