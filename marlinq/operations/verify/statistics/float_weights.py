@@ -181,7 +181,7 @@ def _corrected(beyond: Tensor, unrounded: Tensor, far: Tensor, telling: float) -
     Args:
         beyond: values above :data:`_BEYOND` of each piece, zeros included.
         unrounded: values above :data:`_NEAREST` of each piece, zeros included.
-        far: the same of values that no method moved without moving others: zeros by more than a step.
+        far: zeros of each piece moved by more than a step, by which no method moves them alone.
         telling: share of the weights that are not zero.
     """
     if float((beyond == 0).float().mean()) < _ROUNDED_SHARE:
