@@ -267,7 +267,7 @@ def sparse_weight(seed: int, share: float, *, columns: bool) -> tuple[Tensor, Te
         ("nvfp4", 1 / 16, False),
         ("nvfp4", 1 / 32, False),
         ("nvfp4", 1 / 32, True),
-        ("mxfp4", 1 / 32, False),
+        ("mxfp4", 1 / 64, False),
         ("mxfp4", 1 / 32, True),
         ("mxfp8", 1 / 8, False),
         ("mxfp8", 1 / 16, True),
@@ -276,7 +276,7 @@ def sparse_weight(seed: int, share: float, *, columns: bool) -> tuple[Tensor, Te
 )
 def test_zeros_that_a_method_moved_fail_nothing(name: str, share: float, columns: bool) -> None:
     """The other weights, each alone in its piece, are near their codes, and no correction moves them."""
-    for seed in range(4):
+    for seed in range(8):
         w, hessian = sparse_weight(seed, share, columns=columns)
         stored, _ = solve_gptq(w, hessian, SCHEMES[name], GPTQOptions())
         found = find_float_faults(w, stored)
@@ -315,6 +315,25 @@ def test_damage_of_mostly_zeros_is_found(rounded: QuantizedWeight, share: float)
         scales[0, 7] *= 4
         used = bool((w[7, : stored.channels_per_group] != 0).any())
         assert fails(replace(stored, scales=scales.to(stored.scales.dtype))) == ({7} if used else set())
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("share", [0.4, 1 / 4, 1 / 16])
+def test_two_moved_zeros_hide_no_other_damage(name: str, share: float) -> None:
+    w, _ = sparse_weight(0, share, columns=False)
+    stored = round_to_nearest(w, SCHEMES[name])
+    codes = stored.codes.clone()
+    for n in (20, 40):
+        codes[int((w[n] == 0).nonzero()[0]), n] = 1
+    k, n = divmod(int(stored.element.decode(stored.codes).abs().argmax()), 64)
+    codes[k, n] = 0
+    found = find_float_faults(w, replace(stored, codes=codes))
+    assert found.rounded
+    assert {
+        int(each.what.partition("output channel ")[2].partition(":")[0])
+        for each in found.findings
+        if each.fails
+    } == {20, 40, n}
 
 
 @pytest.mark.parametrize("zeros", [40, 64])

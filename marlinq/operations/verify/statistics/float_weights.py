@@ -8,8 +8,8 @@ itself: pieces are reported whose error stands out.
 
 Zeros tell what large weights beside them may not: GPTQ moves a zero by a correction that is far too small to
 move a large weight. So most pieces must keep the bound with their zeros too. And where most weights are
-zeros, a zero moved by one step is a sign of such a method: damage of scales moves none, and that of codes
-mostly farther.
+zeros, many zeros moved by one step are a sign of such a method: damaged scales move no zero, and damaged
+codes move most by more than a step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ _ONE_STEP = 1.25
 """Distance, in steps, up to which a zero counts as moved by one step. Corrections for the errors of other
 weights are seldom larger; a damaged code is anywhere."""
 _MOSTLY_ZEROS = 0.5
-"""Share of weights that tell how they were rounded below which moved zeros tell it too."""
+"""Share of weights that are not zero below which zeros moved by one step are a sign of a method."""
+_FEWEST_MOVED = 1 / 32
+"""Share of pieces with moved zeros up to which these are damage; after GPTQ it is 1 / 8 and more."""
 _STANDS_OUT = 4.0
 """Ratio of a piece's root mean square error to the module's 99.9 % quantile above which it is a warning, in
 modules that were not rounded to nearest."""
@@ -76,14 +78,14 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
     w, size = weight.t(), min(q.channels_per_group, _PIECE)
     pieces = -(-q.in_features // size)
     shape = (pieces, q.out_features)
-    beyond, far, unrounded, squares, sizes, telling, moved, farther, reach, steps = (
+    beyond, far, unrounded, squares, sizes, telling, moved_zeros, far_zeros, largest_zero, largest_step = (
         torch.zeros(shape, device=w.device) for _ in range(10)
     )
     piece = torch.arange(q.in_features, device=w.device) // size
     # An activation order would mix scales within a piece, but not distances.
     for start in range(0, q.in_features, _ROWS):
         rows = slice(start, start + _ROWS)
-        r, tells, values, step = _half_steps(w[rows], q, rows)
+        r, tells, values, step = _distances(w[rows], q, rows)
         counted = (
             (beyond, r > _BEYOND),
             (far, (r > _BEYOND) & tells),
@@ -91,14 +93,14 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
             (squares, r.square()),
             (sizes, w[rows].abs()),
             (telling, tells),
-            (moved, (r > _NEAREST) & ~tells),
-            (farther, (r > 2 * _ONE_STEP) & ~tells),
+            (moved_zeros, (r > _NEAREST) & ~tells),
+            (far_zeros, (r > 2 * _ONE_STEP) & ~tells),
         )
         for total, each in counted:
             total.index_add_(0, piece[rows], each.float())
         places = piece[rows].unsqueeze(1).expand(r.shape)
-        reach.scatter_reduce_(0, places, values.abs().where(~tells, 0.0), "amax")
-        steps.scatter_reduce_(0, places, step.where(tells, 0.0), "amax")
+        largest_zero.scatter_reduce_(0, places, values.abs().where(~tells, 0.0), "amax")
+        largest_step.scatter_reduce_(0, places, step.where(tells, 0.0), "amax")
     # The scale of zeros may be anything, so a piece of them does not tell how the others were rounded.
     live = (sizes > 0) | (sizes.sum() == 0)
     # Corrections of large weights' errors move tiny weights by many steps, and those of tiny ones move no
@@ -110,13 +112,13 @@ def find_float_faults(weight: Tensor, q: QuantizedWeight) -> Evidence:
     )
     # Groups of zeros or of tiny weights have small scales: a correction that moves a zero there by many steps
     # moves none of a large group.
-    farther = (farther > 0) & (large | (reach > _ONE_STEP * steps.amax(dim=0)))
+    far_zeros = (far_zeros > 0) & (large | (largest_zero > _ONE_STEP * largest_step.amax(dim=0)))
     # An output channel of zeros has no errors to correct.
-    some = sizes.sum(dim=0) > 0
+    nonzero = sizes.sum(dim=0) > 0
     rounded = rounded and not _corrected(
-        beyond[:, some],
-        (unrounded + moved)[:, some],
-        (far + farther)[:, some],
+        beyond[:, nonzero],
+        (unrounded + moved_zeros)[:, nonzero],
+        (far + far_zeros)[:, nonzero],
         float(telling[live].mean()) / size,
     )
     findings = _damage(beyond, size) if rounded else _outliers(squares, size)
@@ -189,10 +191,10 @@ def _corrected(beyond: Tensor, unrounded: Tensor, far: Tensor, telling: float) -
     if telling >= _MOSTLY_ZEROS:
         return False
     little = int(((unrounded > 0) & (far == 0)).sum())
-    return little > int((far > 0).sum())
+    return little > max(int((far > 0).sum()), _FEWEST_MOVED * unrounded.numel())
 
 
-def _half_steps(w: Tensor, q: QuantizedWeight, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _distances(w: Tensor, q: QuantizedWeight, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four facts about each weight, shaped as ``w``.
 
     Its distance from its code's value, in half steps between values there, float32; 0 for a weight beyond the
