@@ -311,7 +311,7 @@ def quality_worst_table() -> str:
 def quality_ratios_table() -> str:
     """Smallest and largest ratio to AutoRound's divergence by model."""
     runs = result("quality-worst-h200")["runs"]
-    rows = [["mean KL divergence over AutoRound's", "`default`", "`best`"]]
+    rows = [["KL divergence over AutoRound's, least to largest of the texts", "`default`", "`best`"]]
     for model in dict.fromkeys(run["model"] for run in runs):
         of_model = [run for run in runs if run["model"] == model and not run["scaled"]]
         sizes = " and ".join(map(str, sorted({run["group_size"] for run in of_model})))
@@ -324,7 +324,7 @@ def _spans(name: str, runs: list[dict[str, Any]]) -> list[list[str]]:
     """Rows of ratios to AutoRound with 200 iterations, and in bold to its strongest setting."""
     plain = [_span(runs, ours, _PEER) for ours in ("default", "best")]
     strong = [f"**{_span(runs, ours, _STRONG_PEER)}**" for ours in ("default", "best")]
-    return [[name, *plain], ["the same, over its strongest setting", *strong]]
+    return [[name, *plain], ["the same, over AutoRound's strongest setting", *strong]]
 
 
 def _span(runs: Iterable[dict[str, Any]], ours: str, peer: str) -> str:

@@ -26,7 +26,7 @@ def read_part(spelling: str) -> MixturePart:
     """Parses ``SOURCE`` or ``SOURCE=WEIGHT``; if a file with the whole name exists, there is no weight.
 
     Raises:
-        UsageError: the weight is 0, or too large for a number.
+        UsageError: the weight is 0, or 1e100 or more.
     """
     match = _WEIGHTED.fullmatch(spelling)
     # Unlike methods of Path, this takes a name that no file can have.
@@ -35,7 +35,7 @@ def read_part(spelling: str) -> MixturePart:
     weight = float(match["weight"])
     if weight == 0:
         raise UsageError(f"calibration {spelling!r}: expected a weight above 0; leave the source out instead")
-    if not weight < _MOST_WEIGHT:
+    if weight >= _MOST_WEIGHT:
         raise UsageError(
             f"calibration {match['source']!r}: expected a weight below {_MOST_WEIGHT:g}, found {weight:g}; "
             "lower all weights alike"

@@ -161,7 +161,7 @@ class TextGatherer:
         self._text = CalibrationText()
         self._own: SourcePart | None = None
         self._to_tune = tuning_part(recipe)
-        self._has_room = False
+        self._room_checked = False
         self._template: str | None = None
 
     def prepare(self, *, resume: bool) -> None:
@@ -201,14 +201,19 @@ class TextGatherer:
             self._check_room(written)
 
     def gather(self, writer: CheckpointWriter) -> CalibrationText:
-        """All text of the run. The model writes its part last, unless the interrupted run has stored it."""
+        """All text of the run. The model writes its part last, unless the interrupted run has stored it.
+
+        Raises:
+            EnvironmentProblem: the model has no room to write its part.
+            OutputError: the run is resumed, and the interrupted run had other text.
+        """
         self._check_sources(writer)
         part = self._own or self._to_tune
         if part is None:
             return self._text
         written = kept_text(writer)
         if written is None:
-            if not self._has_room:
+            if not self._room_checked:
                 self._check_room(part)
             written = text_by_the_model(
                 self._checkpoint,
@@ -271,7 +276,7 @@ class TextGatherer:
 
     def _check_room(self, part: SourcePart) -> None:
         check_room(self._checkpoint, self._blueprint, part, self._device, to_tune=self._own is None)
-        self._has_room = True
+        self._room_checked = True
 
 
 def _first(documents: Sequence[Document], tokens: int) -> int:

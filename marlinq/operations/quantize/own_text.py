@@ -98,7 +98,7 @@ def text_by_the_model(
         progress(STAGE, budget.tokens, budget.tokens)
     except NumericsError:
         raise NumericsError(
-            f"{checkpoint.path}: while it writes text the model's logits are NaN or infinite; check its "
+            f"{checkpoint.path}: the model's logits are NaN or infinite while it writes text; check its "
             f"weights, or {otherwise}"
         ) from None
     finally:
@@ -139,20 +139,21 @@ def _write(
         progress, message: callbacks of the run.
     """
     words = [document.tokens for document in beside or () if document.beside is None]
-    if sum(map(len, words)) < _COMPARED_TOKENS:
-        writer.report_to(Pace(seconds, progress, message))
-        return [writer.write(tokens=budget.tokens, documents=budget.documents)]
-
     writer.report_to(Pace(seconds, progress, message))
+    if sum(map(len, words)) < _COMPARED_TOKENS:
+        return [writer.write(tokens=budget.tokens, documents=budget.documents)]
     # Whole documents: their beginnings alone are harder to predict.
     first = writer.write(tokens=budget.tokens, documents=budget.rows)
     longest = min(_COMPARED_LENGTH, budget.max_length)
     own, given = (mean_entropy(loaded, texts, longest) for texts in (first.documents, words))
-    compared = f"own text has {own:.2f} nats a token, the calibration text {given:.2f}"
+    compared = (
+        f"entropy of predictions: {own:.2f} nats a token in own text, {given:.2f} in the calibration text; "
+        f"own text needs {_LEAST_ENTROPY * given:.2f}"
+    )
     if own < _LEAST_ENTROPY * given:
-        message(f"{compared}, above {own / _LEAST_ENTROPY:.2f}: tuned on the calibration text alone")
+        message(f"{compared}: tuned on the calibration text alone")
         return []
-    message(f"{compared}, not above {own / _LEAST_ENTROPY:.2f}: tuned on both")
+    message(f"{compared}: tuned on both")
     written = sum(map(len, first.documents))
     rest = budget.tokens - written
     if rest < MIN_TOKENS:

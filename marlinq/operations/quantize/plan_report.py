@@ -282,7 +282,7 @@ def _may_be_left_out(decisions: Decisions) -> str:
     if recipe.chat_template != NO_TEMPLATE or tuning is None:
         return ""
     steps, _ = tuning_budget(recipe, decisions.work, decisions.device, own_text=False)
-    longer = "" if steps == tuning.steps else f", with {steps} steps of tuning instead of {tuning.steps}"
+    longer = "" if steps == tuning.steps else f"; tuning then takes {steps} steps instead of {tuning.steps}"
     return f"; left out if the model is much surer of it than of the calibration text{longer}"
 
 

@@ -156,7 +156,7 @@ class RecipeSettings:
         False,
         Flag(),
         "Also tune on text that the model writes, so that tuning does not overfit a few calibration "
-        "documents; left out where the model is much surer of it than of them.",
+        "documents; left out where its predictions there have less than 0.85 of their entropy in these.",
     )
     options: MethodOptions = field(default_factory=MethodOptions)
     allocation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -197,14 +197,10 @@ def _without_folder(value: Any) -> Any:
 def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:
     if calibration is None:
         return ["| calibration | none: the method needs no text |"]
-    source = calibration.get("source")
-    parts = calibration.get("sources")
-    names = (
-        [each.get("source") for each in parts if isinstance(each, dict)] if isinstance(parts, list) else []
+    shown = ", ".join(
+        "text that the model wrote itself" if part["source"] == "self" else Path(part["source"]).name
+        for part in calibration.get("sources") or [calibration]
     )
-    shown = ", ".join(Path(str(name)).name for name in names or [source])
-    if source == "self":
-        shown = "text that the model wrote itself"
     documents, tokens = calibration.get("documents"), calibration.get("tokens")
     return [
         f"| calibration | {counted(documents, 'documents')}, {counted(tokens, 'tokens')}: {inline(shown)} |"

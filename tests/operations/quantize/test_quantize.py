@@ -346,7 +346,7 @@ def test_nan_and_infinity_are_named(tmp_path: Path, tensor: str, value: float, m
 def test_nan_in_text_that_the_model_writes_is_told(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     spoil(source, "model.norm.weight", float("nan"))
-    said = rf"{source}: while it writes text the model's logits are NaN or infinite; .*--calibration FILE"
+    said = rf"{source}: the model's logits are NaN or infinite while it writes text; .*--calibration FILE"
     with pytest.raises(NumericsError, match=said):
         quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
     assert not (tmp_path / "out.partial").exists()

@@ -15,7 +15,7 @@ from marlinq.checkpoint import Checkpoint
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.finish import amount_of_text
 from marlinq.operations.quantize.recipe import Recipe, read_recipe
-from marlinq.operations.report import CARD, hub_id
+from marlinq.operations.report import CARD, card, hub_id
 from tests.testing.original_folders import RECIPE, ROWS, save_tiny
 
 ORIGINAL = """---
@@ -82,32 +82,29 @@ def test_the_recipe_in_the_card_repeats_the_run(tmp_path: Path) -> None:
     assert isinstance(RECIPE, Recipe)
 
 
-def tuned(tmp_path: Path, documents: int) -> tuple[str, dict[str, Any]]:
-    """The card's cell on tuning with so many documents, and what the run reports."""
-    text = tmp_path / "text.jsonl"
-    text.write_text("\n".join(ROWS.read_text(encoding="utf-8").splitlines()[:documents]), encoding="utf-8")
-    source = save_tiny("llama", tmp_path / "model", blocks=1)
-    recipe = RECIPE.replace(calibration=str(text), samples=documents, tune_steps=2)
-    report = quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
-    assert report.tuning is not None
-    (cell,) = re.findall(r"\| tuned \| (.*) \|", (tmp_path / "out" / CARD).read_text(encoding="utf-8"))
-    return cell, dict(report.tuning)
-
-
-def test_a_tuned_checkpoint_says_so(tmp_path: Path) -> None:
-    cell, report = tuned(tmp_path, 8)
-    watched = "mean KL divergence on 1 held-out document"
-    if report["kept_step"]:
-        gain = f"{watched}: {report['kl_before']:.4f}, then {report['kl_after']:.4f} nats"
-    else:
-        gain = f"undone, since the {watched} got no better than {report['kl_before']:.4f} nats"
-    assert cell == f"2 steps; {gain}"
+@pytest.mark.parametrize(
+    ("kept_step", "gain"),
+    [
+        (2, "mean KL divergence on 1 held-out document: 0.5000, then 0.2500 nats"),
+        (0, "undone, since the mean KL divergence on 1 held-out document got no better than 0.5000 nats"),
+    ],
+)
+def test_a_card_says_what_tuning_gained(kept_step: int, gain: str) -> None:
+    tuning = {"steps": 2, "held_out": 1, "kl_before": 0.5, "kl_after": 0.25, "kept_step": kept_step}
+    assert card._tuned(tuning) == [f"| tuned | 2 steps; {gain} |"]
 
 
 def test_a_card_does_not_claim_a_gain_that_nothing_watched(tmp_path: Path) -> None:
-    cell, report = tuned(tmp_path, 1)
-    assert report["kl_before"] is None
-    assert cell == "2 steps; no text was held out"
+    text = tmp_path / "text.jsonl"
+    text.write_text(ROWS.read_text(encoding="utf-8").splitlines()[0], encoding="utf-8")
+    _, told = made(tmp_path, None, calibration=str(text), samples=1, tune_steps=2)
+    assert "| tuned | 2 steps; no text was held out |" in told
+
+
+def test_a_card_names_each_source() -> None:
+    sources = [{"source": "/home/text.jsonl"}, {"source": "self"}]
+    (row,) = card._calibration({"source": "x", "sources": sources, "documents": 3, "tokens": 40})
+    assert row == "| calibration | 3 documents, 40 tokens: text.jsonl, text that the model wrote itself |"
 
 
 def test_the_recipe_in_the_card_has_the_amount_of_text_that_the_machine_decided() -> None:

@@ -97,7 +97,7 @@ def test_the_plan_says_that_own_text_may_be_left_out(tmp_path: Path) -> None:
 
     clause = "; left out if the model is much surer of it than of the calibration text"
     # A small model takes as many steps as the budget has at most.
-    assert planned(recipe).endswith(f"{clause}, with 2800 steps of tuning instead of 1400")
+    assert planned(recipe).endswith(f"{clause}; tuning then takes 2800 steps instead of 1400")
     assert planned(recipe.replace(tune_steps=7)).endswith(clause)
     # Conversations are not compared.
     assert "left out" not in planned(recipe.replace(tune_steps=7, chat_template="model"))
