@@ -25,7 +25,7 @@ from marlinq.core.errors import VerificationFailed
     "--for",
     "server",
     type=click.Choice(("vllm", "sglang", "transformers", "gptqmodel", "marlinq")),
-    help="Judge CKPT for this server only; the exit code is 0 only if the server loads it.",
+    help="Judge CKPT for this server only; the exit code is 0 only if the server was judged and loads it.",
 )
 @revision_option
 @output_options

@@ -467,7 +467,7 @@ def plain_verdict(refusal: str | None) -> ServerVerdict:
 
 OWN_ELEMENTS = ("int4", "int8", "fp8_e4m3", "fp4_e2m1")
 """Names of the elements that marlinq's kernels multiply; written out here because the kernels' own table
-imports torch, which ``inspect`` does without."""
+imports torch, which ``inspect`` does without for quantised checkpoints with usual names."""
 
 
 def _own_refusal(layer: LinearFacts) -> str | None:

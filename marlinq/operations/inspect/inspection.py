@@ -146,7 +146,7 @@ class Inspection(Shown):
             blocks.append(lines(f"not judged, as they split no layer: {', '.join(self.undivided)}"))
         if self.unjudged:
             names = ", ".join(self.unjudged)
-            blocks.append(lines(f"not judged, as their rules here are for quantised checkpoints: {names}"))
+            blocks.append(lines(f"not judged (no rules for unquantised checkpoints): {names}"))
         if self.notes:
             blocks.append(lines(*(f"note: {note}" for note in self.notes)))
         if self.modules is not None:

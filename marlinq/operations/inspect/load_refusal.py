@@ -1,4 +1,7 @@
-"""Tensors that ``load`` refuses, found without importing torch or transformers where names are usual."""
+"""Why ``load`` refuses a checkpoint's config or tensors, by building its model without weights.
+
+A quantised checkpoint whose names are usual is judged without importing torch or transformers.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,16 @@ def load_refusal(checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) 
 
 def plain_refusals(checkpoint: Checkpoint) -> tuple[str | None, str | None]:
     """Of an unquantised checkpoint (:func:`doubtful_refusal`, why ``load`` refuses it, also where its model
-    can't be built)."""
-    if not doubtful_tensors(checkpoint, checkpoint.tensors):
-        return None, None
+    can't be built).
+
+    The model is always built, which takes seconds: nothing else tells whether ``config.json`` describes the
+    tensors, or one is missing.
+    """
     blueprint = _blueprint(checkpoint)
     if isinstance(blueprint, str):
         return None, blueprint
     mismatch = _mismatch(blueprint, checkpoint, None)
-    return mismatch, mismatch
+    return mismatch if doubtful_tensors(checkpoint, checkpoint.tensors) else None, mismatch
 
 
 def _blueprint(checkpoint: Checkpoint) -> Blueprint | str:

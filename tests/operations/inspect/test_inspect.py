@@ -18,8 +18,10 @@ from marlinq.core.errors import CheckpointError, UsageError, VerificationFailed
 from marlinq.operations.convert import convert
 from marlinq.operations.inspect import Inspection, ServerVerdict, inspect
 from marlinq.operations.inspect.stored_values import _decoded, stored_facts
+from marlinq.runtime import load
 from tests.testing.layouts import INTEGERS
-from tests.testing.quantized_folders import CONFIG, model_tuples, opened, plain_tensors, random_tuple, write
+from tests.testing.original_folders import save_tiny
+from tests.testing.quantized_folders import model_tuples, opened, plain_tensors, random_tuple, write
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -104,14 +106,17 @@ def test_zeros_that_cannot_be_decoded_are_reported_not_raised(tmp_path: Path) ->
 
 
 def test_an_unquantised_checkpoint(tmp_path: Path) -> None:
-    tensors = plain_tensors({})
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    save_file(tensors, tmp_path / "model.safetensors")
+    tensors = load_file(save_tiny("llama", tmp_path) / "model.safetensors")
     found = inspect(tmp_path)
     assert found.format is None
     assert [(each.server, each.loads) for each in found.servers] == [("marlinq", True)]
     assert found.unjudged == SERVERS[1:]
-    assert found.unquantized_modules == ("lm_head",)
+    linears = {
+        name.removesuffix(".weight") for name in tensors if name.endswith(("proj.weight", "head.weight"))
+    }
+    assert len(found.unquantized_modules) == 22
+    assert set(found.unquantized_modules) == linears
+    assert found.notes == ()
     assert found.parameters == sum(tensor.numel() for tensor in tensors.values())
     assert found.model_bits == 8 * sum(tensor.nbytes for tensor in tensors.values()) / found.parameters
     assert "not quantised" in found.render()
@@ -124,14 +129,13 @@ def code_for(folder: Path, *options: str) -> object:
     return ended.value.code
 
 
-NOT_JUDGED = "not judged, as their rules here are for quantised checkpoints: "
+NOT_JUDGED = "not judged (no rules for unquantised checkpoints): "
 
 
 def test_only_a_server_known_to_load_an_unquantised_checkpoint_gives_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    save_file(plain_tensors({}), tmp_path / "model.safetensors")
+    stored = load_file(save_tiny("llama", tmp_path) / "model.safetensors")
     assert code_for(tmp_path) == 0
     assert NOT_JUDGED + ", ".join(SERVERS[1:]) in capsys.readouterr().out
     assert code_for(tmp_path, "--for", "marlinq") == 0
@@ -141,8 +145,42 @@ def test_only_a_server_known_to_load_an_unquantised_checkpoint_gives_0(
     assert code_for(tmp_path, "--for", "marlinq", "--tp", "2") == VerificationFailed.exit_code
     assert "\nnot judged, as they split no layer: marlinq\n" in capsys.readouterr().out
     for tensors in ({"model.layers.0.odd.weight": torch.ones(2, 2)}, {f"{UP}.qweight": torch.ones(2).int()}):
-        save_file(plain_tensors({}) | tensors, tmp_path / "model.safetensors")
+        save_file(stored | tensors, tmp_path / "model.safetensors")
         assert code_for(tmp_path, "--for", "marlinq") == VerificationFailed.exit_code
+
+
+@pytest.mark.parametrize(
+    ("config", "without", "reason"),
+    [
+        ({}, None, "dense products on any device"),
+        ({"model_type": "nosuch"}, None, "language model of type 'nosuch'"),
+        ({"num_hidden_layers": 4}, None, "expected a tensor 'model.layers.3."),
+        ({"vocab_size": 256}, None, "'model.embed_tokens.weight': expected shape [256, 64]"),
+        ({"intermediate_size": 256}, None, "'model.layers.0.mlp.gate_proj.weight': expected shape [256, 64]"),
+        ({}, "model.norm.weight", "expected a tensor 'model.norm.weight'"),
+        ({}, "model.embed_tokens.weight", "expected a tensor 'model.embed_tokens.weight'"),
+    ],
+)
+def test_the_verdict_on_an_unquantised_checkpoint_is_what_load_does(
+    tmp_path: Path, config: dict[str, Any], without: str | None, reason: str
+) -> None:
+    save_tiny("llama", tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name != without}
+    save_file(kept, tmp_path / "model.safetensors")
+    found = inspect(tmp_path)
+    (own,) = found.servers
+    assert own.loads == (config == {} and without is None)
+    assert reason in own.reason
+    assert found.notes == ()
+    if own.loads:
+        load(tmp_path, device="cpu", progress=False)
+        return
+    with pytest.raises(CheckpointError) as refusal:
+        load(tmp_path, device="cpu", progress=False)
+    assert str(refusal.value).endswith(own.reason)
 
 
 def test_a_model_that_cannot_be_built_is_not_loaded(tmp_path: Path) -> None:
