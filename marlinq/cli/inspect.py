@@ -47,6 +47,7 @@ def command(
         report = inspect(
             checkpoint,
             modules=modules,
+            build=server == "marlinq",
             tensor_parallel=tensor_parallel,
             revision=revision,
             progress=progress,

@@ -20,6 +20,7 @@ from marlinq.cli import COMMANDS, main
 from marlinq.core import errors, progress
 from marlinq.core.progress import no_progress
 from tests.testing import forks
+from tests.testing.original_folders import save_tiny
 from tests.testing.quantized_folders import model_tuples, write
 
 HEAVY = ("torch", "transformers", "datasets", "cupy", "gguf", "accelerate")
@@ -45,9 +46,11 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert printed_without_heavy_imports(*arguments, "--help").startswith("Usage:")
 
 
-def test_inspect_of_an_ordinary_quantised_folder_imports_nothing_heavy(tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", "gptq", model_tuples())
-    assert "zero points" in printed_without_heavy_imports("inspect", str(folder))
+def test_inspect_of_an_ordinary_folder_imports_nothing_heavy(tmp_path: Path) -> None:
+    plain = save_tiny("llama", tmp_path / "plain", blocks=2)
+    assert "not quantised" in printed_without_heavy_imports("inspect", str(plain))
+    quantised = write(tmp_path / "gptq", "gptq", model_tuples())
+    assert "zero points" in printed_without_heavy_imports("inspect", str(quantised))
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])

@@ -438,7 +438,7 @@ def _limits_refusal(limits: Limits, layer: LinearFacts) -> str | None:
 def _own(layers: Mapping[str, LinearFacts], whole: Whole) -> ServerVerdict:
     """marlinq's own verdict: layers that its kernels can't multiply become dense matrices."""
     if whole.no_linear is not None:
-        return ServerVerdict(OWN, __version__, False, (), whole.no_linear)
+        return refused_by_load(whole.no_linear)
     against = {name: reason for name, layer in layers.items() if (reason := _own_refusal(layer)) is not None}
     unreadable = {
         name: "its zeros are ambiguous" for name, layer in layers.items() if layer.problem is not None
@@ -460,14 +460,19 @@ def _own(layers: Mapping[str, LinearFacts], whole: Whole) -> ServerVerdict:
     return ServerVerdict(OWN, __version__, True, chosen, why, kernels)
 
 
-def plain_verdict(refusal: str | None) -> ServerVerdict:
-    """marlinq's own verdict on an unquantised checkpoint, which ``load`` refuses for a reason, or loads."""
-    return ServerVerdict(OWN, __version__, refusal is None, (), refusal or "dense products on any device")
+def plain_verdict() -> ServerVerdict:
+    """marlinq's own verdict on an unquantised checkpoint that it loads."""
+    return ServerVerdict(OWN, __version__, True, (), "dense products on any device")
+
+
+def refused_by_load(refusal: str) -> ServerVerdict:
+    """marlinq's own verdict on a checkpoint that ``load`` refuses for this reason."""
+    return ServerVerdict(OWN, __version__, False, (), refusal)
 
 
 OWN_ELEMENTS = ("int4", "int8", "fp8_e4m3", "fp4_e2m1")
 """Names of the elements that marlinq's kernels multiply; written out here because the kernels' own table
-imports torch, which ``inspect`` does without for quantised checkpoints with usual names."""
+imports torch, which ``inspect`` does without."""
 
 
 def _own_refusal(layer: LinearFacts) -> str | None:

@@ -32,10 +32,11 @@ from marlinq.operations.inspect.eligibility import (
     ServerVerdict,
     Whole,
     plain_verdict,
+    refused_by_load,
     verdicts,
 )
 from marlinq.operations.inspect.inspection import Inspection, ModuleFacts
-from marlinq.operations.inspect.load_refusal import doubtful_refusal, load_refusal, plain_refusals
+from marlinq.operations.inspect.load_refusal import build_refusal, doubtful_refusal, load_refusal
 from marlinq.operations.inspect.parallel import LinearFacts, experts, unknown_axes
 from marlinq.operations.inspect.servers import servers
 from marlinq.operations.inspect.stored_values import StoredFacts, stored_facts
@@ -48,6 +49,7 @@ def inspect(
     checkpoint: str | os.PathLike[str],
     *,
     modules: bool = False,
+    build: bool = False,
     tensor_parallel: int = 1,
     revision: str | None = None,
     progress: Progress = True,
@@ -57,6 +59,8 @@ def inspect(
     Args:
         checkpoint: folder or Hub id, quantised or not.
         modules: whether the result lists every quantised linear.
+        build: whether the model is built without weights, so that marlinq's verdict is what ``load`` does. It
+            takes seconds. Without it the model is built only where the name or shape of a tensor is in doubt.
         tensor_parallel: number of GPUs over which servers split each layer; it decides their shape rules.
         revision: branch, tag or commit of a Hub id; the main branch when None.
         progress: True shows progress on stderr, False shows none; a function is called with (activity, steps
@@ -75,9 +79,9 @@ def inspect(
         quantized = QuantizedCheckpoint.of(opened)
     except UndeclaredError as refusal:
         undeclared = str(refusal).removeprefix(f"{opened.path}: ")
-        return _unquantized(opened, undeclared, tensor_parallel=tensor_parallel)
+        return _unquantized(opened, undeclared, build=build, tensor_parallel=tensor_parallel)
     if quantized is None:
-        return _unquantized(opened, None, tensor_parallel=tensor_parallel)
+        return _unquantized(opened, None, build=build, tensor_parallel=tensor_parallel)
     opened = quantized.checkpoint
     facts: list[ModuleFacts] = []
     layers: dict[str, LinearFacts] = {}
@@ -93,6 +97,10 @@ def inspect(
     unquantized = tuple(quantized.unquantized_linears())
     whole = replace(_whole(quantized, unquantized), no_linear=stranger)
     said = [text for text in (stranger, unknown) if text is not None]
+    judged = verdicts(layers, whole, tensor_parallel=tensor_parallel)
+    against = build_refusal(opened, quantized) if build and judged[0].server == OWN else None
+    if against is not None:
+        judged = (refused_by_load(against), *judged[1:])
     nbytes = sum(module.nbytes for module in facts)
     weights = sum(module.in_features * module.out_features for module in facts)
     others = sum(math.prod(opened.tensors[name].shape) for name in quantized.passthrough)
@@ -116,7 +124,7 @@ def inspect(
         linear_bits=8 * nbytes / weights,
         model_bits=8 * opened.nbytes / (weights + others),
         tensor_parallel=tensor_parallel,
-        servers=verdicts(layers, whole, tensor_parallel=tensor_parallel),
+        servers=judged,
         notes=(
             *said,
             *_notes(facts, layers, tensor_parallel, own_head=own),
@@ -166,17 +174,22 @@ def planned_verdicts(planned: QuantizedCheckpoint, *, tensor_parallel: int = 1) 
     )
 
 
-def _unquantized(opened: Checkpoint, undeclared: str | None, *, tensor_parallel: int) -> Inspection:
+def _unquantized(
+    opened: Checkpoint, undeclared: str | None, *, build: bool, tensor_parallel: int
+) -> Inspection:
     """The facts of a checkpoint without a quantised view; ``undeclared`` says which tensors look quantised
-    nevertheless. Only marlinq's own verdict is known."""
+    nevertheless. Only marlinq's own verdict is known, and only where the model is built or refused."""
     parameters = sum(math.prod(info.shape) for info in opened.tensors.values())
     if parameters == 0:
         raise CheckpointError(
             f"{opened.path}: its safetensors files hold no weights; copy the checkpoint again"
         )
-    note, refusal = (undeclared, undeclared) if undeclared is not None else plain_refusals(opened)
+    note = undeclared or doubtful_refusal(opened, None)
+    refusal = note if note is not None or not build else build_refusal(opened, None)
+    own = refused_by_load(refusal) if refusal is not None else plain_verdict()
     notes = [note, damaged_draft(opened, opened.tensors)]
     undivided = _undivided(tensor_parallel)
+    judged = () if undivided or not (build or refusal) else (own,)
     return Inspection(
         checkpoint=str(opened.path),
         format=None,
@@ -197,10 +210,14 @@ def _unquantized(opened: Checkpoint, undeclared: str | None, *, tensor_parallel:
         linear_bits=None,
         model_bits=8 * opened.nbytes / parameters,
         tensor_parallel=tensor_parallel,
-        servers=() if undivided else (plain_verdict(refusal),),
+        servers=judged,
         notes=tuple(note for note in notes if note is not None),
         undivided=undivided,
-        unjudged=tuple(each.name for each in servers() if each.name not in undivided),
+        unjudged=tuple(
+            name
+            for name in (OWN, *(each.name for each in servers()))
+            if name not in (*undivided, *(each.server for each in judged))
+        ),
         undeclared=undeclared is not None,
     )
 

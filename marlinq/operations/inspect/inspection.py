@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown, Table, lines
-from marlinq.operations.inspect.eligibility import ServerVerdict
+from marlinq.operations.inspect.eligibility import OWN, ServerVerdict
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Inspection(Shown):
         linear_bits, model_bits: stored bits per weight, of the quantised linears and of the whole model.
         tensor_parallel: GPUs that share each layer in the verdicts.
         servers: verdict of every server, marlinq's own first; on several GPUs of those that split layers.
-            Of an unquantised checkpoint marlinq's own only.
+            Of an unquantised checkpoint marlinq's own only, where the model was built.
         undivided: names of the servers that split no layer, where ``tensor_parallel`` is above 1.
-        unjudged: names of the servers whose rules are known for quantised checkpoints only, where this is
-            none.
+        unjudged: of an unquantised checkpoint, names of the servers whose rules are known for quantised ones
+            only; marlinq's own where the model was not built.
         notes: sentences about contradictions in the checkpoint.
         modules: one entry per quantised linear; None where it was not asked for.
         undeclared: whether tensors look quantised although no config says so.
@@ -144,9 +144,10 @@ class Inspection(Shown):
             blocks.append(_server_table(self.servers, self.quantized_modules, self.tensor_parallel))
         if self.undivided:
             blocks.append(lines(f"not judged, as they split no layer: {', '.join(self.undivided)}"))
-        if self.unjudged:
-            names = ", ".join(self.unjudged)
-            blocks.append(lines(f"not judged (no rules for unquantised checkpoints): {names}"))
+        if OWN in self.unjudged:
+            blocks.append(lines(f"not judged (--for {OWN} builds the model, which takes seconds): {OWN}"))
+        if others := [name for name in self.unjudged if name != OWN]:
+            blocks.append(lines(f"not judged (no rules for unquantised checkpoints): {', '.join(others)}"))
         if self.notes:
             blocks.append(lines(*(f"note: {note}" for note in self.notes)))
         if self.modules is not None:

@@ -1,6 +1,6 @@
 """Why ``load`` refuses a checkpoint's config or tensors, by building its model without weights.
 
-A quantised checkpoint whose names are usual is judged without importing torch or transformers.
+That imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -32,18 +32,10 @@ def load_refusal(checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) 
     return None if isinstance(blueprint, str) else _mismatch(blueprint, checkpoint, quantized)
 
 
-def plain_refusals(checkpoint: Checkpoint) -> tuple[str | None, str | None]:
-    """Of an unquantised checkpoint (:func:`doubtful_refusal`, why ``load`` refuses it, also where its model
-    can't be built).
-
-    The model is always built, which takes seconds: nothing else tells whether ``config.json`` describes the
-    tensors, or one is missing.
-    """
+def build_refusal(checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) -> str | None:
+    """:func:`load_refusal`, or why the model can't be built."""
     blueprint = _blueprint(checkpoint)
-    if isinstance(blueprint, str):
-        return None, blueprint
-    mismatch = _mismatch(blueprint, checkpoint, None)
-    return mismatch if doubtful_tensors(checkpoint, checkpoint.tensors) else None, mismatch
+    return blueprint if isinstance(blueprint, str) else _mismatch(blueprint, checkpoint, quantized)
 
 
 def _blueprint(checkpoint: Checkpoint) -> Blueprint | str:

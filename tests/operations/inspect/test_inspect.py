@@ -18,6 +18,7 @@ from marlinq.core.errors import CheckpointError, UsageError, VerificationFailed
 from marlinq.operations.convert import convert
 from marlinq.operations.inspect import Inspection, ServerVerdict, inspect
 from marlinq.operations.inspect.stored_values import _decoded, stored_facts
+from marlinq.operations.quantize import Recipe, quantize
 from marlinq.runtime import load
 from tests.testing.layouts import INTEGERS
 from tests.testing.original_folders import save_tiny
@@ -109,8 +110,11 @@ def test_an_unquantised_checkpoint(tmp_path: Path) -> None:
     tensors = load_file(save_tiny("llama", tmp_path) / "model.safetensors")
     found = inspect(tmp_path)
     assert found.format is None
-    assert [(each.server, each.loads) for each in found.servers] == [("marlinq", True)]
-    assert found.unjudged == SERVERS[1:]
+    assert found.servers == ()
+    assert found.unjudged == SERVERS
+    built = inspect(tmp_path, build=True)
+    assert [(each.server, each.loads) for each in built.servers] == [("marlinq", True)]
+    assert built.unjudged == SERVERS[1:]
     linears = {
         name.removesuffix(".weight") for name in tensors if name.endswith(("proj.weight", "head.weight"))
     }
@@ -149,44 +153,49 @@ def test_only_a_server_known_to_load_an_unquantised_checkpoint_gives_0(
         assert code_for(tmp_path, "--for", "marlinq") == VerificationFailed.exit_code
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize(
     ("config", "without", "reason"),
     [
-        ({}, None, "dense products on any device"),
+        ({}, None, ""),
         ({"model_type": "nosuch"}, None, "language model of type 'nosuch'"),
         ({"num_hidden_layers": 4}, None, "expected a tensor 'model.layers.3."),
         ({"vocab_size": 256}, None, "'model.embed_tokens.weight': expected shape [256, 64]"),
-        ({"intermediate_size": 256}, None, "'model.layers.0.mlp.gate_proj.weight': expected shape [256, 64]"),
+        ({"intermediate_size": 256}, None, "model.layers.0.mlp.gate_proj"),
         ({}, "model.norm.weight", "expected a tensor 'model.norm.weight'"),
         ({}, "model.embed_tokens.weight", "expected a tensor 'model.embed_tokens.weight'"),
     ],
 )
-def test_the_verdict_on_an_unquantised_checkpoint_is_what_load_does(
-    tmp_path: Path, config: dict[str, Any], without: str | None, reason: str
+def test_the_verdict_on_a_built_model_is_what_load_does(
+    tmp_path: Path, config: dict[str, Any], without: str | None, reason: str, quantised: bool
 ) -> None:
-    save_tiny("llama", tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(written | config))
-    tensors = load_file(tmp_path / "model.safetensors")
+    folder = save_tiny("llama", tmp_path / "plain")
+    if quantised:
+        recipe = Recipe(method="rtn", group_size=32)
+        quantize(folder, tmp_path / "quantised", recipe=recipe, device="cpu", progress=False)
+        folder = tmp_path / "quantised"
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | config))
+    tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if name != without}
-    save_file(kept, tmp_path / "model.safetensors")
-    found = inspect(tmp_path)
-    (own,) = found.servers
+    save_file(kept, folder / "model.safetensors")
+    found = inspect(folder, build=True)
+    own = servers(found)["marlinq"]
     assert own.loads == (config == {} and without is None)
     assert reason in own.reason
     assert found.notes == ()
     if own.loads:
-        load(tmp_path, device="cpu", progress=False)
+        load(folder, device="cpu", progress=False)
         return
     with pytest.raises(CheckpointError) as refusal:
-        load(tmp_path, device="cpu", progress=False)
+        load(folder, device="cpu", progress=False)
     assert str(refusal.value).endswith(own.reason)
 
 
 def test_a_model_that_cannot_be_built_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["ViTModel"]}))
     save_file({"embeddings.cls_token": torch.ones(1, 1, 8)}, tmp_path / "model.safetensors")
-    (own,) = inspect(tmp_path).servers
+    (own,) = inspect(tmp_path, build=True).servers
     assert not own.loads
     assert own.reason.startswith("model type 'vit' has no language model")
 
