@@ -55,6 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(WithoutGPU(), _WITHOUT_GPU)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names a value of bytes by its argument: compressed ones hold the second in which they were made.
+
+    The processes of xdist must all collect the same names.
+    """
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
