@@ -1,10 +1,11 @@
-"""Why ``load`` refuses a checkpoint's config or tensors, by building its model without weights.
+"""Why ``load`` refuses a checkpoint's files or tensors, by building its model without weights.
 
 That imports torch and transformers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from marlinq.checkpoint import (
@@ -33,9 +34,11 @@ def load_refusal(checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) 
 
 
 def build_refusal(checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None) -> str | None:
-    """:func:`load_refusal`, or why the model can't be built."""
+    """:func:`load_refusal`, or why the model can't be built or a file beside it not be read."""
     blueprint = _blueprint(checkpoint)
-    return blueprint if isinstance(blueprint, str) else _mismatch(blueprint, checkpoint, quantized)
+    if isinstance(blueprint, str):
+        return blueprint
+    return _mismatch(blueprint, checkpoint, quantized) or _unreadable(checkpoint)
 
 
 def _blueprint(checkpoint: Checkpoint) -> Blueprint | str:
@@ -55,8 +58,24 @@ def _mismatch(
     """Why names or shapes of the tensors are not the model's, or None."""
     from marlinq.runtime.loading import match_tensors
 
+    return _refusal(checkpoint, lambda: match_tensors(blueprint, checkpoint, quantized))
+
+
+def _unreadable(checkpoint: Checkpoint) -> str | None:
+    """Why the tokenizer or the generation config can't be read, or None."""
+    from marlinq.runtime.loading import read_generation_config, read_tokenizer
+
+    def read() -> None:
+        read_tokenizer(checkpoint, trust_remote_code=False)
+        read_generation_config(checkpoint)
+
+    return _refusal(checkpoint, read)
+
+
+def _refusal(checkpoint: Checkpoint, step: Callable[[], object]) -> str | None:
+    """Why a step of ``load`` fails, without the folder's name; None if it does not."""
     try:
-        match_tensors(blueprint, checkpoint, quantized)
+        step()
     except MarlinqError as refusal:
         return str(refusal).removeprefix(f"{checkpoint.path}: ")
     return None

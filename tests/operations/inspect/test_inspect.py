@@ -192,6 +192,18 @@ def test_the_verdict_on_a_built_model_is_what_load_does(
     assert str(refusal.value).endswith(own.reason)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_a_file_beside_the_model_that_load_cannot_read(tmp_path: Path, name: str) -> None:
+    folder = save_tiny("llama", tmp_path)
+    assert servers(inspect(folder, build=True))["marlinq"].loads
+    (folder / name).write_text("{")
+    own = servers(inspect(folder, build=True))["marlinq"]
+    assert not own.loads
+    with pytest.raises(CheckpointError) as refusal:
+        load(folder, device="cpu", progress=False)
+    assert str(refusal.value) in (own.reason, f"{folder}: {own.reason}")
+
+
 def test_a_model_that_cannot_be_built_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["ViTModel"]}))
     save_file({"embeddings.cls_token": torch.ones(1, 1, 8)}, tmp_path / "model.safetensors")
