@@ -21,7 +21,8 @@ def own_tokenizer(folder: Path, recipe: Recipe, *, trust_remote_code: bool) -> A
     """The model's tokenizer, with the chat template from the recipe's file where it names one.
 
     Raises:
-        CheckpointError: the model has no tokenizer, or it can't be read.
+        CheckpointError: the model has no tokenizer, it can't be read, or the template of the file fails on a
+            user's message.
         UsageError: the template's file can't be read.
         UnsupportedError: the recipe asks for the model's own template, and it has none.
     """
@@ -29,6 +30,12 @@ def own_tokenizer(folder: Path, recipe: Recipe, *, trust_remote_code: bool) -> A
     template = read_template(recipe)
     if template is not None:
         tokenizer.chat_template = template
+        boundaries.rendered(
+            tokenizer,
+            [{"role": "user", "content": "text"}],
+            subject=f"{spelled('chat_template')} {recipe.chat_template}",
+            advice="correct the file",
+        )
     if recipe.chat_template == OWN_TEMPLATE and not getattr(tokenizer, "chat_template", None):
         raise UnsupportedError(
             f"{spelled('chat_template')} {OWN_TEMPLATE}: the tokenizer in {folder} has no chat template; "
