@@ -82,9 +82,8 @@ def model_card(
         *_tuned(tuning),
         *(line for label, known in errors.items() for line in _errors(label, known)),
         "",
-        "`report.html` shows the error of each module, `marlinq.json` lists every tensor with its hash.",
-        "`quantization_config` in `config.json` names the layout of the tensors;",
-        "`marlinq convert` writes the same weights in another one.",
+        "`marlinq.json` lists every tensor with its hash. `quantization_config` in `config.json` names the",
+        "layout of the tensors; `marlinq convert` writes the same weights in another one.",
         "",
         "## Use",
         "",
@@ -129,12 +128,8 @@ def _front_matter(
             front[key] = value
     front.setdefault("pipeline_tag", "text-generation")
     front["library_name"] = "transformers"
-    own = [
-        *_TAGS,
-        f"{_bits(recipe)}-bit",
-        str(recipe.get("format", "")),
-        str(recipe.get("method", "")),
-    ]
+    # No layout: the card goes with the weights into other ones, and the Hub reads it from config.json.
+    own = [*_TAGS, f"{_bits(recipe)}-bit", str(recipe.get("method", ""))]
     tags = matter.get("tags")
     others = (
         [_line(tag) for tag in tags[:_MOST_VALUES] if isinstance(tag, str)] if isinstance(tags, list) else []

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from marlinq.checkpoint import Checkpoint
+from marlinq.checkpoint.reader import REPORTS
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.finish import amount_of_text
 from marlinq.operations.quantize.recipe import Recipe, read_recipe
@@ -122,6 +123,12 @@ def test_the_folders_of_whoever_made_it_stay_unknown(tmp_path: Path) -> None:
     _, text = made(tmp_path, None, calibration=str(tmp_path / "text.jsonl"), samples=1)
     assert "calibration: text.jsonl\n" in text
     assert str(tmp_path) not in text
+
+
+def test_a_card_names_neither_a_layout_nor_files_that_convert_leaves_behind(tmp_path: Path) -> None:
+    front, text = made(tmp_path, None, format="awq")
+    assert front["tags"] == ["marlinq", "quantized", "4-bit", "gptq"]
+    assert not [name for name in REPORTS if name in text]
 
 
 def test_several_sources_and_a_template_are_named_without_their_folders(tmp_path: Path) -> None:
