@@ -9,7 +9,8 @@ at what came of it. A case that breaks one of the promises is a finding:
 * ``memory``: half a gigabyte more than any run before it;
 * ``executed``: code of the folder was run;
 * ``wrong``: a conversion that is not exact, a changed byte that ``verify`` passes under a manifest, a folder
-  that ``verify`` passes and ``load`` or the safetensors library refuses, a resumed run with other bytes;
+  that ``verify`` passes and ``load`` or the safetensors library refuses, a verdict of ``inspect --for
+  marlinq`` that is not what ``load`` does, a resumed run with other bytes;
 * ``dirt``: an output that looks finished after a failure, a changed source, a file left beside them;
 * ``text``: output that fakes lines, acts on a terminal, or is no JSON under ``--json``.
 
@@ -216,8 +217,10 @@ class _Case:
                 verified = result.code == 0
             if name in ("convert", "quantize"):
                 self.check_output(name, result)
+        refusal = self.load_refusal()
         if verified:
-            self.check_verified()
+            self.check_verified(refusal)
+        self.check_judged(refusal)
         if _snapshot(self.source) != before:
             self.found("dirt", "the source was changed")
         extra = {path.name for path in self.home.iterdir()} - {
@@ -336,17 +339,32 @@ class _Case:
             if name == "quantize" and verified.code and not (carried and "failed   loads" in verified.out):
                 self.found("wrong", f"quantize wrote what verify refuses: {verified.out[-1500:]}")
 
-    def check_verified(self) -> None:
-        if self.base.manifest and self.what.endswith("tensors changed"):
-            self.found("wrong", "verify passes a changed byte under a manifest")
+    def load_refusal(self) -> str | None:
+        """Why ``load`` refuses the folder, or None."""
         try:
             with quiet(), limited():
                 load(self.source, device="cpu")
+        except (Exception, Hang) as error:  # noqa: BLE001
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def check_verified(self, refusal: str | None) -> None:
+        if self.base.manifest and self.what.endswith("tensors changed"):
+            self.found("wrong", "verify passes a changed byte under a manifest")
+        if refusal is not None:
+            self.found("wrong", f"verify passes what load refuses: {refusal}")
+            return
+        try:
             for shard in Checkpoint.open(self.source).shards:
                 with safe_open(self.source / shard, framework="pt"):
                     pass
-        except (Exception, Hang) as error:  # noqa: BLE001
-            self.found("wrong", f"verify passes what load refuses: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001
+            self.found("wrong", f"verify passes what cannot be read: {type(error).__name__}: {error}")
+
+    def check_judged(self, refusal: str | None) -> None:
+        judged = self.execute(["inspect", str(self.source), "--for", "marlinq"])
+        if judged is not None and (judged.code == 0) != (refusal is None):
+            self.found("wrong", f"inspect --for marlinq gives {judged.code}; load: {refusal or 'loads it'}")
 
     # Runs that are disturbed.
 

@@ -9,6 +9,7 @@ import pytest
 
 from marlinq.checkpoint import Checkpoint
 from marlinq.checkpoint import source as source_module
+from marlinq.operations.inspect import inspect_checkpoint
 from marlinq.operations.verify import verify_checkpoint as verify_operation
 from marlinq.operations.verify.verification_report import Check
 from tests.fuzz.campaign import AREAS, Campaign
@@ -56,6 +57,13 @@ def test_the_campaign_sees_a_changed_byte_that_passes(
 
     monkeypatch.setattr(verify_operation, "check_manifest", blind)
     assert "wrong" in kinds(campaign, "tensors", cases=3)
+
+
+def test_the_campaign_sees_a_verdict_that_is_not_what_load_does(
+    campaign: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect_checkpoint, "build_refusal", lambda checkpoint, quantized: None)
+    assert "wrong" in kinds(campaign, "tokenizer", cases=3)
 
 
 def test_the_campaign_sees_a_traceback(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
