@@ -18,6 +18,7 @@ from marlinq.calibration.sources import Row, Unusable, read_paragraphs
 from marlinq.core import boundaries
 from marlinq.core.display import counted
 from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError, UsageError
+from marlinq.core.native_output import told_as_warning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -233,7 +234,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    with boundaries.tokenizer(folder):
+    with boundaries.tokenizer(folder), told_as_warning(folder):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 

@@ -539,6 +539,19 @@ def quiet() -> Iterator[tuple[io.StringIO, io.StringIO]]:
 
 
 @contextlib.contextmanager
+def native(stream: int) -> Iterator[Callable[[], str]]:
+    """A function that gives what compiled code has printed on a stream of this process."""
+    usual, caught = os.dup(stream), os.memfd_create("native")
+    try:
+        os.dup2(caught, stream)
+        yield lambda: os.pread(caught, 1 << 20, 0).decode("utf-8", "replace")
+    finally:
+        os.dup2(usual, stream)
+        os.close(usual)
+        os.close(caught)
+
+
+@contextlib.contextmanager
 def limited(seconds: float = TIME_LIMIT) -> Iterator[None]:
     """A time limit; within another one, the outer one counts on afterwards."""
 
@@ -559,12 +572,13 @@ def limited(seconds: float = TIME_LIMIT) -> Iterator[None]:
 
 def run_here(arguments: list[str]) -> Result | str:
     """The result, ``killed``, ``hang``, or a traceback."""
-    with quiet() as (out, err):
+    with quiet() as (out, err), native(1) as more_out, native(2) as more_err:
         try:
             with limited():
                 main(arguments)
         except SystemExit as end:
-            return Result(end.code if isinstance(end.code, int) else 1, out.getvalue(), err.getvalue())
+            code = end.code if isinstance(end.code, int) else 1
+            return Result(code, out.getvalue() + more_out(), err.getvalue() + more_err())
         except Killed:
             return "killed"
         except Hang:

@@ -9,6 +9,7 @@ from marlinq.calibration import load_tokenizer
 from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.files import read_regular
+from marlinq.core.native_output import told_as_warning
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.recipe_settings import NO_TEMPLATE
 from marlinq.operations.quantize.spelling import spelled
@@ -54,7 +55,10 @@ def own_processor(folder: Path, *, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoProcessor
 
-    with boundaries.foreign(str(folder), "no usable processor of images", "restore its files"):
+    with (
+        boundaries.foreign(str(folder), "no usable processor of images", "restore its files"),
+        told_as_warning(folder),
+    ):
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if getattr(processor, "image_processor", None) is None:
         raise UnsupportedError(
