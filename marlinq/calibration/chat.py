@@ -37,13 +37,14 @@ def _message(item: Any) -> dict[str, Any] | None:
     return message if isinstance(message.get("role"), str) else None
 
 
-def render_chat(chat: Chat, tokenizer: Any, source: str) -> str:
+def render_chat(chat: Chat, tokenizer: Any, source: str, *, template: str | None = None) -> str:
     """The conversation as text with special tokens, rendered by the model's chat template.
 
     Args:
         chat: the messages.
         tokenizer: tokenizer of the model; transformers runs its template in a sandbox.
         source: name of the text, for messages.
+        template: name of the file that the template is from, for messages; None for the model's own.
 
     Raises:
         UnsupportedError: the tokenizer has no chat template.
@@ -59,6 +60,6 @@ def render_chat(chat: Chat, tokenizer: Any, source: str) -> str:
     return boundaries.rendered(
         tokenizer,
         chat.messages,
-        subject=f"text {source}",
+        subject=f"text {source}" if template is None else f"text {source}, {template}",
         advice="correct the template, or name a column of text as #COLUMN",
     )

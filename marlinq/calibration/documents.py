@@ -99,6 +99,7 @@ def read_documents(
     vocabulary: int,
     tokens: int | None = None,
     as_messages: bool = False,
+    template: str | None = None,
     duplicates: Duplicates | None = None,
     processor: Callable[[], Any] | None = None,
 ) -> list[Document]:
@@ -119,6 +120,7 @@ def read_documents(
         vocabulary: number of token ids that the model knows.
         tokens: largest number of tokens of all documents; the last one is cut. None for no limit.
         as_messages: put every text into the model's chat template, as a user's message.
+        template: as for :func:`render_chat`.
         duplicates: documents of other sources so far; the drawn documents are added.
         processor: function that makes the model's processor of images; called only if there are any. None
             skips rows with images.
@@ -141,7 +143,9 @@ def read_documents(
     documents: list[Document] = []
     unusable: list[tuple[int, Unusable | MarlinqError]] = []
     usable = 0
-    encoded = _encoded(candidates, tokenizer, processor, source, max_length, as_messages=as_messages)
+    encoded = _encoded(
+        candidates, tokenizer, processor, source, max_length, as_messages=as_messages, template=template
+    )
     for number, text, ids in encoded:
         if text is None and isinstance(ids, list):
             ids = _known(ids, vocabulary, source)
@@ -246,6 +250,7 @@ def _encoded(
     max_length: int,
     *,
     as_messages: bool,
+    template: str | None,
 ) -> Iterator[tuple[int, str | None, list[int] | Document | Unusable | MarlinqError]]:
     """(number, text, token ids) of each row in turn, or why it has none; rows of token ids have no text, and
     one with images is a document."""
@@ -267,7 +272,7 @@ def _encoded(
                     continue
                 try:
                     reader = reader or processor()
-                    ids[place] = _with_images(row, encoder, reader, source, max_length)
+                    ids[place] = _with_images(row, encoder, reader, source, max_length, template)
                 except UnsupportedError as error:
                     # The model reads no images: no other row with some is tried.
                     processor, ids[place] = None, error
@@ -277,7 +282,9 @@ def _encoded(
             if as_messages and isinstance(row, str):
                 row = Chat(({"role": "user", "content": row},))
             try:
-                texts[place] = render_chat(row, encoder, source) if isinstance(row, Chat) else row
+                texts[place] = (
+                    render_chat(row, encoder, source, template=template) if isinstance(row, Chat) else row
+                )
             except CheckpointError as error:
                 ids[place] = error
                 continue
@@ -299,9 +306,9 @@ def _encoded(
 
 
 def _with_images(
-    row: Chat, tokenizer: Any, processor: Any, source: str, max_length: int
+    row: Chat, tokenizer: Any, processor: Any, source: str, max_length: int, template: str | None
 ) -> Document | Unusable:
-    encoded = encode_with_images(row, tokenizer, processor, source)
+    encoded = encode_with_images(row, tokenizer, processor, source, template=template)
     if isinstance(encoded, Unusable):
         return encoded
     tokens, beside = encoded

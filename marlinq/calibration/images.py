@@ -35,7 +35,7 @@ def holds_images(chat: Chat) -> bool:
 
 
 def encode_with_images(
-    chat: Chat, tokenizer: Any, processor: Any, source: str
+    chat: Chat, tokenizer: Any, processor: Any, source: str, *, template: str | None = None
 ) -> tuple[list[int], dict[str, Tensor]] | Unusable:
     """Token ids of a conversation, and the model's other inputs by name (``pixel_values`` and the like).
 
@@ -44,6 +44,7 @@ def encode_with_images(
         tokenizer: tokenizer of the model, whose template writes the conversation.
         processor: processor of the model; transformers' protocol.
         source: spelling of the text, a file's path.
+        template: as for :func:`render_chat`.
 
     Returns:
         the inputs, or why the conversation can't be used.
@@ -70,7 +71,7 @@ def encode_with_images(
         else message
         for message in chat.messages
     )
-    text = render_chat(replace(chat, messages=plain), tokenizer, source)
+    text = render_chat(replace(chat, messages=plain), tokenizer, source, template=template)
     with boundaries.foreign(f"text {source}", "the processor can't read a row with images", "fix the row"):
         made: Mapping[str, Any] = processor(
             text=[text], images=images, return_tensors="pt", add_special_tokens=False

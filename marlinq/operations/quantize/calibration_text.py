@@ -19,7 +19,12 @@ from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.methods import METHODS
 from marlinq.models import Blueprint
 from marlinq.operations.quantize.budget import enough
-from marlinq.operations.quantize.chat_template import own_processor, own_tokenizer, read_template
+from marlinq.operations.quantize.chat_template import (
+    own_processor,
+    own_tokenizer,
+    read_template,
+    template_file,
+)
 from marlinq.operations.quantize.own_text import check_room, text_by_the_model
 from marlinq.operations.quantize.planned_text import (
     DRAWN_ANEW,
@@ -96,6 +101,7 @@ def text_from_outside(
         seed=recipe.seed,
         vocabulary=config.get_text_config().vocab_size,
         as_messages=recipe.chat_template != NO_TEMPLATE,
+        template=template_file(recipe),
         duplicates=duplicates,
         processor=lambda: own_processor(folder, trust_remote_code=trust_remote_code),
     )

@@ -22,8 +22,7 @@ def own_tokenizer(folder: Path, recipe: Recipe, *, trust_remote_code: bool) -> A
     """The model's tokenizer, with the chat template from the recipe's file where it names one.
 
     Raises:
-        CheckpointError: the model has no tokenizer, it can't be read, or the template of the file fails on a
-            user's message.
+        CheckpointError: the model has no tokenizer, or it can't be read.
         UsageError: the template's file can't be read.
         UnsupportedError: the recipe asks for the model's own template, and it has none.
     """
@@ -31,18 +30,31 @@ def own_tokenizer(folder: Path, recipe: Recipe, *, trust_remote_code: bool) -> A
     template = read_template(recipe)
     if template is not None:
         tokenizer.chat_template = template
-        boundaries.rendered(
-            tokenizer,
-            [{"role": "user", "content": "text"}],
-            subject=f"{spelled('chat_template')} {recipe.chat_template}",
-            advice="correct the file",
-        )
     if recipe.chat_template == OWN_TEMPLATE and not getattr(tokenizer, "chat_template", None):
         raise UnsupportedError(
             f"{spelled('chat_template')} {OWN_TEMPLATE}: the tokenizer in {folder} has no chat template; "
             "leave it out, or name a file with a Jinja template"
         )
     return tokenizer
+
+
+def template_file(recipe: Recipe) -> str | None:
+    """Name of the recipe's template file, for messages; None where it names no file."""
+    own = recipe.chat_template in (NO_TEMPLATE, OWN_TEMPLATE)
+    return None if own else f"{spelled('chat_template')} {recipe.chat_template}"
+
+
+def check_user_message(tokenizer: Any, recipe: Recipe) -> None:
+    """Checks that the template of the recipe's file renders a user's message alone, as the model writes it.
+    Conversations of other text may have what the template asks for beside that.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    file = template_file(recipe)
+    if file is not None:
+        message = {"role": "user", "content": "text"}
+        boundaries.rendered(tokenizer, [message], subject=file, advice="correct the file")
 
 
 def own_processor(folder: Path, *, trust_remote_code: bool) -> Any:
@@ -74,7 +86,7 @@ def read_template(recipe: Recipe) -> str | None:
     Raises:
         UsageError: the file can't be read.
     """
-    if recipe.chat_template in (NO_TEMPLATE, OWN_TEMPLATE):
+    if template_file(recipe) is None:
         return None
     path = Path(recipe.chat_template)
     try:

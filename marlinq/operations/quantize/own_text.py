@@ -16,7 +16,7 @@ from marlinq.core.errors import EnvironmentProblem, NumericsError
 from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.models import Blueprint, ModelInstance, TensorNames
 from marlinq.operations.quantize.budget import TextBudget, Work, text_budget, writing_dtype
-from marlinq.operations.quantize.chat_template import own_tokenizer
+from marlinq.operations.quantize.chat_template import check_user_message, own_tokenizer
 from marlinq.operations.quantize.pace import Pace
 from marlinq.operations.quantize.planned_text import SourcePart, stored_dtype
 from marlinq.operations.quantize.recipe import Recipe
@@ -216,13 +216,14 @@ def _loaded(
     if generation_config is not None:
         # Chat models name the tokens that end an answer only in generation_config.json.
         instance.model.generation_config = generation_config
-    chat = recipe.chat_template != NO_TEMPLATE
+    tokenizer = None
+    if recipe.chat_template != NO_TEMPLATE:
+        tokenizer = own_tokenizer(checkpoint.path, recipe, trust_remote_code=trust_remote_code)
+        check_user_message(tokenizer, recipe)
     return LoadedModel(
         path=checkpoint.path,
         model=instance.model,
-        tokenizer=own_tokenizer(checkpoint.path, recipe, trust_remote_code=trust_remote_code)
-        if chat
-        else None,
+        tokenizer=tokenizer,
         device=device,
         dtype=dtype,
         decisions={},
