@@ -21,6 +21,7 @@ OWN = "marlinq"
 _OWN_KERNEL = "packed kernels"
 _DENSE = "dense product"
 _NO_SERVER_MARK = "-"
+_UNREADABLE = "its stored values can't be read (see the note)"
 
 
 @dataclass(frozen=True)
@@ -367,7 +368,7 @@ def _why(
 def _gate(server: Server, loading: Loading, layer: LinearFacts) -> str | None:
     """Why the server does not load ``layer`` or computes wrong results with it, or None."""
     if layer.problem is not None:
-        return "its zeros are ambiguous"
+        return _UNREADABLE
     if layer.weights not in loading.weights:
         hint = _convert_hint(server, [layer])
         return f"{server.name} does not load {layer.weights} weights in this layout{hint}"
@@ -440,9 +441,7 @@ def _own(layers: Mapping[str, LinearFacts], whole: Whole) -> ServerVerdict:
     if whole.no_linear is not None:
         return refused_by_load(whole.no_linear)
     against = {name: reason for name, layer in layers.items() if (reason := _own_refusal(layer)) is not None}
-    unreadable = {
-        name: "its zeros are ambiguous" for name, layer in layers.items() if layer.problem is not None
-    }
+    unreadable = {name: _UNREADABLE for name, layer in layers.items() if layer.problem is not None}
     if unreadable:
         return ServerVerdict(OWN, __version__, False, (), _first_of(unreadable) or "")
     able = len(layers) - len(against)

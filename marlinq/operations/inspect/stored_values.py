@@ -60,6 +60,9 @@ def stored_facts(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
             # A slot holds the code of "zero point 0 minus 1", which wraps: its meaning depends on the writer.
             return _decoded(quantized, module)
         symmetric = bool((words == _word(element.midpoint - plain.less, element.bits)).all())
+        if not (symmetric or quantized.layouts[module].as_stored(spec.scheme).stores_zeros):
+            # The config says symmetric: the layout itself judges whether that can be read.
+            return _decoded(quantized, module)
         beside = [_word(element.midpoint - plain.less + step, element.bits) for step in (-1, 1)]
         if words.size and words[0] in beside and bool((words == words[0]).all()):
             # One off the middle everywhere: only the codes tell whether another format's zeros are meant.

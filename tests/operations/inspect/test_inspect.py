@@ -192,6 +192,22 @@ def test_the_verdict_on_a_built_model_is_what_load_does(
     assert str(refusal.value).endswith(own.reason)
 
 
+def test_a_zero_point_beside_the_middle_of_symmetric_weights(tmp_path: Path) -> None:
+    plain, folder = save_tiny("llama", tmp_path / "plain"), tmp_path / "quantised"
+    recipe = Recipe(method="rtn", group_size=32, format="gptq")
+    quantize(plain, folder, recipe=recipe, device="cpu", progress=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{UP}.qzeros"][0, 0] ^= 1
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "marlinq.json").unlink()
+    found = inspect(folder)
+    assert not any(each.loads for each in found.servers)
+    assert servers(found)["vLLM"].reason == f"{UP}: its stored values can't be read (see the note)"
+    with pytest.raises(CheckpointError) as refusal:
+        load(folder, device="cpu", progress=False)
+    assert found.notes == (str(refusal.value).removeprefix(f"{folder}: "),)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
 def test_a_file_beside_the_model_that_load_cannot_read(tmp_path: Path, name: str) -> None:
     folder = save_tiny("llama", tmp_path)
