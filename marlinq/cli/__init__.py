@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 import click
 
@@ -87,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     0 means success; the errors of ``marlinq.core.errors`` have their own codes (a usage error is 2, as in
     click); 130 means interrupted. Any other exception is a bug and keeps its traceback.
     """
+    if sys.stderr is None:
+        # It is closed. What is meant for it would go to stdout, into the result.
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
     remember_command(arguments)

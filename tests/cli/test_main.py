@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 import warnings
@@ -80,6 +81,12 @@ def test_error_is_one_line_and_its_own_exit_code(marlinq: Callable, operation: C
     assert outcome.code == kind.exit_code
     assert outcome.err == "error: folder/x: expected a, found b; do c\n"
     assert outcome.out == ""
+
+
+def test_what_is_for_a_closed_stderr_is_not_on_stdout(tmp_path: Path) -> None:
+    command = f"{shlex.quote(sys.executable)} -m marlinq inspect {shlex.quote(str(tmp_path / 'none'))} 2>&-"
+    ended = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stdout) == (errors.CheckpointError.exit_code, b"")
 
 
 def test_exit_codes_are_distinct() -> None:
