@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 64 << 20
 """bytes of the largest image file that is read"""
+_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP")
+"""formats that are read; pillow knows more, and hands PostScript, which is a program, to Ghostscript"""
 _OF_TEXT = ("input_ids", "attention_mask")
 _MEDIA = ("image", "image_url", "video", "audio")
 """types of parts that are no text; parts of other types are the chat template's business"""
@@ -102,17 +104,23 @@ def _open(part: Mapping[str, Any], folder: Path) -> Any:
         return Unusable(f"image {name}: lies outside the folder of the text")
     try:
         return _decoded(path)
-    except (OSError, ValueError) as error:
+    except EnvironmentProblem:
+        raise
+    except Exception as error:  # noqa: BLE001 - pillow raises whatever the bytes of a file make it raise
         return Unusable(f"image {name}: can't be read ({reason(error)})")
 
 
 def _decoded(path: Path) -> Any:
     """The image in a file, in RGB."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise EnvironmentProblem("images in the text: pillow is not installed; pip install pillow") from None
+    content = io.BytesIO(read_regular(path, _MOST_BYTES))
+    # Fills the table of formats that this installation knows.
+    Image.init()
+    formats = [each for each in _FORMATS if each in Image.OPEN]
     try:
-        return Image.open(io.BytesIO(read_regular(path, _MOST_BYTES))).convert("RGB")
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(str(error)) from error
+        return Image.open(content, formats=formats).convert("RGB")
+    except UnidentifiedImageError:
+        raise ValueError(f"expected {', '.join(formats)}") from None

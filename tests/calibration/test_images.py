@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -124,6 +127,52 @@ def test_rows_whose_images_cannot_be_read_are_skipped(
         assert len(read(source)) == 1
     skipped = next(str(each.message) for each in warned if "1 of 2 rows were skipped" in str(each.message))
     assert says in skipped
+
+
+@pytest.mark.parametrize("error", [SyntaxError("broken PNG"), RuntimeError("no frame"), OSError("cut")])
+def test_a_damaged_image_costs_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def decoded(path: Path) -> Tensor:
+        if path.name == "1.png":
+            raise error
+        return torch.ones(())
+
+    monkeypatch.setattr(images, "_decoded", decoded)
+    source = save_rows(tmp_path, message(image("0.png"), TEXT), message(image("1.png"), TEXT))
+    with (
+        pytest.warns(UserWarning, match="fewer than the 8"),
+        pytest.warns(UserWarning, match=rf"row 2: image 1.png: can't be read \({type(error).__name__}: "),
+    ):
+        assert len(read(source)) == 1
+
+
+def test_pillow_is_not_asked_to_run_postscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    class Image:
+        OPEN: ClassVar[dict[str, None]] = {}
+
+        @classmethod
+        def init(cls) -> None:
+            cls.OPEN |= dict.fromkeys(("EPS", "JPEG", "PNG"))
+
+        @classmethod
+        def open(cls, content: io.BytesIO, formats: list[str]) -> type[Image]:
+            asked.append(formats)
+            return cls
+
+        @staticmethod
+        def convert(mode: str) -> Tensor:
+            return torch.ones(())
+
+    pillow = ModuleType("PIL")
+    monkeypatch.setattr(pillow, "Image", Image, raising=False)
+    monkeypatch.setattr(pillow, "UnidentifiedImageError", OSError, raising=False)
+    monkeypatch.setitem(sys.modules, "PIL", pillow)
+    with pytest.warns(UserWarning, match="fewer than the 8"):
+        read(save_rows(tmp_path, message(image("0.png"), TEXT)))
+    assert asked == [["JPEG", "PNG"]]
 
 
 def test_a_model_that_reads_no_images_skips_their_rows(tmp_path: Path) -> None:
