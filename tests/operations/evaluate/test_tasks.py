@@ -49,6 +49,21 @@ def task_file(folder: Path, text: str = TASK) -> Path:
     return path
 
 
+def evaluator() -> types.SimpleNamespace:
+    """The harness's functions that run git and pip in the current folder."""
+
+    def run_it(*_: Any) -> None:
+        raise AssertionError("what lies in the current folder was run")
+
+    return types.SimpleNamespace(get_git_commit_hash=run_it, add_env_info=run_it)
+
+
+def test_a_harness_that_looks_around_in_another_way_is_refused() -> None:
+    made = harness.Harness("9", None, None, None, types.SimpleNamespace(), None, None, METRICS)
+    with pytest.raises(EnvironmentProblem, match="describes its surroundings in an unknown way"):
+        harness.run(made, None, ["tiny"], None, shots=None, limit=None, trusted=False)
+
+
 def test_a_plain_task_names_its_documents_from_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("test_split: train\ndescription: from the base\n")
     read = task_files.read_task(str(task_file(tmp_path, f"include: base.yaml\n{TASK}")), METRICS)
@@ -76,7 +91,7 @@ def test_what_stops_a_task_is_said_with_what_to_mend(
     def stop(*_: Any, **__: Any) -> None:
         raise KeyError("foo")
 
-    made = harness.Harness("0", stop, None, None, None, None, METRICS)
+    made = harness.Harness("0", stop, None, None, evaluator(), None, None, METRICS)
     with pytest.raises(kind, match=hint):
         harness.run(made, None, tasks, None, shots=None, limit=None, trusted=False)
 
@@ -217,6 +232,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> harness.Harness:
 
     def simple_evaluate(model: Any, tasks: list[Any], limit: int | None, **others: Any) -> dict[str, Any]:
         print("a line that must not reach stdout")
+        around.add_env_info({"git_hash": around.get_git_commit_hash()})
         assert tasks[0]["task"] == "tiny"
         assert limit == 4
         assert not others["confirm_run_unsafe_code"]
@@ -226,7 +242,8 @@ def package(monkeypatch: pytest.MonkeyPatch) -> harness.Harness:
 
     utils = types.SimpleNamespace(env=jinja2.Environment(undefined=jinja2.StrictUndefined))
     utils.env.filters["regex_replace"] = str
-    made = harness.Harness("0", simple_evaluate, Manager, Wrapper, utils, None, METRICS)
+    around = evaluator()
+    made = harness.Harness("0", simple_evaluate, Manager, Wrapper, around, utils, None, METRICS)
     monkeypatch.setattr(harness, "open_harness", lambda: made)
     return made
 

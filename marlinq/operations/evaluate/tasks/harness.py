@@ -22,6 +22,8 @@ _BOOTSTRAPS = 1000
 harness's default of 100,000 takes minutes."""
 _SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 _SEED = 1234
+_LOOKING_AROUND = ("get_git_commit_hash", "add_env_info")
+"""functions of ``lm_eval.evaluator`` whose results are not used"""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Harness:
         simple_evaluate: function that runs tasks on a model.
         manager: class of the index of tasks.
         wrapper: class that wraps a transformers model.
+        evaluator: module of ``simple_evaluate``.
         utils: module that renders templates.
         load_yaml: function that reads a task file and imports the functions that it names.
         metrics: names of the built-in metrics.
@@ -42,6 +45,7 @@ class Harness:
     simple_evaluate: Any
     manager: Any
     wrapper: Any
+    evaluator: Any
     utils: Any
     load_yaml: Any
     metrics: frozenset[str]
@@ -55,7 +59,7 @@ def open_harness() -> Harness:
     """
     try:
         import lm_eval
-        from lm_eval import utils
+        from lm_eval import evaluator, utils
         from lm_eval.api import metrics as _registers
         from lm_eval.api.registry import METRIC_REGISTRY
         from lm_eval.models.huggingface import HFLM
@@ -75,6 +79,7 @@ def open_harness() -> Harness:
         lm_eval.simple_evaluate,
         TaskManager,
         HFLM,
+        evaluator,
         utils,
         load_yaml,
         frozenset(METRIC_REGISTRY.keys()),
@@ -206,11 +211,12 @@ def run(
         trusted: allow tasks that run code, such as programs that the model writes as answers.
 
     Raises:
-        EnvironmentProblem: the harness fails, most often because a data set can't be downloaded.
+        EnvironmentProblem: the harness fails, most often because a data set can't be downloaded, or is
+            another version.
     """
     named = ", ".join(task if isinstance(task, str) else str(task["task"]) for task in tasks)
     try:
-        with _to_stderr():
+        with _to_stderr(), _not_looking_around(harness):
             results = harness.simple_evaluate(
                 model,
                 tasks=list(tasks),
@@ -235,6 +241,25 @@ def run(
     if not isinstance(results, Mapping):
         raise EnvironmentProblem(f"--tasks {named}: lm-evaluation-harness returned nothing; run one process")
     return results
+
+
+@contextlib.contextmanager
+def _not_looking_around(harness: Harness) -> Iterator[None]:
+    """Inside, the harness runs neither git nor pip to describe its surroundings: in a folder from a stranger
+    git runs what its configuration names, and Python imports ``pip.py``."""
+    usual = {name: getattr(harness.evaluator, name, None) for name in _LOOKING_AROUND}
+    if None in usual.values():
+        raise EnvironmentProblem(
+            f"lm-evaluation-harness {harness.version} describes its surroundings in an unknown way; install "
+            f"the tested version: {INSTALL}"
+        )
+    for name in usual:
+        setattr(harness.evaluator, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        for name, function in usual.items():
+            setattr(harness.evaluator, name, function)
 
 
 @contextlib.contextmanager
