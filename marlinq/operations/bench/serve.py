@@ -39,6 +39,7 @@ INTERRUPTED = "interrupted"
 _SAID = re.compile(r"Using \S+ for \S+|Using \S+ \S*MoE\S*|marlinq: [^\n]*|GPU KV cache size: [^\n]*")
 # Runs the file without importing its package, which would import transformers and take seconds.
 _MAIN = f"import runpy, sys; runpy.run_path({serve_engine.__file__!r})['main'](*sys.argv[1:])"
+_SOURCE = Path(serve_engine.__file__).resolve().parents[3]  # the folder that holds the package
 _LOG_SHOWN = 3000  # characters
 _MOST_BYTES = 1 << 24  # of a file with measurements
 # Wait for killed processes: the driver takes seconds to free their memory.
@@ -267,10 +268,12 @@ def _timed(engine: str, mode: str, workload: Workload, kept: Path, folder: Path)
     request, log = folder / "request.json", folder / "log"
     request.write_text(json.dumps({"workload": asdict(workload), "engine": engine}), encoding="utf-8")
     unfinished = None
+    environment = {"MARLINQ_VLLM": mode}
+    if Path(os.path.realpath("")) != _SOURCE:
+        # Neither the process nor its children import what lies in the current folder.
+        environment["PYTHONSAFEPATH"] = "1"
     try:
-        returned = run_alone(
-            [sys.executable, "-c", _MAIN, str(request), str(kept)], {"MARLINQ_VLLM": mode}, log
-        )
+        returned = run_alone([sys.executable, "-c", _MAIN, str(request), str(kept)], environment, log)
     except KeyboardInterrupt:
         returned, unfinished = 0, INTERRUPTED
     text = log.read_text(encoding="utf-8", errors="replace")
