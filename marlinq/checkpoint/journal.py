@@ -34,11 +34,23 @@ def damaged(path: Path) -> OutputError:
     return OutputError(f"{path}: is damaged; remove {path.parent} and start over")
 
 
-def _again(command: object) -> str:
-    """How to continue a run, from the command line that its journal names."""
-    if not isinstance(command, str):
-        return "repeat that command to resume it"
-    return f"repeat that command to resume it ({command[:_SHOWN]})"
+def _mismatch(command: object) -> str:
+    """Why a run can't continue one of another fingerprint, from the command line that the journal names."""
+    now = command_line()
+    if now is not None and isinstance(command, str) and _without_resume(command) == _without_resume(now):
+        return (
+            "belongs to the same command, but since then a file that it reads was written anew, or the "
+            "version of marlinq or of a package or the number of CPU threads changed; remove the folder"
+        )
+    shown = f" ({command[:_SHOWN]})" if isinstance(command, str) else ""
+    return (
+        "belongs to a run with another recipe, source or version, or on a CPU with another number of "
+        f"threads; repeat that command to resume it{shown}, or remove the folder"
+    )
+
+
+def _without_resume(command: str) -> str:
+    return command.replace(" --resume", "")
 
 
 class Journal:
@@ -118,11 +130,7 @@ class Journal:
 
     def _check_fingerprint(self, found: object, command: object = None) -> None:
         if found != self._fingerprint:
-            raise OutputError(
-                f"{self._folder.path}: belongs to a run with another recipe, source or version, "
-                "or on a CPU with another number of threads; "
-                f"{_again(command)}, or remove the folder"
-            )
+            raise OutputError(f"{self._folder.path}: {_mismatch(command)}")
 
     def _append_line(self, line: Mapping[str, Any]) -> None:
         entry = json.dumps(line, separators=(",", ":")).encode()

@@ -208,10 +208,21 @@ def test_an_existing_folder_or_foreign_run_is_named(tmp_path: Path, monkeypatch:
         writer(out)
     with pytest.raises(OutputError, match="another recipe, source or version"):
         writer(out, fingerprint="other", resume=True)
+    # The same command is not advised again.
+    monkeypatch.setattr("marlinq.core.command._started", ["marlinq quantize a b --resume"])
+    with writer(tmp_path / "same") as target:
+        fill(target, ["a.weight"])
+        target.commit()
+    monkeypatch.setattr("marlinq.core.command._started", ["marlinq quantize --resume a b"])
+    with pytest.raises(
+        OutputError, match="same command, but since then a file that it reads was written anew"
+    ):
+        writer(tmp_path / "same", fingerprint="other", resume=True)
     # Somebody else's run is told by its command line, as far as a message holds it.
     monkeypatch.setattr("marlinq.core.command._started", [f"marlinq quantize a b {'x' * 1000}"])
     with writer(tmp_path / "told"):
         pass
+    monkeypatch.setattr("marlinq.core.command._started", ["marlinq quantize a b"])
     with pytest.raises(OutputError, match=r"to resume it \(marlinq quantize a b x{479}\), or"):
         writer(tmp_path / "told", fingerprint="other", resume=True)
     (tmp_path / "file").write_text("")
