@@ -104,7 +104,7 @@ class PlanReport(Shown):
         source_bytes, output_bytes: bytes of all tensors before and after.
         calibration: source of the calibration text, in words; None for a method without calibration.
         tokens: tokens of calibration text, at most.
-        tuning_text: text that the model will write for tuning, in words; None for none.
+        tuning_text: text that the model is tuned on, in words; None for a run without tuning.
         estimate: estimated seconds and bytes.
         device, dtype: device and dtype that blocks run in.
         gpu: GPU that the kernels are named for: the run's, or an H200 where the run uses the CPU.
@@ -161,7 +161,7 @@ class PlanReport(Shown):
             *([] if self.allocation is None else self.allocation.rows()),
             ("size", f"{size_text(self.source_bytes)} -> {size_text(self.output_bytes)}"),
             ("calibration", self.calibration or "none: the method needs no text"),
-            *([] if self.tuning_text is None else [("tuned on", f"the same and {self.tuning_text}")]),
+            *([] if self.tuning_text is None else [("tuned on", self.tuning_text)]),
             (
                 "time",
                 f"about {duration(guess.seconds)} on {self.device} in {self.dtype}{split and f': {split}'}",
@@ -214,13 +214,15 @@ def plan_quantize(
     )
     recipe = decisions.recipe
     blueprint, plan = decisions.blueprint, decisions.plan
-    if plan.method.calibrated:
+    texts: list[PlannedText] = []
+    if plan.method.calibrated or decisions.tuning is not None:
         counted = local_tokens(recipe, checkpoint, blueprint, trust_remote_code=trust_remote_code)
         texts = planned_text(recipe, checkpoint, blueprint, chosen, counted)
+    if plan.method.calibrated:
         decisions = replace(decisions, texts=tuple(texts))
     work, tuning, dtype, products = decisions.work, decisions.tuning, decisions.dtype, decisions.products
     own = planned_tuning_text(recipe, checkpoint, blueprint, chosen)
-    written = [text for text in (*decisions.texts, own) if text is not None and text.budget is not None]
+    written = [text for text in (*texts, own) if text is not None and text.budget is not None]
     stored = stored_dtype(checkpoint, blueprint)
     guess = estimate(
         plan,
@@ -257,7 +259,7 @@ def plan_quantize(
         source_bytes=checkpoint.nbytes,
         output_bytes=sum(tensor.nbytes for tensor in plan.tensors),
         calibration=", ".join(map(_described, decisions.texts)) or None,
-        tuning_text=None if own is None else _described(own) + _may_be_left_out(decisions),
+        tuning_text=_tuning_text(decisions, texts, own),
         tokens=decisions.tokens,
         estimate=guess,
         device=str(chosen),
@@ -276,14 +278,21 @@ def _described(text: PlannedText) -> str:
     return f"{text.budget.tokens} tokens that the model writes itself ({text.budget.reason}){first}"
 
 
-def _may_be_left_out(decisions: Decisions) -> str:
-    """A clause on text of the model's own that the run may leave out, and how long it then tunes."""
+def _tuning_text(decisions: Decisions, texts: Sequence[PlannedText], own: PlannedText | None) -> str | None:
     recipe, tuning = decisions.recipe, decisions.tuning
-    if recipe.chat_template != NO_TEMPLATE or tuning is None:
-        return ""
+    if tuning is None:
+        return None
+    same = "the same" if decisions.texts else ", ".join(map(_described, texts))
+    if own is None:
+        return same
+    if recipe.chat_template != NO_TEMPLATE:
+        return f"{same} and {_described(own)}"
     steps, _ = tuning_budget(recipe, decisions.work, decisions.device, own_text=False)
     longer = "" if steps == tuning.steps else f"; tuning then takes {steps} steps instead of {tuning.steps}"
-    return f"; left out if the model is much surer of it than of the calibration text{longer}"
+    return (
+        f"{same} and {_described(own)}; left out if the model is much surer of it than of the calibration "
+        f"text{longer}"
+    )
 
 
 def _fates(plan: OutputPlan) -> tuple[Fate, ...]:

@@ -84,7 +84,7 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pyte
     assert "the first 640 to calibrate on" in (plan.calibration or "")
     # Text that the model writes anyway is not written twice.
     alone = own.replace(calibration="self")
-    assert plan_quantize(source, tmp_path / "planned", recipe=alone, device="cpu").tuning_text is None
+    assert plan_quantize(source, tmp_path / "planned", recipe=alone, device="cpu").tuning_text == "the same"
 
 
 def test_the_plan_says_that_own_text_may_be_left_out(tmp_path: Path) -> None:
@@ -99,6 +99,12 @@ def test_the_plan_says_that_own_text_may_be_left_out(tmp_path: Path) -> None:
     # A small model takes as many steps as the budget has at most.
     assert planned(recipe).endswith(f"{clause}; tuning then takes 2800 steps instead of 1400")
     assert planned(recipe.replace(tune_steps=7)).endswith(clause)
+    # Text that round-to-nearest does not read is tuned on all the same.
+    rounded = plan_quantize(
+        source, tmp_path / "out", recipe=recipe.replace(method="rtn", calibration="self"), device="cpu"
+    )
+    assert (rounded.calibration, rounded.estimate.writing_seconds > 0) == (None, True)
+    assert (rounded.tuning_text or "").endswith("tokens that the model writes itself (as asked for)")
     # Conversations are not compared.
     assert "left out" not in planned(recipe.replace(tune_steps=7, chat_template="model"))
 
