@@ -148,9 +148,9 @@ class ProgressLines:
     ) -> None:
         self._file, self._interval, self._clock = file, interval, clock
         self._start = clock()
-        # stage -> (clock, steps done) at its first report, and steps done at its last one
+        # stage -> (clock, steps done) at its first report, and when its last step was done
         self._begun: dict[str, tuple[float, int]] = {}
-        self._done: dict[str, int] = {}
+        self._last: dict[str, tuple[float, int]] = {}
         self._now: tuple[str, int, int] | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="marlinq-progress", daemon=True)
@@ -164,9 +164,10 @@ class ProgressLines:
         self._thread.join()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage not in self._begun or done < self._done[stage]:
-            self._begun[stage] = self._clock(), done
-        self._done[stage] = done
+        if stage not in self._begun or done < self._last[stage][1]:
+            self._begun[stage] = self._last[stage] = self._clock(), done
+        if done > self._last[stage][1]:
+            self._last[stage] = self._clock(), done
         self._now = stage, done, total
 
     def line(self) -> str:
@@ -180,8 +181,12 @@ class ProgressLines:
             return f"{so_far} {stage}: done, the next step is running"
         text = f"{so_far} {stage}: {done} of {total}"
         begun, first = self._begun[stage]
+        last, _ = self._last[stage]
         if done > first:
-            text += f", about {duration((clock - begun) / (done - first) * (total - done))} left"
+            # The step that is running counts once it takes longer than those before it.
+            step = max((last - begun) / (done - first), (clock - begun) / (done - first + 1))
+            left = max(step - (clock - last), 0) + step * (total - done - 1)
+            text += f", about {duration(left)} left" if left else ""
         return text
 
     def _run(self) -> None:

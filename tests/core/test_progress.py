@@ -103,11 +103,22 @@ def test_a_line_says_what_how_far_and_how_long() -> None:
     clock.now += 20
     lines("reading", 4, 10)
     assert lines.line() == "[1 min 40 s] reading: 4 of 10, about 2 min 0 s left"
+    # While a step runs, the time left goes down, until the step takes longer than those before it.
+    clock.now += 10
+    assert lines.line() == "[1 min 50 s] reading: 4 of 10, about 1 min 50 s left"
+    lines("reading", 4, 10)
+    clock.now += 10
+    assert lines.line() == "[2 min 0 s] reading: 4 of 10, about 1 min 40 s left"
+    clock.now += 30
+    assert lines.line() == "[2 min 30 s] reading: 4 of 10, about 2 min 10 s left"
+    lines("reading", 9, 10)
+    clock.now += 60
+    assert lines.line() == "[3 min 30 s] reading: 9 of 10"
     # Fewer steps than before are a new start.
     lines("reading", 1, 5)
     clock.now += 10
     lines("reading", 2, 5)
-    assert lines.line() == "[1 min 50 s] reading: 2 of 5, about 30 s left"
+    assert lines.line() == "[3 min 40 s] reading: 2 of 5, about 30 s left"
 
 
 def test_lines_come_by_themselves_and_end() -> None:
