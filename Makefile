@@ -34,8 +34,9 @@ help:
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "marlinq needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv --clear $(VENV)
-	# Modules are compiled when they are first imported: most of torch's never are.
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev,quickstart]"
+	# Modules are compiled when they are first imported: most of torch's never are. "compat" puts the clone on
+	# Python's path; else a folder marlinq in the current one, as beside a clone, would be taken for the package.
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --config-settings editable_mode=compat --editable ".[dev,quickstart]"
 	@touch $@
 
 install: $(INSTALLED)

@@ -3,7 +3,7 @@
     python -m lab.quality.own_text_loops MODEL --text FILE [--tokens 8192 --top-k 0 --device cpu]
 
 Prints, for the model's own text with loops, for the same without them, and for the file's, the number of
-documents and tokens and the mean entropy of the model's predictions, in nats a token.
+documents and tokens and the mean entropy of the model's predictions in the first 4,096 tokens, in nats.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from marlinq.calibration import Document, read_documents
+from marlinq.operations.quantize.own_text import mean_entropy
 from marlinq.runtime import LoadedModel, load, writing
 from marlinq.runtime.writing import TextWriter
 
@@ -42,18 +41,6 @@ def before_loop(document: tuple[int, ...]) -> tuple[int, ...]:
         if row.end_loop():
             break
     return tuple(row.tokens)
-
-
-def entropy(loaded: LoadedModel, documents: Sequence[tuple[int, ...]]) -> float:
-    """Mean entropy of the predictions of all tokens but the first."""
-    total, count = 0.0, 0
-    for document in documents:
-        ids = torch.tensor([document], device=loaded.device)
-        with torch.no_grad():
-            likely = loaded.model(ids).logits[0, :-1].float().log_softmax(-1)
-        total -= float((likely.exp() * likely).sum())
-        count += len(document) - 1
-    return total / count
 
 
 def main() -> None:
@@ -85,7 +72,7 @@ def main() -> None:
     for name, documents in rows.items():
         print(
             f"{name}: {len(documents)} documents, {sum(map(len, documents))} tokens, "
-            f"{entropy(loaded, documents):.2f} nats a token",
+            f"{mean_entropy(loaded, documents, LENGTH):.2f} nats a token",
             flush=True,
         )
 

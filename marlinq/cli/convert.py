@@ -21,7 +21,12 @@ _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARG
 
 @click.command("convert", short_help="Convert a checkpoint to another layout, without loss.")
 @click.argument("places", nargs=-1, metavar="[SOURCE-to-TARGET] SRC DST")
-@click.option("--to", "to", type=TARGET, help="Format of DST; dense has dequantised weights.")
+@click.option(
+    "--to",
+    "to",
+    type=TARGET,
+    help="Format of DST; dense has dequantised weights, for bfloat16 with --allow-loss.",
+)
 @click.option("--from", "from_", type=FORMAT, help="Format that SRC must have; by default it is detected.")
 @click.option(
     "--scheme",
