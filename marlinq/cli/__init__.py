@@ -25,7 +25,7 @@ from marlinq.cli.output import (
     show_warnings_briefly,
 )
 from marlinq.cli.types import suggestion
-from marlinq.core.command import remember_command
+from marlinq.core.command import remembered
 from marlinq.core.errors import MarlinqError, UsageError
 from marlinq.core.version import __version__
 
@@ -93,14 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
-    remember_command(arguments)
     # Passive: waiting OpenMP threads sleep, which costs a product about 20 us. If another process uses a
     # core, spinning threads keep the remaining work off the cores: 20 ms per product instead of 40 us.
     os.environ.setdefault(_WAIT_POLICY, "passive")
     show_warnings_briefly()
     log_safely()
     try:
-        status = cli.main(args=arguments, prog_name="marlinq", standalone_mode=False)
+        with remembered(arguments):
+            status = cli.main(args=arguments, prog_name="marlinq", standalone_mode=False)
     except click.Abort:
         _say_interrupted(arguments, as_json=as_json)
         sys.exit(INTERRUPTED_CODE)

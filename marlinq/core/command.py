@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _started: list[str] = []
 
 
-def remember_command(arguments: Sequence[str]) -> None:
-    """Keeps the arguments that ``marlinq`` was started with."""
+@contextmanager
+def remembered(arguments: Sequence[str]) -> Iterator[None]:
+    """Inside, :func:`command_line` tells the arguments that ``marlinq`` was started with."""
     _started[:] = [shlex.join(["marlinq", *arguments])]
+    try:
+        yield
+    finally:
+        _started.clear()
 
 
 def command_line() -> str | None:
-    """The command line that was remembered; None where Python code called the operation."""
+    """The command line of this process; None where Python code called the operation."""
     return _started[0] if _started else None

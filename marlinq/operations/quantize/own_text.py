@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterable, Sequence
 
 import psutil
@@ -116,6 +117,12 @@ def text_by_the_model(
             f"wrote {counted(len(documents), 'documents')}, {sum(map(len, documents))} tokens in "
             f"{sum(part.seconds for part in parts):.0f} s{cut}; {parts[0].how}"
         )
+        if beside is None and 2 * loops >= len(documents):
+            warnings.warn(
+                f"{checkpoint.path}: the model often repeats itself, so its own text says little about other "
+                f"text; {otherwise}",
+                stacklevel=2,
+            )
     return documents
 
 
