@@ -100,13 +100,13 @@ def _open(part: Mapping[str, Any], folder: Path) -> Any:
     if not isinstance(name, str):
         return Unusable("an image without a file; expected {'type': 'image', 'image': FILE}")
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        return Unusable(f"image {name}: lies outside the folder of the text")
     try:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            return Unusable(f"image {name}: lies outside the folder of the text")
         return _decoded(path)
     except EnvironmentProblem:
         raise
-    except Exception as error:  # noqa: BLE001 - pillow raises whatever the bytes of a file make it raise
+    except Exception as error:  # noqa: BLE001 - names and bytes of files make the libraries raise anything
         return Unusable(f"image {name}: can't be read ({reason(error)})")
 
 

@@ -39,8 +39,9 @@ def _mismatch(command: object) -> str:
     now = command_line()
     if now is not None and isinstance(command, str) and _without_resume(command) == _without_resume(now):
         return (
-            "belongs to the same command, but since then a file that it reads was written anew, or the "
-            "version of marlinq or of a package or the number of CPU threads changed; remove the folder"
+            "belongs to the same command, but since then a file that it reads, the current folder, the "
+            "device, the number of CPU threads or the version of a package changed; undo that, or remove "
+            "the folder"
         )
     shown = f" ({command[:_SHOWN]})" if isinstance(command, str) else ""
     return (

@@ -25,7 +25,7 @@ _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARG
     "--to",
     "to",
     type=TARGET,
-    help="Format of DST; dense has dequantised weights, for bfloat16 with --allow-loss.",
+    help="Format of DST; dense has dequantised weights (in bfloat16 only with --allow-loss).",
 )
 @click.option("--from", "from_", type=FORMAT, help="Format that SRC must have; by default it is detected.")
 @click.option(

@@ -11,7 +11,7 @@ _started: list[str] = []
 
 @contextmanager
 def remembered(arguments: Sequence[str]) -> Iterator[None]:
-    """Inside, :func:`command_line` tells the arguments that ``marlinq`` was started with."""
+    """Inside, :func:`command_line` gives the command line with ``arguments``."""
     _started[:] = [shlex.join(["marlinq", *arguments])]
     try:
         yield

@@ -47,4 +47,6 @@ def told_as_warning(folder: Path) -> Iterator[None]:
         os.close(usual)
     if text:
         line = " ".join(text.split())
-        warnings.warn(f"{folder}: the library that reads it says: {line[:_LONGEST]}", stacklevel=3)
+        warnings.warn(
+            f"{folder}: printed while its tokenizer or processor was read: {line[:_LONGEST]}", stacklevel=3
+        )

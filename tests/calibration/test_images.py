@@ -115,6 +115,7 @@ def test_images_of_a_row_are_inputs_beside_its_tokens(tmp_path: Path, opened: No
         (image("../0.png"), "lies outside the folder of the text"),
         ({"type": "image", "url": "https://example.org/cat.png"}, "an image without a file"),
         ({"type": "video", "video": "cat.mp4"}, "holds a part of type 'video'"),
+        (image("\0.png"), "can't be read (ValueError: "),
         (image("missing.png"), "missing.png: can't be read"),
     ],
 )

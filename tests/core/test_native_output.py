@@ -24,7 +24,8 @@ def test_keys_that_tokenizers_does_not_know_are_a_warning(tmp_path: Path) -> Non
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(ended.stdout)["servers"][0]["loads"]
     assert ended.stderr == (
-        f"warning: {tmp_path}: the library that reads it says: Ignored unknown kwarg option \\x1b[2J {{}}\n"
+        f"warning: {tmp_path}: printed while its tokenizer or processor was read: "
+        "Ignored unknown kwarg option \\x1b[2J {}\n"
     )
 
 
@@ -37,7 +38,9 @@ def test_stdout_is_caught_only_where_it_is_the_command_lines(
     assert capfd.readouterr().out == "before"
     monkeypatch.setattr(native_output, "command_line", lambda: "marlinq inspect")
     with (
-        pytest.warns(UserWarning, match=f"{tmp_path}: the library that reads it says: said x+$"),
+        pytest.warns(
+            UserWarning, match=f"{tmp_path}: printed while its tokenizer or processor was read: said x+$"
+        ),
         told_as_warning(tmp_path),
     ):
         os.write(1, b"said\n" + b"x" * 10_000)

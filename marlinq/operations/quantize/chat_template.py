@@ -45,8 +45,9 @@ def template_file(recipe: Recipe) -> str | None:
 
 
 def check_user_message(tokenizer: Any, recipe: Recipe) -> None:
-    """Checks that the template of the recipe's file renders a user's message alone, as the model writes it.
-    Conversations of other text may have what the template asks for beside that.
+    """Checks that the template of the recipe's file renders a user's message alone, which the model writes,
+    and then the beginning of an answer. Conversations of other text may have what the template asks for
+    beside that.
 
     Raises:
         CheckpointError: it does not.
@@ -54,7 +55,10 @@ def check_user_message(tokenizer: Any, recipe: Recipe) -> None:
     file = template_file(recipe)
     if file is not None:
         message = {"role": "user", "content": "text"}
-        boundaries.rendered(tokenizer, [message], subject=file, advice="correct the file")
+        for answer in (False, True):
+            boundaries.rendered(
+                tokenizer, [message], subject=file, advice="correct the file", add_generation_prompt=answer
+            )
 
 
 def own_processor(folder: Path, *, trust_remote_code: bool) -> Any:

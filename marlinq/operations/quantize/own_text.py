@@ -215,6 +215,10 @@ def _loaded(
     dtype: torch.dtype,
     trust_remote_code: bool,
 ) -> LoadedModel:
+    tokenizer = None
+    if recipe.chat_template != NO_TEMPLATE:
+        tokenizer = own_tokenizer(checkpoint.path, recipe, trust_remote_code=trust_remote_code)
+        check_user_message(tokenizer, recipe)
     with ReadAhead(checkpoint, device, budget=_AHEAD_BYTES) as reader:
         instance = ModelInstance(blueprint, reader, device=device, dtype=dtype)
         reader.expect(_in_order(blueprint, instance.names))
@@ -223,10 +227,6 @@ def _loaded(
     if generation_config is not None:
         # Chat models name the tokens that end an answer only in generation_config.json.
         instance.model.generation_config = generation_config
-    tokenizer = None
-    if recipe.chat_template != NO_TEMPLATE:
-        tokenizer = own_tokenizer(checkpoint.path, recipe, trust_remote_code=trust_remote_code)
-        check_user_message(tokenizer, recipe)
     return LoadedModel(
         path=checkpoint.path,
         model=instance.model,

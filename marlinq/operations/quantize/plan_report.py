@@ -271,10 +271,11 @@ def plan_quantize(
     )
 
 
-def _described(text: PlannedText) -> str:
+def _described(text: PlannedText, *, whole: bool = False) -> str:
     if text.budget is None:
         return f"{'' if text.counted else 'at most '}{text.tokens} tokens of {text.source}"
-    first = f", the first {text.tokens} to calibrate on" if text.tokens < text.budget.tokens else ""
+    part = not whole and text.tokens < text.budget.tokens
+    first = f", the first {text.tokens} to calibrate on" if part else ""
     return f"{text.budget.tokens} tokens that the model writes itself ({text.budget.reason}){first}"
 
 
@@ -282,7 +283,12 @@ def _tuning_text(decisions: Decisions, texts: Sequence[PlannedText], own: Planne
     recipe, tuning = decisions.recipe, decisions.tuning
     if tuning is None:
         return None
-    same = "the same" if decisions.texts else ", ".join(map(_described, texts))
+    if decisions.texts:
+        same = "the same"
+    else:
+        # Own text beside a file is in ``own``; none of it is calibrated on.
+        read = (text for text in texts if own is None or text.budget is None)
+        same = ", ".join(_described(text, whole=True) for text in read)
     if own is None:
         return same
     if recipe.chat_template != NO_TEMPLATE:

@@ -128,7 +128,7 @@ def _front_matter(
             front[key] = value
     front.setdefault("pipeline_tag", "text-generation")
     front["library_name"] = "transformers"
-    # No layout: the card goes with the weights into other ones, and the Hub reads it from config.json.
+    # No layout: the card goes with the weights into another, and the Hub reads the layout from config.json.
     own = [*_TAGS, f"{_bits(recipe)}-bit", str(recipe.get("method", ""))]
     tags = matter.get("tags")
     others = (

@@ -60,7 +60,7 @@ def evaluator() -> types.SimpleNamespace:
 
 def test_a_harness_that_looks_around_in_another_way_is_refused() -> None:
     made = harness.Harness("9", None, None, None, types.SimpleNamespace(), None, None, METRICS)
-    with pytest.raises(EnvironmentProblem, match="describes its surroundings in an unknown way"):
+    with pytest.raises(EnvironmentProblem, match="lacks get_git_commit_hash or add_env_info"):
         harness.run(made, None, ["tiny"], None, shots=None, limit=None, trusted=False)
 
 

@@ -125,7 +125,7 @@ def test_the_folders_of_whoever_made_it_stay_unknown(tmp_path: Path) -> None:
     assert str(tmp_path) not in text
 
 
-def test_a_card_names_neither_a_layout_nor_files_that_convert_leaves_behind(tmp_path: Path) -> None:
+def test_tags_name_no_layout_and_the_card_no_file_that_convert_leaves_behind(tmp_path: Path) -> None:
     front, text = made(tmp_path, None, format="awq")
     assert front["tags"] == ["marlinq", "quantized", "4-bit", "gptq"]
     assert not [name for name in REPORTS if name in text]

@@ -22,8 +22,8 @@ _BOOTSTRAPS = 1000
 harness's default of 100,000 takes minutes."""
 _SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 _SEED = 1234
-_LOOKING_AROUND = ("get_git_commit_hash", "add_env_info")
-"""functions of ``lm_eval.evaluator`` whose results are not used"""
+_ENVIRONMENT_PROBES = ("get_git_commit_hash", "add_env_info")
+"""functions of ``lm_eval.evaluator`` that run git and pip; their results are not used"""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def run(
     """
     named = ", ".join(task if isinstance(task, str) else str(task["task"]) for task in tasks)
     try:
-        with _to_stderr(), _not_looking_around(harness):
+        with _to_stderr(), _without_environment_probes(harness):
             results = harness.simple_evaluate(
                 model,
                 tasks=list(tasks),
@@ -244,17 +244,18 @@ def run(
 
 
 @contextlib.contextmanager
-def _not_looking_around(harness: Harness) -> Iterator[None]:
+def _without_environment_probes(harness: Harness) -> Iterator[None]:
     """Inside, the harness runs neither git nor pip to describe its surroundings: in a folder from a stranger
     git runs what its configuration names, and Python imports ``pip.py``."""
-    usual = {name: getattr(harness.evaluator, name, None) for name in _LOOKING_AROUND}
+    usual = {name: getattr(harness.evaluator, name, None) for name in _ENVIRONMENT_PROBES}
     if None in usual.values():
         raise EnvironmentProblem(
-            f"lm-evaluation-harness {harness.version} describes its surroundings in an unknown way; install "
-            f"the tested version: {INSTALL}"
+            f"lm-evaluation-harness {harness.version} lacks {' or '.join(_ENVIRONMENT_PROBES)}, which "
+            "marlinq replaces, as they run git and pip in the current folder; install the tested version: "
+            f"{INSTALL}"
         )
     for name in usual:
-        setattr(harness.evaluator, name, lambda *_: None)
+        setattr(harness.evaluator, name, lambda *_, **__: None)
     try:
         yield
     finally:

@@ -100,11 +100,12 @@ def test_the_plan_says_that_own_text_may_be_left_out(tmp_path: Path) -> None:
     assert planned(recipe).endswith(f"{clause}; tuning then takes 2800 steps instead of 1400")
     assert planned(recipe.replace(tune_steps=7)).endswith(clause)
     # Text that round-to-nearest does not read is tuned on all the same.
-    rounded = plan_quantize(
-        source, tmp_path / "out", recipe=recipe.replace(method="rtn", calibration="self"), device="cpu"
-    )
-    assert (rounded.calibration, rounded.estimate.writing_seconds > 0) == (None, True)
-    assert (rounded.tuning_text or "").endswith("tokens that the model writes itself (as asked for)")
+    rounded = recipe.replace(method="rtn")
+    assert planned(rounded).startswith(f"360 tokens of {text} and ")
+    assert planned(rounded).count("the model writes itself") == 1
+    plan = plan_quantize(source, tmp_path / "out", recipe=rounded.replace(calibration="self"), device="cpu")
+    assert (plan.calibration, plan.estimate.writing_seconds > 0) == (None, True)
+    assert plan.tuning_text == "360 tokens that the model writes itself (as asked for)"
     # Conversations are not compared.
     assert "left out" not in planned(recipe.replace(tune_steps=7, chat_template="model"))
 
