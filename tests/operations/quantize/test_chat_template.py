@@ -33,9 +33,14 @@ NEEDS_SYSTEM = (
     "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
     "{% for m in messages %}{{ m.content }}{% endfor %}"
 )
+FAILS_WHERE_AN_ANSWER_BEGINS = (
+    "{{ messages }}{% if add_generation_prompt %}{{ raise_exception('no') }}{% endif %}"
+)
 
 
-@pytest.mark.parametrize("text", ["{% if", NEEDS_SYSTEM, "{{ messages[9].content }}"])
+@pytest.mark.parametrize(
+    "text", ["{% if", NEEDS_SYSTEM, "{{ messages[9].content }}", FAILS_WHERE_AN_ANSWER_BEGINS]
+)
 def test_a_template_for_text_of_the_model_itself_is_named_by_its_file(tmp_path: Path, text: str) -> None:
     save_plain(tmp_path / "model", tiny_model("llama"))
     save_tokenizer(tmp_path / "model")
